@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass
 
 from isobit.model import ModelConfig
+from isobit.model.families import FAMILIES
 from isobit.precision import Flow, Precision
 
 
@@ -142,8 +143,14 @@ def attended(config: ModelConfig, keys: float) -> float:
     """Keys that a row attends to, in all layers together, where `keys` stand before it on
     average. Where a layer has a window this is a bound: short rows see fewer."""
     if not config.windows:
-        return keys * config.num_attentions
+        return keys * _attentions(config)
     return sum(keys if window is None else min(keys, window) for window in config.windows)
+
+
+def _attentions(config: ModelConfig) -> int:
+    """Layers with keys and values."""
+    layers = range(config.num_layers)
+    return sum(config.has_attention(layer) and not config.is_linear(layer) for layer in layers)
 
 
 def quantized_share(config: ModelConfig, precision: Precision, use: str) -> float:
@@ -188,7 +195,7 @@ def _forward(
         "attention": Work(
             4 * rows * seen * config.num_heads * config.head_dim + 7 * rows * state,
             0,
-            width * kv_bytes * (sequences * seen + rows * config.num_attentions)
+            width * kv_bytes * (sequences * seen + rows * _attentions(config))
             + 2 * 4 * sequences * state,
         ),
     }
@@ -206,7 +213,7 @@ def _between(config: ModelConfig, quantized: bool) -> float:
     norms = 2 * (
         6 * config.hidden_size + 2 * operand * config.hidden_size
     )  # x, residual, sum; y written and read
-    norms += (len(config.norms) - 2) * 2 * 2 * config.hidden_size  # read, written
+    norms += (len(FAMILIES[config.family].norms) - 2) * 2 * 2 * config.hidden_size  # read, written
     attention = 2 * 2 * qkv + 2 * heads + (2 + 2 * operand) * heads
     if (
         config.qk_norm and config.norms_all_heads

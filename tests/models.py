@@ -19,6 +19,7 @@ from isobit.model.hub.latent import Latent
 from isobit.model.hub.layer_heads import LayerHeads
 from isobit.model.hub.layer_inputs import LayerInputs
 from isobit.model.hub.linear_attention import LinearAttention
+from isobit.model.hub.mamba import Mamba
 from isobit.model.hub.multipliers import Multipliers
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -43,6 +44,22 @@ def latent_values(latent: Latent, heads: int, rope: Rope) -> dict[str, Any]:
         "head_dim": latent.head_dim,
         "rope": rope.of_part(latent.rotated, latent.head_dim),
         "experts": Experts(6, 2, 24, shared=24, dense_layers=(0,), scoring=Scoring(2, 1, 1.7)),
+    }
+
+
+ONE_PART = ("moe", "linear_attention", "full_attention", "mlp")
+
+
+def one_part_values(kinds: Sequence[str]) -> dict[str, Any]:
+    """Of a config whose layers have one part each: these, with Mamba-2 and experts."""
+    without = tuple(layer for layer, kind in enumerate(kinds) if kind != "moe")
+    mamba = tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    return {
+        "kinds": tuple(kinds),
+        "num_layers": len(kinds),
+        "tie_embeddings": False,
+        "linear": Mamba(mamba, 2, 4, 8, 12, 4, least_step=0.02),
+        "experts": Experts(6, 2, 24, True, without, 40, Scoring(2, 1, 1.7)),
     }
 
 
@@ -111,11 +128,8 @@ def tiny_model(
             "gpt_oss": Experts(5, 2, sizes.get("intermediate_size", 48)),
         }.get(family),
     }
-    layers = range(sizes.get("num_layers", 2) - 1)
-    linear = (
-        LinearAttention(tuple(layers), 2, 4, 8, 12) if FAMILIES[family].linear_attention else None
-    )
-    table = FAMILIES[family]
+    layers, table = range(sizes.get("num_layers", 2) - 1), FAMILIES[family]
+    linear = LinearAttention(tuple(layers), 2, 4, 8, 12) if table.linear_attention else None
     rope = Rope.of(10000.0, 1.0 if table.partial_rotary is None else 0.5)
     rope = rope if "default" in table.rope_kinds else table.fresh_rope(10000.0, 64)
     multipliers = Multipliers(3.0, 0.5, 0.4, 2.0) if table.multipliers else None
@@ -124,6 +138,8 @@ def tiny_model(
         sizes = own | {key: value for key, value in sizes.items() if key != "head_dim"}
     if table.global_head_dim is not None:
         sizes = _heads_by_layer(sizes.get("num_layers", 2), sizes.get("head_dim", 8)) | sizes
+    if table.one_part:
+        sizes = one_part_values(ONE_PART[: sizes.get("num_layers", 4)]) | sizes
     config = ModelConfig(
         family=family,
         vocab_size=tokenizer.vocab_size,

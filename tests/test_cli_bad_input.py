@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,8 @@ from isobit.cli.app import lines_of_stdin
 from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.model import Model, Tokenizer
+from isobit.run.directory import METRICS
+from isobit.training.train import train
 from tests.runs import write_config
 
 Run = Callable[..., tuple[int, str]]
@@ -815,6 +818,105 @@ def test_a_full_disk_behind_stdout_is_one_line(
     assert capsys.readouterr().err == "isobit: cannot write stdout: No space left on device\n"
     with suppress(OSError):
         full.detach()
+
+
+def test_a_run_outlives_its_stderr(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a full disk, from the command line and from Python: warnings, notes and steps are lost, and
+    nothing else. The control: a plain line there raises."""
+    full = io.TextIOWrapper(
+        io.BufferedWriter(_Full()),  # type: ignore[arg-type]
+        encoding="utf-8",
+        line_buffering=True,
+    )
+    wrong = load_config(config, ["prompts_per_step=61", "steps=1"])  # warned of, and so are steps
+    words = [
+        "isobit",
+        "train",
+        str(config),
+        "steps=1",
+        "task.options.train_size=3",
+        "--out",
+        "run2",
+    ]
+    monkeypatch.chdir(config.parent)
+    monkeypatch.setattr(sys, "argv", words)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", full)
+        with pytest.raises(OSError, match="No space left"):
+            print("a line", file=sys.stderr)
+        ended = train(wrong)
+        with pytest.raises(SystemExit) as command:
+            cli.main()
+        assert sys.stderr is full
+    assert (ended.exit_code, command.value.code) == (0, 0)
+    assert len((config.parent / "run2" / METRICS).read_text().splitlines()) == 1
+    assert capsys.readouterr().err == ""
+    with suppress(OSError):
+        full.detach()
+
+
+def test_a_stderr_that_is_closed_is_no_file_of_a_run(config: Path) -> None:
+    """The next file that is opened would be number 2, and hold what libraries write there."""
+    command = [sys.executable, "-c", _CLOSED, "train", str(config), "steps=1", "--quiet"]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" 2>&-', "sh", *command],
+        stdout=subprocess.PIPE,
+        cwd=config.parent,
+        check=False,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "/dev/null\n")
+
+
+_CLOSED = """
+import atexit, os
+from isobit.cli import main
+atexit.register(lambda: print(os.readlink("/proc/self/fd/2")))
+main()
+"""
+
+
+def test_where_a_command_runs_may_be_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_isobit: Callable[..., tuple[int, str, str]]
+) -> None:
+    """A current directory that is gone, no folder for temporary files, a file that vanishes, and a
+    loop of links. The control: an error of no place is a bug, and keeps its traceback."""
+
+    def raises(error: Exception) -> Callable[..., None]:
+        def fail(**_: object) -> None:
+            raise error
+
+        return fail
+
+    def said(ask: Callable[..., Any]) -> str:
+        monkeypatch.setattr(cli, "app", ask)
+        code, _, line = run_isobit("doctor")
+        assert code == 2
+        assert line.count("\n") == 1
+        return line.removeprefix("isobit: ").rstrip("\n")
+
+    (tmp_path / "loop").symlink_to("loop")
+    gone = tmp_path / "gone"
+    loop = RuntimeError(f"Symlink loop from {str(tmp_path / 'loop')!r}")  # of Python before 3.13
+    assert said(raises(loop)).endswith("loop': Too many levels of symbolic links")
+    assert said(lambda **_: gone.read_text()) == f"{gone}: No such file or directory"
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "tempdir", None)
+        patched.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(gone)])
+        assert said(lambda **_: tempfile.gettempdir()) == (
+            "no folder for temporary files can be written: set TMPDIR to one that can"
+        )
+    with pytest.raises(FileNotFoundError):
+        said(raises(FileNotFoundError(errno.ENOENT, "of nothing")))
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    try:
+        assert "current directory is not there any more" in said(lambda **_: os.getcwd())
+    finally:
+        monkeypatch.chdir(tmp_path)
 
 
 def test_a_locale_that_lacks_a_character_costs_no_output(

@@ -207,6 +207,10 @@ def test_a_malformed_file_gives_one_line(tmp_path: Path, text: str, message: str
             "model: base\nrewards: {functions: [{function: math, weight: 1,\n weight: 2}]}\n",
             "line 3: key 'rewards.functions.weight' was given before, in line 2; leave one",
         ),
+        (
+            'model: base\ntask:\n  columns:\n    1: a\n    "1": b\n',
+            "line 5: key 'task.columns.1' was given before, in line 4; leave one",
+        ),
     ],
 )
 def test_a_key_that_comes_twice_is_refused_with_both_lines(
@@ -219,6 +223,27 @@ def test_a_key_that_comes_twice_is_refused_with_both_lines(
     assert str(caught.value).startswith(f"{path}, line ")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("number", "base"), [("010", 8), ("-007", 8), ("0_1", 8), ("1:30", 60), ("1:30.5", 60)]
+)
+def test_a_number_that_is_not_what_it_looks_like_is_refused(
+    tmp_path: Path, number: str, base: int
+) -> None:
+    """YAML reads 010 as 8, and 1:30 as 90. The controls: in quotes, and on the command line, where
+    what is no YAML is text, it is what it looks like; and other numbers are numbers."""
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: base\nseed: {number}\n")
+    with pytest.raises(IsobitError) as caught:
+        load_config(path)
+    assert str(caught.value) == (
+        f"{path}, line 2: not valid YAML: {number} is a number of base {base} in YAML; write it in "
+        "decimals, or in quotes"
+    )
+    path.write_text("model: base\nseed: '010'\n")
+    assert load_config(path).seed == load_config({"model": "base"}, ["seed=010"]).seed == 10
+    assert strict_yaml.load("[0, -0, 10, 0.5, 0x10, 1_0]") == [0, 0, 10, 0.5, 16, 10]
 
 
 def test_a_key_that_a_merge_brings_may_be_given_again(tmp_path: Path) -> None:

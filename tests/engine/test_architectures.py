@@ -17,7 +17,14 @@ from isobit.model.hub.layer_heads import LayerHeads
 from isobit.model.hub.layer_inputs import LayerInputs
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.model.hub.multipliers import Multipliers
-from tests.models import ALPHABET, latent_values, level, require, slow_where
+from tests.models import (
+    ALPHABET,
+    latent_values,
+    level,
+    one_part_values,
+    require,
+    slow_where,
+)
 
 from .helpers import CONFIG, differing
 from .test_invariance import PROMPT_IDS, PROMPTS
@@ -113,6 +120,10 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"rms_eps": 1e-2},
     ),
     "deepseek_v3": (latent_values(Latent(20, 12, 8, 14, 28), 4, Rope(300.0)), {"rms_eps": 1e-2}),
+    "nemotron_h": (
+        one_part_values(("linear_attention", "mlp", "moe", "linear_attention", "full_attention")),
+        {"rms_eps": 1e-2},
+    ),
     "smollm3": ({"windows": (None, 5, None), "unrotated": (1,)}, {"unrotated": ()}),
 }
 """Family to what differs from `CONFIG`, and what the control changes."""
@@ -135,11 +146,11 @@ def random_model(family: str, preset: str, backend: str) -> Model:
     return model
 
 
-BY_REFERENCE = ("mistral", "gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v3")
+BY_REFERENCE = ("mistral", "gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v3", "nemotron_h")
 BY_REFERENCE += ("gemma4_text-experts", "gemma4_text-small")
 """What `make test` has of the reference operators, which take ten times as long: windows, a scale of
 queries, heads by layer and capped logits, sinks and experts, latent attention, experts beside an
-MLP, keys of other layers."""
+MLP, keys of other layers, Mamba-2."""
 
 
 @pytest.mark.parametrize(

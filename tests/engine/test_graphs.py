@@ -52,7 +52,7 @@ def test_under_other_settings_too(sizes: dict[str, int], make_captured: MakeEngi
     check("fp8", "native", make_captured(tiny("fp8", "native"), **sizes))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_text", "nemotron_h"])
 def test_padded_rows_are_without_effect(
     family: str, make_engine: MakeEngine, make_captured: MakeEngine
 ) -> None:

@@ -98,7 +98,7 @@ def test_mixed_steps_give_the_bits_of_simple_ones(
     assert engine.stats.cached_tokens > 0 or own["kv_pages"] * own.get("page_size", 16) < 100
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_text", "nemotron_h"])
 def test_of_experts_and_of_linear_attention_too(
     family: str,
     make_engine: MakeEngine,

@@ -3,6 +3,7 @@ log-probabilities, and what is in the cache."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from isobit.engine.types import Sampling
 from isobit.errors import NonFiniteError
 from isobit.kernels.native import available
 from isobit.model import Model
-from tests.models import ALPHABET, tiny_model
+from tests.models import ALPHABET, one_part_values, tiny_model
 
 from .helpers import Outcome, fresh, rollout, scale, tiny
 from .test_graphs import STOPPING
@@ -68,18 +69,24 @@ def test_whatever_is_sampled(
 
 
 @pytest.mark.parametrize(
-    ("family", "refused"),
+    ("family", "own", "refused"),
     [
-        ("qwen3_5_text", None),
-        ("qwen3_moe", "tolist of a tensor"),
-        ("gemma4_text-small", None),
-        ("gemma4_text-experts", "tolist of a tensor"),
+        ("qwen3_5_text", {}, None),
+        ("nemotron_h", one_part_values(("linear_attention", "mlp", "full_attention")), None),
+        ("nemotron_h", {}, "tolist of a tensor"),
+        ("qwen3_moe", {}, "tolist of a tensor"),
+        ("gemma4_text-small", {}, None),
+        ("gemma4_text-experts", {}, "tolist of a tensor"),
     ],
 )
 def test_states_are_recorded_and_experts_computed_anew(
-    family: str, refused: str | None, make_engine: MakeEngine, replays: list[str | None]
+    family: str,
+    own: dict[str, Any],
+    refused: str | None,
+    make_engine: MakeEngine,
+    replays: list[str | None],
 ) -> None:
-    model = tiny_model("fp8", family, alphabet=ALPHABET, backend="native")
+    model = tiny_model("fp8", family, alphabet=ALPHABET, backend="native", **own)
     sampling = replace(SAMPLING, ignore_eos=True)
     plain, recorded = both(make_engine, model, sampling, kv_pages=200, page_size=4)
     assert recorded == plain

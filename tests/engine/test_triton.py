@@ -14,6 +14,7 @@ from isobit.kernels import get_ops
 from isobit.model.adapters.targets import NewAdapter
 from isobit.model.families.rope import Rope
 from isobit.model.hub.linear_attention import LinearAttention
+from isobit.model.hub.mamba import Mamba
 from tests.models import tiny_model, trained_adapters
 
 from .helpers import differing
@@ -102,10 +103,12 @@ _GROWN = Rope(
         ("ministral3", {"rope": _GROWN}),
         ("deepseek_v3", {}),
         ("qwen3_5_moe_text", {"linear": LinearAttention((0,), 1, 2, 16, 16)}),
+        ("nemotron_h", {"num_layers": 3, "linear": Mamba((1,), 1, 2, 16, 16, 4, 0.02)}),
     ],
 )
 def test_zero_bits_differ_in_other_families(family: str, own: dict[str, Any]) -> None:
-    """Two layers of each. Control: a learner whose norms divide by more."""
+    """Two layers of each, and of Nemotron-H one of Mamba-2, of experts and of attention. Control: a
+    learner whose norms divide by more."""
     sizes = {"num_layers": 2, **({} if family == "deepseek_v3" else {"head_dim": 16}), **own}
     model = tiny_model("fp8", family, backend="triton", scale=6, **sizes)
     groups = _completions(model)

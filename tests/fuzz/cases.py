@@ -13,12 +13,14 @@ from isobit.model.families import FAMILIES, Family
 from isobit.model.families.rope import Rope
 from isobit.model.hub.latent import Latent
 from isobit.model.hub.linear_attention import LinearAttention
+from isobit.model.hub.mamba import Mamba
 from isobit.model.hub.multipliers import Multipliers
 from isobit.precision import Precision, precision_from
 from isobit.precision.flow import LINEAR_LAYERS
 
 from .weights import KINDS
 
+PARTS = ("linear_attention", "full_attention", "mlp", "moe")
 VOCABULARIES = (64, 130, 260)
 _STEPS = 40  # of an engine, about so many at most
 
@@ -88,9 +90,9 @@ def draw(seed: int) -> Case:
         rng.random() < 0.5,
     )
     flow, weights = precision_from(_flow(rng)), rng.choice(KINDS)
-    if (
-        "input_norm" not in config.norms and weights == "cancelling"
-    ):  # what no norm has made small would overflow
+    family = FAMILIES[config.family]
+    if weights == "cancelling" and ("input_norm" not in family.norms or family.one_part):
+        # what no norm has made small would overflow, and so would products of three in a state
         weights = "heavy tails"
     # a step along a gradient would undo the cancellation
     updates = int(rng.random() < 0.4 and weights != "cancelling")
@@ -113,6 +115,7 @@ def _model(rng: Random) -> ModelConfig:
             rope = _longrope(rng, head_dim // 2)
     elif rope.kind not in family.rope_kinds:
         rope = family.fresh_rope(rope.theta, 64)
+    kinds = tuple(rng.choice(PARTS) for _ in range(layers)) if family.one_part else ()
     latent = None if family.latent is None else _latent(rng)
     if latent is not None:
         kv_heads, head_dim = heads, latent.head_dim
@@ -132,16 +135,17 @@ def _model(rng: Random) -> ModelConfig:
         o_bias=bias and family.output_bias,
         mlp_bias=family.mlp_bias and rng.random() < 0.3,
         qk_norm=family.qk_norm,
-        tie_embeddings=rng.random() < 0.4,
+        tie_embeddings=rng.random() < 0.4 and not family.one_part,
         max_positions=rng.choice((64, 96, 128, 640)),
         eos_ids=(2,),
-        experts=_experts(rng, family, layers, inner),
+        experts=_experts(rng, family, layers, inner, kinds),
         windows=windows,
         unrotated=()
         if family.unrotated is None
         else tuple(n for n in range(layers) if rng.random() < 0.3),
         sliding_rope=_rope(rng) if windows and family.ropes is not None else None,
-        linear=_linear(rng, layers) if family.linear_attention else None,
+        linear=_linear(rng, layers, kinds) if family.linear_attention else None,
+        kinds=kinds,
         latent=latent,
         multipliers=Multipliers(*(rng.choice((0.3, 1.0, 2.5)) for _ in range(4)))
         if family.multipliers
@@ -150,12 +154,16 @@ def _model(rng: Random) -> ModelConfig:
     )
 
 
-def _linear(rng: Random, layers: int) -> LinearAttention:
-    """In some of the layers, with heads of any size."""
+def _linear(rng: Random, layers: int, kinds: tuple[str, ...]) -> LinearAttention:
+    """In some of the layers, with heads of any size; Mamba-2's in those of its kind."""
     where = tuple(layer for layer in range(layers) if rng.random() < 0.7)
     heads = rng.choice((1, 2, 3))
     sizes = rng.choice((4, 12, 16, 20, 32, 36, 128)), rng.choice((4, 12, 16, 20, 32, 36, 128))
-    return LinearAttention(where, heads, heads * rng.choice((1, 2)), *sizes, rng.choice((2, 3, 4)))
+    given = heads, heads * rng.choice((1, 2)), *sizes, rng.choice((2, 3, 4))
+    if not kinds:
+        return LinearAttention(where, *given)
+    where = tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    return Mamba(where, *given, least_step=rng.choice((0.0, 0.001, 0.5)))
 
 
 def _latent(rng: Random) -> Latent:
@@ -178,7 +186,9 @@ def _size(rng: Random) -> int:
     return rng.choice((16, 30, 36, 48, 64, 96, 128, 130, 144, 160, 200, 256, 258, 272, 330, 400))
 
 
-def _experts(rng: Random, family: Family, layers: int, inner: int) -> Experts | None:
+def _experts(
+    rng: Random, family: Family, layers: int, inner: int, kinds: tuple[str, ...]
+) -> Experts | None:
     count = rng.choice((2, 3, 5, 8, 11))
     chosen = rng.randint(1, min(count, 4))
     if family.mixtures is None or not family.mixtures.own_keys:
@@ -187,6 +197,8 @@ def _experts(rng: Random, family: Family, layers: int, inner: int) -> Experts | 
     if not family.mixtures.dense:
         return Experts(count, chosen, size, shared=shared)
     dense = tuple(layer for layer in range(1, layers) if rng.random() < 0.2)
+    if kinds:
+        dense = tuple(layer for layer, kind in enumerate(kinds) if kind != "moe")
     normalize = rng.random() < 0.5
     if family.mixtures.scoring is None:
         return Experts(count, chosen, size, normalize, dense)
@@ -194,7 +206,8 @@ def _experts(rng: Random, family: Family, layers: int, inner: int) -> Experts | 
     best = rng.randint(1, groups)
     chosen = min(chosen, best * per_group)
     scoring = Scoring(groups, best, rng.choice((1.0, 2.5)))
-    return Experts(groups * per_group, chosen, size, normalize, dense, size, scoring)
+    beside = shared if kinds else size
+    return Experts(groups * per_group, chosen, size, normalize, dense, beside, scoring)
 
 
 def _rope(rng: Random) -> Rope:

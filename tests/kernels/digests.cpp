@@ -199,15 +199,16 @@ void linear_attention() {
     for (int32_t p = 0; p < 2 * PAGES; p++) pages[p] = p * 5 % (2 * PAGES);
     const Sequences sequences{row_start, context, pages, PAGES, PAGE, 2};
     std::vector<uint16_t> mixed(x.size()), out(ROWS * HEADS * VALUE);
-    isobit_short_convolution(&sequences, BF16, x.data(), weight.data(), CHANNELS, WIDTH, inputs.data(), mixed.data(), 2);
+    isobit_short_convolution(&sequences, BF16, x.data(), weight.data(), nullptr, CHANNELS, WIDTH, inputs.data(),
+                             mixed.data(), 2);
     print("convolved", mixed), print("inputs of the convolution", inputs);
     const DeltaRule g{BF16, KEYS, HEADS, KEY, VALUE, mixed.data(), gates.data(), decay.data(), step_bias.data(), 0.21,
-                      states.data(), out.data(), 2};
+                      states.data(), out.data(), 2, nullptr, 0.0};
     isobit_delta_rule(&sequences, &g);
     print("recalled", out), print("states", states);
     std::vector<float> dweight(weight.size());
-    isobit_short_convolution_backward(&sequences, BF16, dy.data(), x.data(), weight.data(), CHANNELS, WIDTH, mixed.data(),
-                                      dweight.data(), 2);
+    isobit_short_convolution_backward(&sequences, BF16, dy.data(), x.data(), weight.data(), nullptr, CHANNELS, WIDTH,
+                                      mixed.data(), dweight.data(), nullptr, 2);
     print("gradient of the convolution", mixed), print("of its weight", dweight);
     std::vector<float> q(ROWS * KEYS * KEY), k(q.size()), found[5];
     for (size_t i = 0; i < q.size(); i++) q[i] = 0.01f * number(), k[i] = 0.01f * number();
@@ -216,7 +217,7 @@ void linear_attention() {
     for (int64_t i = 0; i < 5; i++) found[i].resize(ROWS * HEADS * (i < 2 ? KEY : i == 2 ? VALUE : 1));
     const DeltaGradients b{KEYS, HEADS, KEY, VALUE, 2, row_start, q.data(), k.data(), v.data(), dout.data(), kept.data(),
                            strength.data(), found[0].data(), found[1].data(), found[2].data(), found[3].data(),
-                           found[4].data(), 2};
+                           found[4].data(), 2, 1};
     isobit_delta_rule_backward(&b);
     print("delta rule's dq", found[0]), print("dk", found[1]), print("dv", found[2]), print("dkept", found[3]);
     print("dstrength", found[4]);

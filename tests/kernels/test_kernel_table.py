@@ -61,6 +61,34 @@ for preset in ("bf16", "fp8"):
             found[kernel_table.signature(launch)] = launch
 print(json.dumps([kernel_table._row(kernel_table.compile_launch(launch)) for launch in found.values()]))
 """
+_WIDE_BY_CARD = """
+import json, torch
+from benchmarks import kernel_table
+from isobit.kernels.attention.triton import backward, forward
+from isobit.kernels.gpu import ARCHITECTURES
+from isobit.kernels.layout import Layout
+from isobit.kernels.stores import KVStore
+from isobit.kernels.triton.launch import compile_for, record_launches
+from isobit.precision import BF16, E4M3, QuantSpec
+
+rows = []
+for (major, minor) in ((8, 0), (8, 9), (12, 0)):
+    compile_for(ARCHITECTURES[major, minor])
+    for count in (1, 64):
+        for codes in (None, *([QuantSpec(E4M3, "row")] if (major, minor) == (8, 9) else [])):
+            layout = Layout.packed([count])
+            store = KVStore.allocate(layout.num_slots, 1, 512, codes, BF16, None, "meta")
+            q = torch.empty(count, 8, 512, dtype=torch.bfloat16, device="meta")
+            with record_launches() as found:
+                forward.attend(q, store, layout, 1.0)
+                if count > 1 and codes is None:
+                    lse = torch.empty(count, 8, device="meta")
+                    backward.attention_backward(q, q, q, lse, store, layout, 1.0)
+            own = [each for each in found if each.kernel.__name__ in ("_attend", "_dq", "_dkv")]
+            made = [kernel_table.compile_launch(each, 10 * major + minor) for each in own]
+            rows += [[major, minor, each.kernel, each.shared_bytes] for each in made]
+print(json.dumps(rows))
+"""
 _NIBBLES = """
 import json, torch
 from benchmarks import kernel_table
@@ -222,6 +250,20 @@ def test_heads_of_512_fit_into_the_shared_memory_of_a_hopper(tmp_path: Path) -> 
     assert {row["instruction_class"] for row in rows} == {"HGMMA"}
     forward = [row for row in rows if row["kernel"].endswith("attend")]
     assert any(row["spilled_bytes"] == 0 for row in forward)
+
+
+@pytest.mark.slow
+def test_heads_of_512_fit_into_the_shared_memory_of_every_card(tmp_path: Path) -> None:
+    """Of those with less than a Hopper tiles are smaller, in BF16 and over codes. The control: a
+    Hopper's tiles take more than an RTX 4090 has."""
+    rows = json.loads(python(_WIDE_BY_CARD, tmp_path))
+    assert len(rows) == 3 * 4 + 2
+    for major, minor, kernel, taken in rows:
+        assert 0 < taken <= 1024 * ARCHITECTURES[major, minor].shared_kib, (major, minor, kernel)
+    large = _WIDE_BY_CARD.replace("ARCHITECTURES[major, minor])", "ARCHITECTURES[9, 0])")
+    large = large.replace("((8, 0), (8, 9), (12, 0))", "[(8, 9)]").replace("(1, 64)", "[64]")
+    most = max(taken for _, _, _, taken in json.loads(python(large, tmp_path)))
+    assert most > 1024 * ARCHITECTURES[8, 9].shared_kib
 
 
 @pytest.mark.slow

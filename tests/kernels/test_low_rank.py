@@ -89,6 +89,61 @@ def test_together_they_have_the_bits_of_each_alone(order: str, form: str) -> Non
     assert not changed[:, 1160:].any()
 
 
+@pytest.mark.parametrize("inner", [24, 64, 200])
+@pytest.mark.parametrize("rank", [1, 4, 8, 30])
+@pytest.mark.parametrize("order", [TDP32, VDP32])
+def test_adapters_of_the_same_shape_are_read_side_by_side(
+    order: str, rank: int, inner: int
+) -> None:
+    """One row each, two of them twice, one without its last part, in any order of rows: the bits of
+    each alone. The control: one more's factors in the place of one, noticed in its row alone."""
+    require("native")
+    ops, columns = get_ops("native", f"bitwise-{order}"), 70
+    halves = (0, 33), (40, columns)
+
+    def factors(seed: int, parts: int = 2) -> Factors:
+        made = [
+            (_random(rank, inner, seed=seed + i), _random(hi - lo, rank, seed=seed + i + 5), lo, hi)
+            for i, (lo, hi) in enumerate(halves[:parts])
+        ]
+        return ops.prepare_factors(made, 0.25 * (seed + 1))
+
+    adapters = [factors(seed, 1 + (seed != 4)) for seed in range(8)]
+    rows = torch.tensor([7, 1, 9, 0, 4, 8, 2, 10, 5, 3])
+    offsets = torch.tensor([0, 2, 3, 4, 5, 6, 7, 9, 10])
+    x, weight = _random(11, inner, seed=20), ops.prepare(_random(columns, inner, seed=21))
+
+    def found(given: list[Factors]) -> Tensor:
+        arguments = x, weight, None, given, rows, offsets, torch.bfloat16
+        return ops.adapted_product(*arguments)
+
+    together = found(adapters)
+    arguments = x, weight, None, adapters, rows, offsets, torch.bfloat16
+    assert same(together, definition.adapted_product(ops, *arguments))
+    for count in (1, 2):
+        with threads(count):
+            assert same(found(adapters), together)
+    changed = found([*adapters[:2], factors(30), *adapters[3:]])
+    different = (changed.view(torch.int16) != together.view(torch.int16)).any(1)
+    assert different.nonzero().flatten().tolist() == [rows[3]]
+
+
+def test_packs_are_of_the_factors_that_were_prepared() -> None:
+    """Where these are trained on, the next result has them only when they are prepared again."""
+    require("native")
+    ops = get_ops("native", "bitwise")
+    x, weight = _random(3, IN, seed=1), ops.prepare(_random(64, IN, seed=2))
+    parts = [(_random(24, IN, seed=3), _random(64, 24, seed=4), 0, 64)]
+    given = torch.arange(3), torch.tensor([0, 3]), torch.bfloat16
+    before = ops.prepare_factors(parts, 0.5)
+    wanted = ops.adapted_product(x, weight, None, [before], *given)
+    for factor in parts[0][:2]:
+        factor.mul_(2.0)
+    assert same(ops.adapted_product(x, weight, None, [before], *given), wanted)
+    after = ops.adapted_product(x, weight, None, [ops.prepare_factors(parts, 0.5)], *given)
+    assert not same(after, wanted)
+
+
 def test_factors_are_found_by_addresses_in_a_table() -> None:
     """Of every weight a column; 0 is no adapter, also where there are rows, and adapters may have
     none. The control: the addresses of others."""

@@ -1,8 +1,10 @@
 """How the native library is compiled: warnings are errors for the tests and nothing to users; and
 which of a wheel's libraries a processor gets."""
 
+import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,67 @@ def test_a_user_is_told_that_it_is_compiled(
     line = r"isobit: compiling the operators for this processor \(once, about \d+ s\)\n"
     assert re.fullmatch(line, said[0])
     assert said[1:] == ["", ""]
+
+
+def test_old_libraries_are_removed_and_what_is_in_use_stays(tmp_path: Path) -> None:
+    """When one is built. The newest four by use stay, and what was loaded within a day; so do files
+    of others."""
+    now, day = time.time(), 24 * 3600
+    for number in range(12):
+        for name in (f"isobit-{number}.so", f"isobit-{number}.cpu.rows32.passed"):
+            (tmp_path / name).touch()
+        used = now - day * (0.5 if number < 6 else 2 + number)
+        os.utime(tmp_path / f"isobit-{number}.so", (used, used))
+    for name, age in (("build-old", 2 * day), ("build-new", 60), ("other", 9 * day)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.o").touch()
+        os.utime(tmp_path / name, (now - age, now - age))
+    build.clear_old(tmp_path)
+    found = {path.name for path in tmp_path.iterdir()}
+    kept = {f"isobit-{n}{end}" for n in range(6) for end in (".so", ".cpu.rows32.passed")}
+    assert found == {*kept, "build-new", "other"}
+    for number in range(6):
+        os.utime(tmp_path / f"isobit-{number}.so", (now - day * (9 - number),) * 2)
+    build.clear_old(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*.so")) == [
+        f"isobit-{number}.so" for number in (2, 3, 4, 5)
+    ]
+
+
+@NONE
+def test_a_library_that_another_process_removes_is_compiled_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the moment when it is found and the one when it is loaded. The control: one that is
+    there and cannot be loaded is not compiled again and again."""
+    made: list[Path] = []
+
+    def compile_(program: str, path: Path, *_: object) -> None:
+        made.append(path)
+        path.touch()
+
+    def load(path: Path) -> str:
+        if len(made) == 1:
+            path.unlink()
+            raise BuildFailed("gone")
+        return "loaded"
+
+    monkeypatch.setattr(build, "compile_library", compile_)
+    monkeypatch.setattr(build, "load", load)
+    program = str(shutil.which(COMPILERS[0]))
+    assert str(build._loaded(program, tmp_path)) == "loaded"
+    assert len(made) == 2
+    os.utime(made[0], (0, 0))
+    build._loaded(program, tmp_path)
+    assert made[0].stat().st_mtime > time.time() - 600  # it counts as used now
+
+    def broken(path: Path) -> str:
+        raise BuildFailed("broken")
+
+    monkeypatch.setattr(build, "load", broken)
+    with pytest.raises(BuildFailed, match="broken"):
+        build._loaded(program, tmp_path)
+    assert len(made) == 2
 
 
 def test_a_compiler_that_takes_too_long_is_told_with_what_follows(

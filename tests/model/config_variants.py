@@ -161,6 +161,28 @@ for _family, _dense in (
 ):
     BASES[_family] = {key: value for key, value in _SIZES.items() if key != "head_dim"}
     BASES[_family] |= _LATENT | _dense
+BASES["nemotron_h"] = {
+    key: value
+    for key, value in _SIZES.items()
+    if key not in ("rms_norm_eps", "hidden_act", "rope_theta", "num_hidden_layers")
+} | {
+    "layer_norm_epsilon": 1e-5,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+    "n_groups": 2,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 8,
+    "conv_kernel": 4,
+    "time_step_min": 0.6,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 20,
+    "n_group": 2,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "pad_token_id": 0,
+}
 _LATER = BASES.keys() - {"llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"}
 """Families whose rotary scalings, and `_SHARED` keys, are read by the same lines as those of the
 others, and not compared again."""
@@ -197,6 +219,8 @@ SHAPES = (
         "linear_key_head_dim",
         "linear_value_head_dim",
     ),
+    *("layers_block_type", "hybrid_override_pattern", "mamba_num_heads", "mamba_head_dim"),
+    *("ssm_state_size", "n_groups", "conv_kernel", "moe_shared_expert_intermediate_size"),
     *("linear_conv_kernel_dim", "full_attention_interval", "layer_types"),
     *("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config"),
     *("hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers"),
@@ -275,6 +299,7 @@ def variants() -> list[Variant]:
             "glm4_moe_lite": _latent,
             "granite": _granite,
             "ministral3": _ministral3,
+            "nemotron_h": _nemotron,
         }.get(family, _windows)
         makers = [_sizes, _flags, own, _experts, _unrotated]
         for make in makers if family in _LATER else [*makers, _rope_forms, _rope_details]:
@@ -311,7 +336,8 @@ def _sizes(family: str) -> Iterator[Row]:
         "" if nullable else "num_key_value_heads",
     )
     left_out = {"qwen2": 32, "qwen3": 32, "mixtral": 8, "mistral": 8, "gpt_oss": 8}.get(family, 4)
-    left_out = {"ministral3": 8, "deepseek_v3": 128, "glm4_moe_lite": 20}.get(family, left_out)
+    others = {"ministral3": 8, "deepseek_v3": 128, "glm4_moe_lite": 20, "nemotron_h": 8}
+    left_out = others.get(family, left_out)
     for heads in (4, 8, 32):
         shared = heads % (heads if family in one_each else left_out) == 0
         change = {"num_key_value_heads": _LEFT_OUT, "num_attention_heads": heads, "hidden_size": 64}
@@ -350,37 +376,41 @@ def _sizes(family: str) -> Iterator[Row]:
         {"max_position_embeddings": None},
         "max_position_embeddings",
     )
-    yield "no rms_norm_eps", {"rms_norm_eps": _LEFT_OUT}, ""
-    yield "rms_norm_eps 0.1", {"rms_norm_eps": 0.1}, ""
-    yield "rms_norm_eps as text", {"rms_norm_eps": "1e-6"}, "rms_norm_eps"
+    eps = "layer_norm_epsilon" if family == "nemotron_h" else "rms_norm_eps"
+    yield f"no {eps}", {eps: _LEFT_OUT}, ""
+    yield f"{eps} 0.1", {eps: 0.1}, ""
+    yield f"{eps} as text", {eps: "1e-6"}, eps
 
 
 def _flags(family: str) -> Iterator[Row]:
     """Biases, the head, the activation, and keys that change nothing."""
     never = ("qwen2", "mixtral", "mistral", "ministral3", "phi3")
+    bare = family == "nemotron_h"  # of biases, and its head is never tied
     latent = "kv_lora_rank" in BASES[family]
-    yield "attention_bias", {"attention_bias": True}, "attention_bias True" if latent else ""
+    says = "attention_bias True" if latent or bare else ""
+    yield "attention_bias", {"attention_bias": True}, says
     yield "no attention_bias", {"attention_bias": _LEFT_OUT}, ""
     yield (
         "attention_bias as text",
         {"attention_bias": "false"},
         "" if family in never else "attention_bias",
     )
-    yield "mlp_bias", {"mlp_bias": True}, ""
+    yield "mlp_bias", {"mlp_bias": True}, "mlp_bias True" if bare else ""
     yield "no mlp_bias", {"mlp_bias": _LEFT_OUT}, ""
-    yield "tied", {"tie_word_embeddings": True}, ""
+    yield "tied", {"tie_word_embeddings": True}, "tie_word_embeddings True" if bare else ""
     yield "no tie_word_embeddings", {"tie_word_embeddings": _LEFT_OUT}, ""
     yield "null tie_word_embeddings", {"tie_word_embeddings": None}, "tie_word_embeddings"
     yield "tied, with the same head", {"tie_word_embeddings": True}, "", "same"
-    yield (
-        "tied, with another head",
-        {"tie_word_embeddings": True},
-        "tie_word_embeddings false",
-        "other",
-    )
+    if not bare:
+        yield (
+            "tied, with another head",
+            {"tie_word_embeddings": True},
+            "tie_word_embeddings false",
+            "other",
+        )
     yield "no hidden_act", {"hidden_act": _LEFT_OUT}, ""
     for other in ("gelu", "relu", None):
-        says = "" if family.startswith("gemma") else "hidden_act"
+        says = "" if family.startswith(("gemma", "nemotron")) else "hidden_act"
         yield f"hidden_act {other}", {"hidden_act": other}, says
     yield "is_causal false", {"is_causal": False}, "is_causal"
     yield "per_layer_config", {"per_layer_config": {"1": {"rms_norm_eps": 0.5}}}, "per_layer_config"
@@ -957,6 +987,43 @@ def _qwen35(family: str) -> Iterator[Row]:
         yield f"part {part}", {"partial_rotary_factor": part}, "partial_rotary_factor"
     for kind in ("linear", "yarn", "llama3"):
         yield f"rope_scaling {kind}", {"rope_scaling": {"rope_type": kind, **_SCALINGS[kind]}}, ""
+
+
+def _nemotron(family: str) -> Iterator[Row]:
+    """Which part each layer has, sizes and least step of Mamba-2, and experts without a gate."""
+    kinds = BASES[family]["layers_block_type"]
+    pattern = {"layers_block_type": _LEFT_OUT, "hybrid_override_pattern": "M-*E"}
+    yield "a pattern", pattern, ""
+    yield "a pattern beside the list", {**pattern, "layers_block_type": kinds}, ""
+    yield "earlier names", {"layers_block_type": ["mamba", "mlp", "attention", "moe"]}, ""
+    yield "Mamba-2 alone", {"layers_block_type": kinds[:1] * 2}, ""
+    yield "attention and experts", {"layers_block_type": kinds[2:]}, ""
+    yield "no kinds", {"layers_block_type": _LEFT_OUT}, "'hybrid_override_pattern' is missing"
+    yield "another kind", {"layers_block_type": ["rwkv"]}, "layers_block_type must list layers"
+    yield "another letter", {**pattern, "hybrid_override_pattern": "MX"}, "a letter for each layer"
+    yield "no layer", {"layers_block_type": []}, "must name 1 to"
+    yield "as many layers", {"num_hidden_layers": 4}, ""
+    yield "more layers", {"num_hidden_layers": 7}, "names 4 layers"
+    for key, value in (
+        *(("n_groups", 1), ("n_groups", 4), ("mamba_head_dim", 20), ("ssm_state_size", 7)),
+        *(("conv_kernel", 2), ("mamba_num_heads", 6), ("time_step_min", 0.0)),
+        *(("time_step_limit", [0.1, 0.2]), ("chunk_size", 16), ("expand", 3)),
+    ):
+        yield f"{key} {value}", {key: value}, ""
+    yield "time_step_min left out", {"time_step_min": _LEFT_OUT}, ""
+    yield "time_step_min as text", {"time_step_min": "0.1"}, "time_step_min has the wrong type"
+    yield "3 heads of Mamba-2", {"mamba_num_heads": 3}, "cannot share"
+    for key, other in (
+        *(("use_bias", True), ("mamba_proj_bias", True), ("moe_latent_size", 16)),
+        *(("residual_in_fp32", True), ("num_nextn_predict_layers", 1), ("sliding_window", 8)),
+        *(("use_conv_bias", False), ("mamba_hidden_act", "gelu"), ("mlp_hidden_act", "silu")),
+        ("n_shared_experts", 2),
+    ):
+        yield f"{key} {other}", {key: other}, key
+    yield "the other name", {"n_routed_experts": _LEFT_OUT, "num_local_experts": 6}, ""
+    yield "3 groups of experts", {"n_group": 3}, "8 experts do not stand in 3 groups"
+    yield "gates not normalized", {"norm_topk_prob": False}, ""
+    yield "scale 2", {"routed_scaling_factor": 2.0}, ""
 
 
 def _unrotated(family: str) -> Iterator[Row]:

@@ -22,7 +22,15 @@ from isobit.model.hub.latent import Latent
 from isobit.model.hub.layer_heads import LayerHeads
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.model.hub.multipliers import Multipliers
-from tests.models import ALPHABET, latent_values, level, require, variant_of
+from tests.models import (
+    ALPHABET,
+    ONE_PART,
+    latent_values,
+    level,
+    one_part_values,
+    require,
+    variant_of,
+)
 
 VOCABULARY = 61
 
@@ -138,6 +146,21 @@ _LATENT = {
     "moe_intermediate_size": 24,
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    **_PAD,
+}
+_NEMOTRON = {
+    "rms_norm_eps": None,  # under another name
+    "head_dim": 20,
+    "n_groups": 2,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 16,
+    "time_step_min": 0.6,  # which some steps are below
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 28,
     "routed_scaling_factor": 1.7,
     **_PAD,
 }
@@ -317,6 +340,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4MoeLite",
         {**_LATENT, "v_head_dim": 20, "mlp_layer_types": ["sparse", "dense", "sparse"]},
     ),
+    "nemotron-h": (
+        "NemotronH",
+        {
+            **_NEMOTRON,
+            "layers_block_type": [
+                *("linear_attention", "mlp", "linear_attention", "full_attention", "mlp"),
+            ],
+        },
+    ),
+    "nemotron-h-experts": (
+        "NemotronH",
+        {
+            **_NEMOTRON,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "conv_kernel": 3,
+            "n_group": 2,
+            "norm_topk_prob": False,
+        },
+    ),
     "mistral": ("Mistral", {"head_dim": 20, "sliding_window": 11}),
     "qwen3-windows": ("Qwen3", {"head_dim": 20, **_WINDOWS, "max_window_layers": 1}),
 }
@@ -335,7 +377,14 @@ def oracle(family: str, **changes: Any) -> Any:
     return model
 
 
-_AROUND_1 = ("norm.weight", "norm_1.weight", "norm_2.weight", "router.scale", "expert_scale")
+_AROUND_1 = (
+    "norm.weight",
+    "norm_f.weight",
+    "norm_1.weight",
+    "norm_2.weight",
+    "router.scale",
+    "expert_scale",
+)
 
 
 @torch.no_grad()
@@ -424,7 +473,9 @@ def config(family: str = "llama", **changes: Any) -> ModelConfig:
         "max_positions": 128,
         "eos_ids": (2,),
     }
-    if FAMILY_TABLES[family].linear_attention:
+    if FAMILY_TABLES[family].one_part:
+        values |= one_part_values(ONE_PART[: changes.get("num_layers", 4)])
+    elif FAMILY_TABLES[family].linear_attention:
         values |= {"linear": LinearAttention((0, 2), 2, 4, 64, 64), "rope": Rope.of(500.0, 0.5)}
     if "default" not in FAMILY_TABLES[family].rope_kinds:
         values |= {"rope": FAMILY_TABLES[family].fresh_rope(500.0, 128)}

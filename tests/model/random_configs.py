@@ -60,7 +60,7 @@ def _ropes(drawn: random.Random, family: str) -> dict[str, Any]:
         kinds = ({"rope_type": "proportional", "rope_theta": 500.0, **parts}, _section(drawn, True))
         sections = dict(zip(("full_attention", "sliding_attention"), kinds))
         return left_out | ({"rope_parameters": sections} if how == "parameters" else {})
-    if how == "none":
+    if how == "none" or not table.rotary:
         return left_out
     if how == "theta":
         own = {"rope_theta": drawn.choice((500.0, 10000.0, 5e5))}
@@ -106,7 +106,12 @@ def _kinds(drawn: random.Random, family: str, layers: int) -> dict[str, Any]:
         found["sliding_window"] = drawn.choice((5, 9, 200, _LEFT_OUT))
         if table.windows.flag:
             found["use_sliding_window"] = drawn.random() < 0.5
-    by_name = table.linear_attention or (table.windows is not None and not table.windows.nullable)
+    if table.one_part:
+        parts = ("linear_attention", "full_attention", "mlp", "moe")
+        found["layers_block_type"] = [drawn.choice(parts) for _ in range(layers)]
+    by_name = (not table.one_part and table.linear_attention) or (
+        table.windows is not None and not table.windows.nullable
+    )
     found["layer_types"] = [drawn.choice(names) for _ in range(layers)] if by_name else _LEFT_OUT
     if table.global_head_dim is not None:
         found["layer_types"][-1] = "full_attention"
@@ -168,6 +173,13 @@ _OWN: Mapping[str, Pick] = {
     "use_double_wide_mlp": _one_of(True, False, _LEFT_OUT),
     "enable_moe_block": _one_of(True, False),
     "top_k_experts": _one_of(1, 2),
+    "mamba_num_heads": _one_of(2, 4),
+    "mamba_head_dim": _one_of(8, 12),
+    "ssm_state_size": _one_of(8, 16),
+    "n_groups": _one_of(1, 2),
+    "conv_kernel": _one_of(2, 4),
+    "time_step_min": _one_of(0.001, 0.6, _LEFT_OUT),
+    "moe_shared_expert_intermediate_size": _one_of(16, 20),
     "linear_num_value_heads": _one_of(2, 4),
     "linear_key_head_dim": _one_of(8, 12),
     "linear_value_head_dim": _one_of(8, 20),

@@ -148,7 +148,7 @@ def test_over_a_model_with_masters_these_are_frozen(folder: Path) -> None:
     assert all(parameter.grad is None for parameter in whole.parameters())
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen3_5_text", "nemotron_h"])
 def test_other_families(tmp_path: Path, family: str) -> None:
     tiny_model("bf16", family, scale=4).save(tmp_path / "base")
     base = Model.load(tmp_path / "base", "fp8", "native", adapter=NewAdapter(1, 1.0, ()))

@@ -23,7 +23,7 @@ _TOLERANCE = 1e-4
 def _tolerance(family: str) -> float:
     """A state of linear attention sums up what came before in float32, token by token here, in
     chunks there."""
-    return 2e-4 if family.startswith("qwen3.5") else _TOLERANCE
+    return 2e-4 if family.startswith(("qwen3.5", "nemotron")) else _TOLERANCE
 
 
 # the reference backend where it is quick enough, the fastest one where a comparison needs many
@@ -77,7 +77,7 @@ def test_gradients_of_transformers(family: str, backend: str, tmp_path: Path) ->
         limit = (
             5e-5 if name.endswith("router_bias") else 2e-5
         )  # sums over rows, much of which cancels
-        limit = 5e-5 if family.startswith("qwen3.5") else limit
+        limit = 5e-5 if family.startswith(("qwen3.5", "nemotron")) else limit
         # six layers, whose gradients meet in rows of keys: both are up to 3e-5 from float64
         limit = 8e-5 if family == "gemma4-small" else limit
         assert float(error) < limit, (name, float(error))
@@ -88,15 +88,17 @@ def per_expert(theirs: Any, family: str) -> dict[str, Tensor]:
     tensor."""
     found = {name: torch.zeros_like(buffer) for name, buffer in theirs.named_buffers()}
     parts = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-    block = "block_sparse_moe" if family == "mixtral" else "mlp"
+    inside = "mixer" if family == "nemotron_h" else "mlp"
+    block = "block_sparse_moe" if family == "mixtral" else inside
     for name, parameter in theirs.named_parameters():
-        base, _, kind = name.partition(".mlp.experts.")
+        base, _, kind = name.partition(f".{inside}.experts.")
         if not kind or family == "gpt_oss":
             found[name.replace(".mlp.gate.weight", f".{block}.gate.weight")] = parameter.grad
             continue
         for number, gradient in enumerate(parameter.grad.unbind(0)):
             pieces = gradient.chunk(2) if kind == "gate_up_proj" else (gradient,)
-            for part, piece in zip(parts[:2] if kind == "gate_up_proj" else parts[2:], pieces):
+            own = parts[:2] if kind == "gate_up_proj" else parts[1:2] if "up" in kind else parts[2:]
+            for part, piece in zip(own, pieces):
                 found[f"{base}.{block}.experts.{number}.{part}.weight"] = piece
     return found
 

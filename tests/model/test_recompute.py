@@ -23,6 +23,7 @@ CASES = [
     ("fp8", "deepseek_v3"),
     ("fp8", "gemma4_text-experts"),
     ("fp8", "gemma4_text-small"),
+    ("fp8", "nemotron_h"),
     ("fp8[kv_cache=e4m3-calibrated]", "qwen2"),
 ]
 

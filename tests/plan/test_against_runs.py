@@ -281,6 +281,51 @@ def test_the_gradient_of_the_entropy_takes_what_was_planned(tmp_path: Path) -> N
     assert _of_a_step(without.changed("algorithm.loss=own.py:loss")) == _of_a_step(job)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "changes", "kept"),
+    [
+        ("qwen3", ("optimizer.micro_batch_tokens=4096", "prompts_per_step=4"), True),
+        ("qwen3", ("optimizer.micro_batch_tokens=512",), True),
+        ("qwen3", ("optimizer.micro_batch_tokens=512", "sampling.temperature=0.7"), True),
+        ("gemma4_text", ("optimizer.micro_batch_tokens=512",), False),
+    ],
+)
+def test_the_head_takes_what_was_planned(
+    family: str, changes: tuple[str, ...], kept: bool, tmp_path: Path
+) -> None:
+    """To 10 %, where logits and the head's gradient are most of a step: logits are kept, unless they
+    are filtered or capped, and then the gradients of micro-batches are added where they are. The
+    control plans the other."""
+    letters = "0123456789+-*= " + "".join(chr(0x20000 + i) for i in range(16384))
+    tiny_model("fp8", family, alphabet=letters, hidden_size=512).save(tmp_path / "model")
+    (tmp_path / "every_other.py").write_text(
+        "def earns(completions, **_):\n    return [float(i % 2) for i, _ in enumerate(completions)]\n"
+    )
+    given = (
+        f"rewards.functions=[{tmp_path / 'every_other.py'}:earns]",
+        "optimizer.share_prompts=false",
+        "prompts_per_step=16",
+        "sampling.group_size=8",
+        "sampling.max_new_tokens=16",
+        "sampling.ignore_eos=true",
+        "evaluation.every=0",
+        *changes,
+    )
+    config = load_config(write_config(tmp_path, tmp_path / "model"), given)
+    with LiveBytes() as live, open_session(config, NO_OBJECTS, quiet=True) as session:
+        loaded = live.live
+        for _ in range(2):  # the first makes the moments
+            live.take()
+            training_step(session)
+        measured = live.take() - loaded
+    job = job_of(session.parts.config, HERE, session.parts.engine.longest_prompt)
+    assert measured == pytest.approx(_of_a_step(job), rel=0.1)
+    other = job.changed(f"sampling.top_k={50 if kept else 0}")
+    if job.model.logit_cap is None:
+        assert measured != pytest.approx(_of_a_step(other), rel=0.1), "the control"
+
+
 def _of_a_step(job: Job) -> int:
     """What a step takes of a rank beside weights and masters."""
     planned = plan(job)

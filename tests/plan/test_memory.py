@@ -67,7 +67,7 @@ def test_what_is_held_and_a_layers_gradient_are_the_designs(
 @pytest.mark.parametrize(
     "family",
     ["qwen3", "qwen3_moe", "llama", "qwen2", "qwen3_5_text", "deepseek_v3"]
-    + ["gemma4_text-experts", "gemma4_text-small"],
+    + ["gemma4_text-experts", "gemma4_text-small", "nemotron_h"],
 )
 @pytest.mark.parametrize("flow", FLOWS)
 def test_working_weights_have_these_bytes(flow: str, family: str) -> None:
@@ -117,7 +117,8 @@ def test_a_frozen_model_keeps_the_learners_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "gemma3_text", "gemma4_text", "gemma4_text-small", "qwen3_5_text"]
+    "family",
+    ["qwen3", "gemma3_text", "gemma4_text", "gemma4_text-small", "qwen3_5_text", "nemotron_h"],
 )
 @pytest.mark.parametrize(
     "flow", ["bf16", "fp8", "fp8-rollout-kv", "fp8[bf16_last_layers=1]", "float32"]
@@ -127,7 +128,10 @@ def test_the_cache_has_these_bytes(flow: str, family: str) -> None:
     found = page_bytes(Described(engine.model.config, engine.model.precision), 16)
     # a calibrated cache has one scale a layer, which no page has
     config = engine.model.config
-    layers = sum(not config.is_linear(layer) for layer in range(config.num_stores))
+    layers = sum(
+        config.has_attention(layer) and not config.is_linear(layer)
+        for layer in range(config.num_stores)
+    )
     scales = 8 * layers if engine.model.precision.rollout.calibrated else 0
     assert 64 * (found - scales) + scales == engine.kv_bytes
     other = PRESETS["bf16" if flow != "bf16" else "fp8"]

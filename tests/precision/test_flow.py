@@ -274,6 +274,9 @@ def test_the_table_names_every_format() -> None:
         ({"preset": "fp8", "engines": "two"}, "precision.engines: expected shared or separate"),
         ("fp8[wgrad: {]", "expected PRESET"),
         ("fp8[wgrad=bf16", "no ] at its end; expected PRESET"),
+        ("fp8[x]", "'x' has no value; expected PRESET"),
+        ("fp8[wgrad=]", "'wgrad' has no value; expected PRESET"),
+        ({"preset": "fp8", "wgard": None}, "wgard"),
     ],
 )
 def test_what_cannot_work_is_refused(value: object, message: str) -> None:

@@ -211,6 +211,27 @@ def test_one_step_and_no_completions(tmp_path: Path) -> None:
     assert "part-prompts" not in page
 
 
+@pytest.mark.parametrize("empty", [True, False])
+def test_completions_that_are_gone_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], empty: bool
+) -> None:
+    """Emptied, or removed. The controls: a run that kept none, and one whose steps had none."""
+    run = run_directory(tmp_path / "run", 2, **{"advantage/nonzero_fraction": 1.0})
+    without = run_directory(tmp_path / "without", 2)
+    for each in (run, without):
+        (each / COMPLETIONS).write_bytes(b"") if empty else (each / COMPLETIONS).unlink()
+    page_of(run)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(
+        f"{run / COMPLETIONS}: holds no completions, and 2 steps learned from some: it was emptied "
+        "or removed"
+    )
+    page_of(without)
+    (run / "config.yaml").write_text("model: {path: base}\nrun:\n  completions: none\n")
+    page_of(run)
+    assert capsys.readouterr().err == ""
+
+
 def test_what_cannot_be_reported_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,7 +243,7 @@ def test_what_cannot_be_reported_is_said(
     (run / COMPLETIONS).write_bytes(pack([{"step": 1, "reward": 0}, {"no step": 1}]))
     page_of(run)
     assert (
-        "completions.jsonl.gz: rows or steps that cannot be read: 1; they are left out"
+        "completions.jsonl.gz: 1 row or step cannot be read and left out; the first: row 2: step is"
         in capsys.readouterr().err
     )
     (run / COMPLETIONS).unlink()

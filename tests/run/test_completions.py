@@ -27,7 +27,7 @@ from isobit.run.completions import (
     parse,
     read,
 )
-from isobit.run.directory import read_jsonl
+from isobit.run.directory import Lock, read_jsonl
 from isobit.training.recording.rows import LONGEST_COLUMN, SAMPLED, _compact, _shortened
 from isobit.training.train import replay, resume, train
 from tests.runs import fingerprint, write_config
@@ -71,6 +71,41 @@ def test_what_is_half_written_is_left_out_and_what_is_damaged_said(tmp_path: Pat
     path.write_bytes(gzip.compress(b"{}\n" * 99))
     with pytest.raises(IsobitError, match="not completions as a run records them, at byte 0"):
         list(read(path))
+
+
+def test_a_page_says_where_completions_end_or_are_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line with the file and the place. The controls: a whole file is not spoken of, nor is
+    what a run that still writes has not finished."""
+    path, parts = tmp_path / COMPLETIONS, [pack(STEPS[0]), pack(STEPS[2])]
+    whole = len(parts[0])
+    damaged = parts[0][:40] + bytes(10) + parts[0][50:]
+    for content, said in (
+        (b"", ""),
+        (parts[0] + parts[1], ""),
+        (
+            b"junk",
+            f"{path}: cut off after byte 0: the last 4 bytes are no whole step, and left out",
+        ),
+        (parts[0][:-1], f"cut off after byte 0: the last {whole - 1} bytes are no whole step"),
+        (parts[0] + parts[1][:30], f"cut off after byte {whole}: the last 30 bytes"),
+        (damaged + parts[1], "1 row or step cannot be read and left out; the first: damaged"),
+        (pack([{"step": "x"}]) + parts[1], "the first: row 1: step is 'x'"),
+    ):
+        path.write_bytes(content)
+        read_rollouts(path)
+        found = capsys.readouterr().err
+        assert said in found, content
+        assert found.count("\n") == bool(said)
+    path.write_bytes(parts[0][:-1])
+    lock = Lock(tmp_path)
+    read_rollouts(path)
+    lock.close()
+    assert capsys.readouterr().err == ""
+    path.write_bytes(b"{}\n" * 99)
+    with pytest.raises(IsobitError, match="not completions as a run records them, at byte 0"):
+        read_rollouts(path)
 
 
 def test_log_probabilities_are_short_and_the_same_bits() -> None:

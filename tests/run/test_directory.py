@@ -2,11 +2,13 @@
 
 import errno
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
+from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.run import durable
 from isobit.run.certificate import CERTIFICATE
@@ -20,6 +22,8 @@ from isobit.run.directory import (
     refuse_existing,
 )
 from isobit.run.ends import ends
+from isobit.training.train import resume, train
+from tests.runs import fingerprint, write_config
 
 
 def test_a_new_directory_is_locked(tmp_path: Path) -> None:
@@ -94,6 +98,52 @@ def test_a_full_disk_says_how_to_go_on(tmp_path: Path) -> None:
             RunFailed, match=r"No space left on device; go on with: isobit train --resume"
         ):
             run.write_metrics({"step": 1.0})
+
+
+@pytest.mark.parametrize("how", ["moved", "removed", "another in its place", "current directory"])
+def test_a_directory_that_is_not_there_any_more_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Nothing is written where it was; the control is written to before, and when it is back."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    with RunDirectory.create(Path("run"), "") as run:
+        run.write_metrics({"step": 1.0})
+        run.flush()
+        if how == "current directory":
+            monkeypatch.chdir(tmp_path / "elsewhere")
+        elif how == "removed":
+            shutil.rmtree("run")
+        else:
+            os.rename("run", "moved")
+        if how == "another in its place":
+            Path("run").mkdir()
+            Path("run/.lock").touch()
+        for write in (lambda: run.write_metrics({"step": 2.0}), run.flush):
+            with pytest.raises(RunFailed, match=r"was moved or removed while the run worked, or"):
+                write()
+        if how == "moved":
+            assert not Path("run").exists()
+            os.rename("moved", "run")
+            run.write_metrics({"step": 2.0})
+            assert [row["step"] for row in read_jsonl(Path("run") / METRICS)] == [1, 2]
+
+
+def test_a_run_that_was_moved_goes_on_where_it_is(tmp_path: Path, base_model: Path) -> None:
+    """As one that was never stopped: no step and no checkpoint is in two places."""
+    whole = train(load_config(write_config(tmp_path, base_model)), quiet=True).run_dir
+    place, moved = tmp_path / "place", tmp_path / "moved"
+
+    def move(step: int, metrics: object) -> None:
+        if step == 3:
+            os.rename(place, moved)
+
+    config = load_config(tmp_path / "config.yaml", [f"run.dir={place}"])
+    with pytest.raises(RunFailed, match=r"place was moved .* isobit train --resume DIR$"):
+        train(config, callbacks=[move], quiet=True)
+    assert not place.exists()
+    resume(moved, quiet=True)
+    assert fingerprint(moved) == fingerprint(whole)
 
 
 def test_a_run_that_has_not_begun_is_nothing_to_go_on_with(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 from starlette.applications import Starlette
@@ -18,6 +18,7 @@ from isobit.model.text.tool_formats.table import format_of
 from isobit.serve.app import Server, ServerOptions, server_config
 from isobit.serve.gateway import Gateway
 from isobit.serve.jobs import Done, Event, Token
+from isobit.serve.listening import listen
 from isobit.serve.requests import Limits
 from isobit.serve.state.state import State
 from tests.models import tiny_model
@@ -104,7 +105,7 @@ def serving(
     gateway = Gateway(engine, "tiny", chat, limits, kept)
     for name, folder in (adapters or {}).items():
         gateway.device.snapshots.put(name, folder)
-    config = server_config(gateway, TOKENS, ServerOptions(port=0, grace=grace))
+    config = server_config(gateway, TOKENS, ServerOptions(grace))
     app: Any = config.app
     server, started, port = Server(config, gateway, grace), threading.Event(), list[int]()
 
@@ -113,7 +114,8 @@ def serving(
         started.set()
 
     server.on_start = on_start
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
+    listener = listen("127.0.0.1", 0, "--port")
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([cast(Any, listener)])))
     thread.start()
     try:
         assert started.wait(LONG)

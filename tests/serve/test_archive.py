@@ -96,7 +96,7 @@ def test_what_is_anothers_is_not_there(rest: Any) -> None:
     for path in ("tinker://other/weights/secret", f"tinker://{RUN}/weights/secret"):
         with pytest.raises(tinker.NotFoundError, match="no checkpoint"):
             rest.delete_checkpoint_from_tinker_path(path).result()
-    with pytest.raises(tinker.BadRequestError, match="does not offer"):
+    with pytest.raises(tinker.NotFoundError, match="does not offer"):
         rest.publish_checkpoint_from_tinker_path(f"tinker://{RUN}/weights/one").result()
 
 

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,9 +15,12 @@ import pytest
 from isobit import cli
 from isobit.errors import IsobitError
 from isobit.serve.keys import read_or_make, tenant_of
+from isobit.serve.listening import listen
 from isobit.serve.state.rows import StoredRun, StoredSession
 from isobit.serve.state.state import State
 from tests import sockets
+
+from .helpers import LONG
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="sockets are read from /proc")
 
@@ -74,7 +76,7 @@ def test_it_listens_on_this_machine_and_ends_at_sigterm(folder: Path, tmp_path: 
         given = {"model": "math", "prompt": "abc", "max_tokens": 3}
         assert httpx.post(f"{url}/v1/completions", headers=headers, json=given).status_code == 200
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(LONG) == 0
         assert process.stderr.read() == ""
 
 
@@ -102,7 +104,7 @@ def test_it_trains(folder: Path, tmp_path: Path) -> None:
         assert found.status_code == 200
         service.holder.close()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(LONG) == 0
         assert process.stderr.read() == ""
     assert state.stat().st_mode & 0o777 == 0o700
     assert list(state.rglob("adapter_model.safetensors"))
@@ -205,7 +207,7 @@ def test_it_trains_all_weights(folder: Path, tmp_path: Path) -> None:
         assert client.save_state("end").result().path.endswith("/weights/end")
         service.holder.close()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(LONG) == 0
     assert list(state.rglob("model.safetensors"))
     assert not list(state.rglob("adapter_model.safetensors"))
 
@@ -233,19 +235,47 @@ def test_without_the_extra_it_says_what_to_install(folder: Path) -> None:
     assert re.fullmatch(said, done.stderr), done.stderr
 
 
-def test_a_port_that_is_taken(
+def test_what_is_taken_is_noticed_before_a_model_is_read(
     folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    token = ("--token", tmp_path / "token")
-    with socket.create_server(("127.0.0.1", 0)) as other:
+    """A port, and a state that another server has. The control: without them it is read."""
+    read = list[Path]()
+
+    def opened(path: Path, *_: object) -> None:
+        read.append(path)
+        raise IsobitError("it is read")
+
+    monkeypatch.setattr("isobit.cli.commands.serve._opened", opened)
+    base, token = folder / "base", ("--token", tmp_path / "token")
+    with closing(listen("127.0.0.1", 0, "--port")) as other:
         port = other.getsockname()[1]
-        found = said(
-            monkeypatch, capsys, folder / "base", "--port", port, "--kv-pages", 100, *token
-        )
-    assert f"--port {port}: cannot listen on 127.0.0.1; is it in use?" in found
+        found = said(monkeypatch, capsys, base, "--port", port, *token)
+    assert found == (
+        f"isobit: --port {port}: cannot listen on 127.0.0.1: it is in use; give another port, or "
+        "end what listens there\n"
+    )
+    training = ("--train", "--state", tmp_path / "state", *token)
+    with closing(State(tmp_path / "state")):
+        assert "in use" in said(monkeypatch, capsys, base, *training)
+    assert not read
+    assert said(monkeypatch, capsys, base, "--port", port, *training) == "isobit: it is read\n"
+    assert read == [base]
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("256.0.0.1", "Name or service not known|nodename nor servname provided, or not known"),
+        ("é" * 70, "that is no name of a machine"),
+        ("192.0.2.1", "(Cannot|Can't) assign requested address"),
+    ],
+)
+def test_where_it_cannot_listen(host: str, reason: str) -> None:
+    with pytest.raises(IsobitError, match=rf"^--port 0: cannot listen on {host}: ({reason})$"):
+        listen(host, 0, "--port")
 
 
 def test_tokens(tmp_path: Path) -> None:

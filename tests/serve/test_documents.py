@@ -85,7 +85,8 @@ def test_the_limits_are_those_of_the_server() -> None:
         in PROSE
     )
     assert f"at most {limits.samples} answers and {limits.stop_strings} stop strings" in PROSE
-    assert f"{limits.open_samples:,} answers may be open" in PROSE
+    assert f"{limits.open_samples:,} answers of a tenant may be open" in PROSE
+    assert f"{limits.held_bytes >> 20} MiB of a tenant's bodies" in PROSE
     assert f"at most {MOST_PROMPT_TOP:,} of the likeliest" in PROSE
     assert f"{limits.connections:,} connections may be open" in PROSE
     assert f"reads nothing for {limits.reader_seconds:g} seconds" in PROSE
@@ -134,7 +135,7 @@ def test_what_is_not_offered_is_refused_in_one_line(trainer: Running) -> None:
     assert len(names) == 6
     for name in names:
         response = trainer.post(f"/api/v1/{name}", {})
-        assert response.status_code == 400
+        assert response.status_code == 404
         assert "does not offer" in response.json()["error"]["message"]
 
 

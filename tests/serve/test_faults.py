@@ -12,7 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
+from isobit.errors import RunFailed
 from isobit.serve.requests import Limits
+from isobit.serve.state.state import State
 
 from .helpers import TOKENS, Running, serving
 
@@ -54,7 +56,7 @@ def test_who_goes_away_frees_its_pages(folder: Path) -> None:
             until(lambda: device.num_open == 1)
             assert engine.pages.num_used > 0
             assert staying.result().status_code == 200
-        assert server.gateway._open_samples == 0
+        assert server.gateway.num_samples == 0
 
 
 def test_too_many_are_told_to_come_again(folder: Path) -> None:
@@ -108,6 +110,20 @@ def test_a_slow_body_and_a_long_one(folder: Path) -> None:
             408,
             "the body took longer than 0.3 seconds",
         )
+
+
+def test_a_full_disk_is_no_mistake_of_the_client(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise RunFailed("state: database or disk is full")
+
+    with serving(folder / "base", state=tmp_path / "state") as server:
+        assert server.post("/api/v1/create_session", {}).status_code == 200
+        monkeypatch.setattr(State, "add_session", full)
+        refused = server.post("/api/v1/create_session", {})
+        assert refused.status_code == 500
+        assert refused.json()["error"]["message"] == "state: database or disk is full"
 
 
 def test_an_end_lets_open_requests_end(folder: Path) -> None:

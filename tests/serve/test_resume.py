@@ -1,7 +1,9 @@
 """A server goes on where an earlier one of its state ended: runs, sessions, sampling clients."""
 
+import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
+from isobit.engine.engine import Engine
+from isobit.errors import RunFailed
+from isobit.model import Model
+from isobit.rl.stepwise import StepwiseLearner
+from isobit.serve import app
+from isobit.serve.listening import listen
+from isobit.serve.state.state import State
 from isobit.serve.tinker import resume
 
 from .helpers import KEY, LONG, Running, serving
@@ -175,6 +184,53 @@ def test_a_damaged_state_of_a_run_ends_that_run_alone(served: Any, tmp_path: Pat
     with served() as server:
         assert step(mine(server), runs[0], 1).status_code == 404
         assert answer(server, step(server, runs[1], 1)).status_code == 200
+
+
+def test_what_the_server_cannot_do_ends_no_run(
+    served: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends instead, with one line, or at a signal; the next one goes on. The control is a run
+    that cannot be read (`test_a_damaged_state_of_a_run_ends_that_run_alone`)."""
+    with served() as server:
+        run = new(mine(server))
+        answer(server, gradients(server, run, 1, data(1)))
+
+    def no_memory(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StepwiseLearner, "load", no_memory)
+        with pytest.raises(
+            RunFailed, match=f"^the server cannot go on where it ended: training run {run}: "
+        ):
+            alone(folder / "base", tmp_path / "state")
+    going = threading.Event()
+
+    def slow(*given: Any, **named: Any) -> None:
+        going.set()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+        assert loaded is not None
+        loaded(*given, **named)
+
+    with monkeypatch.context() as patch:
+        loaded = StepwiseLearner.load
+        patch.setattr(StepwiseLearner, "load", slow)
+        alone(folder / "base", tmp_path / "state")
+        assert going.is_set()
+    with served() as server:
+        assert answer(mine(server), step(server, run, 2)).status_code == 200
+
+
+def alone(base: Path, state: Path) -> None:
+    """A server in this thread, until it ends."""
+    kept = State(state)
+    try:
+        engine = Engine(Model.load(base, "fp8", "native").serving({}), kv_pages=100)
+        listener = listen("127.0.0.1", 0, "--port")
+        app.run(engine, "tiny", {}, (KEY,), app.ServerOptions(1.0), listener, state=kept)
+    finally:
+        kept.close()
 
 
 @pytest.mark.slow

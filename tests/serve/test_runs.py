@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 
 from isobit.serve.jobs import WorkJob
 from isobit.serve.requests import BadRequest, Limits
-from isobit.serve.tinker import lines, sessions
+from isobit.serve.tinker import lines, sampling, sessions
 from isobit.serve.tinker.lines import Line
 
-from .helpers import KEY, OTHER_KEY, Running, serving
+from .helpers import KEY, LONG, OTHER_KEY, Running, serving
 
 pytest.importorskip("tinker")
 
@@ -223,6 +224,51 @@ def test_limits(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_server_without_train_says_so(running: Running) -> None:
     found = running.post("/api/v1/create_model", {})
     assert (found.status_code, "without --train" in found.text) == (400, True)
+
+
+def test_what_is_read_for_a_session_that_has_ended_is_let_go(
+    trainer: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sampling client's weights, which rested, while it is asked. They are in memory meanwhile."""
+    monkeypatch.setattr(sampling, "_MOST_AWAKE", 1)
+    run, session, samplers = new(trainer), started(trainer), list[str]()
+    for number, name in enumerate("ab"):
+        asked = {"model_id": run, "seq_id": number + 1, "path": name}
+        saved = trainer.post("/api/v1/save_weights_for_sampler", asked)
+        begin = {"session_id": session, "sampling_session_seq_id": number}
+        begin |= {"model_path": answer(trainer, saved).json()["path"]}
+        made = trainer.post("/api/v1/create_sampling_session", begin)
+        samplers.append(made.json()["sampling_session_id"])
+    snapshots, read = trainer.gateway.device.snapshots, threading.Event()
+    goes_on, served = threading.Event(), list[str]()
+    opened = snapshots.open
+
+    def slow(*given: Any) -> Any:
+        found = opened(*given)
+        served.append(found.served or "")
+        read.set()
+        assert goes_on.wait(LONG)
+        return found
+
+    monkeypatch.setattr(snapshots, "open", slow)
+    chunk = {"type": "encoded_text", "tokens": [10, 11]}
+    asked = {"sampling_session_id": samplers[0], "seq_id": 1, "prompt": {"chunks": [chunk]}}
+    sample = trainer.post("/api/v1/asample", asked)
+    assert read.wait(LONG)
+    names = trainer.gateway.model.transformer.served
+    assert names is not None
+    assert served[0] in names.names
+    with ThreadPoolExecutor(1) as pool:
+        finished = pool.submit(trainer.post, f"/api/v1/sessions/{session}/finish", {})
+        try:
+            assert answer(trainer, sample).json()["error"] == "the request was cancelled"
+        finally:
+            goes_on.set()
+        assert finished.result().status_code == 200
+    end = time.monotonic() + LONG
+    while served[0] in names.names:
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_turns_are_taken_in_order_whoever_fails() -> None:

@@ -91,7 +91,7 @@ def test_what_goes_on() -> None:
 def test_sessions_that_were_not_used_for_long_are_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kept, one = Sessions(tokenizer()), turn()
+    kept, one = Sessions(), turn()
     monkeypatch.setattr(sessions, "MOST_SESSIONS", 3)
     for name in ("a", "b", "c", "a", "d"):
         kept.keep("t", name, one)

@@ -245,9 +245,34 @@ def test_a_request_is_done_once_and_belongs_to_its_tenant(running: Running) -> N
     while running.gateway.device.num_open:
         assert time.monotonic() < end
         time.sleep(0.01)
-    assert post(f"sessions/{session}/finish", {}).status_code == 200
+    left = {
+        "request_id": post("asample", long | {"seq_id": 7, "num_samples": 200}).json()["request_id"]
+    }
+    assert post(f"sessions/{session}/finish", {}).status_code == 200  # nobody waits for it
+    assert post("retrieve_future", left).json()["error"] == "the request was cancelled"
     assert post("asample", asked).status_code == 404
     assert post("session_heartbeat", {"session_id": session}).status_code == 410
+
+
+def test_what_no_route_takes_is_told_what_would_be_right(running: Running) -> None:
+    for method, path, status, said in (
+        (
+            "POST",
+            "/v1/completion",
+            404,
+            "there is no '/v1/completion'; did you mean '/v1/completions'?",
+        ),
+        ("GET", "/x", 404, "there is no '/x'; known: /health, /metrics, /v1/completions, "),
+        ("GET", "/v1/completions", 405, "GET '/v1/completions': expected POST"),
+        ("PUT", "/api/v1/asample", 405, "PUT '/api/v1/asample': expected POST"),
+        ("GET", "/a%0Ab", 404, "there is no '/a\\nb'; "),
+        ("GET", "/api/v1/a/b", 404, "this server does not offer a/b of Tinker's routes"),
+    ):
+        found = httpx.request(method, running.url + path, headers=running.headers)
+        assert (found.status_code, found.json()["error"]["message"][: len(said)]) == (status, said)
+        assert ("POST" in found.headers.get("allow", "")) == (status == 405)
+    packed = running.post("/tokenize", {"prompt": "a"}, headers={"Content-Encoding": "gzip"})
+    assert (packed.status_code, "gzip is not read here" in packed.text) == (415, True)
 
 
 def test_an_idle_session_lets_go_of_its_snapshot(

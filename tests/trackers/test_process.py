@@ -68,7 +68,7 @@ def tracked(
 ) -> list[str]:
     """A run that writes some rows; returns what it said. `until`: wait for this on a line of the
     tracker's."""
-    run.mkdir()
+    run.mkdir(exist_ok=True)
     said: list[str] = []
     with (
         Trackers(
@@ -86,6 +86,14 @@ def tracked(
             time.sleep(0.01)
             trackers.poll()
     return said
+
+
+def test_a_log_that_cannot_be_written_costs_the_log(tmp_path: Path, library) -> None:
+    library(GOOD)
+    (tmp_path / "run/tracking").mkdir(parents=True)
+    (tmp_path / "run/tracking/follower.log").symlink_to("/dev/full")
+    assert tracked(tmp_path / "run", 2) == ["wandb: https://example.org/run"]
+    assert rows(tmp_path / "run") == ["1", "2", "exit 0"]
 
 
 @pytest.mark.parametrize("code", [0, 143])

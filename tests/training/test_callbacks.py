@@ -2,11 +2,13 @@
 that is learned, and one line for what they raise."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from isobit.cli.commands.dry_run import dry_run, supervised_dry_run
 from isobit.config import load_config, load_sft_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.run.directory import read_jsonl
@@ -16,6 +18,7 @@ from tests.training import test_sft_run
 
 STEPS = """
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -88,3 +91,23 @@ def test_what_one_raises_ends_the_run_in_one_line(tmp_path: Path, base_model: Pa
     plain = train(load_config(write_config(tmp_path / "plain", base_model), ["steps=2"]))
     name = "model.safetensors"
     assert fingerprint(plain.run_dir)[name] == fingerprint(run)[name]
+
+
+@pytest.mark.parametrize("what", ["train", "sft"])
+def test_a_dry_run_checks_them_too(tmp_path: Path, base_model: Path, what: str) -> None:
+    """The control: one that can be called."""
+    steps = written(tmp_path)
+    for name, mistake in (
+        ("alone", "expected def on_step"),
+        ("tell", None),
+        ("nobody", "no function"),
+    ):
+        given = [f"run.callbacks=[{steps}:{name}]", "steps=1"]
+        said: list[str] = []
+        with pytest.raises(IsobitError, match=mistake) if mistake else nullcontext():
+            if what == "train":
+                dry_run(load_config(write_config(tmp_path, base_model), given), said.append)
+            else:
+                path = test_sft_run.written(tmp_path, base_model)
+                supervised_dry_run(load_sft_config(path, given), said.append)
+        assert bool(said) == (mistake is None)

@@ -116,7 +116,9 @@ def a_moment(parts: Parts) -> None:
 
 
 def the_copy_of_a_second_engine(parts: Parts) -> None:
-    weight = parts.model.transformer._working["rollout"].layers[0].attention.o.working
+    attention = parts.model.transformer._working["rollout"].layers[0].attention
+    assert attention is not None
+    weight = attention.o.working
     assert isinstance(weight, QTensor)
     weight.data.view(torch.uint8).view(-1)[::3] ^= SIGN
 

@@ -2,6 +2,7 @@
 on."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from isobit.config import load_config
 from isobit.errors import IsobitError
+from isobit.run.directory import INPUTS
 from isobit.training.running.inputs import inputs_of
 from isobit.training.train import resume, train
 from tests.runs import fingerprint, write_config
@@ -184,3 +186,52 @@ def test_objects_of_python_and_rewards_by_name_have_no_file(
         "tokenizer.json",
         "model.safetensors",
     }
+
+
+def test_a_config_that_was_edited_by_hand(
+    tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line says each key that differs, and both values. The controls: what a resume may change
+    is taken from the file too, and the config as it began goes on; told to, the run takes the new
+    one, and has it from there on."""
+    run = train(load_config(write_config(tmp_path, base_model, steps=2)), quiet=True).run_dir
+    config = run / "config.yaml"
+    began = config.read_text()
+    edited = began.replace("learning_rate: 0.001", "learning_rate: 0.01")
+    edited = edited.replace("group_size: 4", "group_size: 8")
+    assert edited.count("\n") == began.count("\n")
+    before = fingerprint(run)
+    config.write_text(edited)
+    said = (
+        "changed since the run began: config.yaml (optimizer.learning_rate: 0.01, and it began "
+        "with 0.001, sampling.group_size: 8, and it began with 4); bring the files back, or go on "
+        f"with the new ones: isobit train --resume {run} run.on_change=warn"
+    )
+    with pytest.raises(IsobitError, match=re.escape(said)):
+        resume(run, ["steps=3"])
+    assert fingerprint(run) == before
+    config.write_text(began.replace("\nsteps: 2\n", "\nsteps: 3\n"))
+    assert len(resume(run, quiet=True).metrics) == 3
+    assert "config.yaml" not in capsys.readouterr().err
+    config.write_text(edited)
+    resume(run, ["steps=4", "run.on_change=warn"], quiet=True)
+    assert "config.yaml (optimizer.learning_rate: 0.01, " in capsys.readouterr().err
+    assert len(resume(run, ["steps=5", "run.on_change=stop"], quiet=True).metrics) == 5
+
+
+def test_a_config_of_another_version_is_compared_where_both_have_a_key(
+    tmp_path: Path, base_model: Path
+) -> None:
+    """As after an update that knows more keys; a record that somebody has damaged is none."""
+    run = train(load_config(write_config(tmp_path, base_model, steps=1)), quiet=True).run_dir
+    kept = json.loads((run / INPUTS).read_text())
+    values = json.loads(kept["config.yaml"]["optimizer"][-1])
+    del values["learning_rate"]
+    kept["config.yaml"] |= {"optimizer": [json.dumps({**values, "of_old": 1})], "seed": ["{"]}
+    (run / INPUTS).write_text(json.dumps(kept))
+    resume(run, ["steps=2"], quiet=True)
+    values["schedule"] = "linear"
+    kept["config.yaml"]["optimizer"] = [json.dumps(values)]
+    (run / INPUTS).write_text(json.dumps(kept))
+    with pytest.raises(IsobitError, match=r'optimizer\.schedule: "constant", and it began with'):
+        resume(run, ["steps=3"], quiet=True)

@@ -173,6 +173,30 @@ def test_replay_repeats_the_learning_bit_for_bit(tmp_path: Path, base_model: Pat
     )
 
 
+@pytest.mark.parametrize(
+    "change", ["sampling.group_size=2", "prompts_per_step=3", "sampling.temperature=0.5"]
+)
+def test_a_replay_of_rollouts_that_are_others_is_refused(
+    tmp_path: Path, base_model: Path, change: str
+) -> None:
+    """Nothing is sampled: what the new run's config said of its rollouts would not be so. The
+    control says what they are."""
+    first, key = run(tmp_path, base_model, steps=1), change.partition("=")[0]
+    before = {"sampling.group_size": 4, "prompts_per_step": 4, "sampling.temperature": 1.0}[key]
+    with pytest.raises(IsobitError, match=f"^{change}: .* with {before}, .* leave {key} out, or"):
+        replay(first.run_dir, tmp_path / "other", [change], quiet=True)
+    assert not (tmp_path / "other").exists()
+    assert replay(first.run_dir, tmp_path / "same", [f"{key}={before}"], quiet=True).metrics
+    for junk, said in (
+        (b"", "holds no whole step, and 1 were learned from"),
+        (b"x" * 99, "byte 0"),
+    ):
+        (first.run_dir / COMPLETIONS).write_bytes(junk)
+        with pytest.raises(IsobitError, match=said):
+            replay(first.run_dir, tmp_path / "junk", quiet=True)
+        assert not (tmp_path / "junk").exists()
+
+
 def test_a_replay_that_goes_on_learns_from_the_same_rollouts(
     tmp_path: Path, base_model: Path
 ) -> None:

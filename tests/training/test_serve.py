@@ -325,10 +325,19 @@ def test_what_cannot_be_served_is_one_line(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_port_in_use(tmp_path: Path, base: Path) -> None:
+def test_a_port_in_use(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is noticed before the model is read; the control: at a free one the model is."""
+
+    def read(*_: object, **__: object) -> None:
+        raise IsobitError("it is read")
+
+    monkeypatch.setattr("isobit.training.session.opening.open_parts", read)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(IsobitError, match=f"serve.port {port}: cannot listen on 127.0.0.1"):
+        with pytest.raises(IsobitError, match=rf"^serve\.port {port}: cannot listen on 127"):
+            run_with(tmp_path, base, port=port)
+    for _ in range(2):  # and is free again when the run cannot be opened
+        with pytest.raises(IsobitError, match=r"^it is read$"):
             run_with(tmp_path, base, port=port)
     assert not (tmp_path / "run").exists()
 

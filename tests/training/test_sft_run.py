@@ -244,3 +244,26 @@ def test_what_cannot_go_on_is_refused(
     ended = warm.start(["isobit", "sft", "--resume", "rl"], tmp_path).wait()
     assert ended.returncode == 2, ended.stderr
     assert "rl is a run of `isobit train`; go on with: isobit train --resume rl" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"rewards": [len]}, "rewards"),
+        ({"data": [{"prompt": "1+1=", "answer": "2"}]}, "data"),
+        ({"held_out": []}, "held_out"),
+        ({"callbacks": [print]}, "callbacks"),
+        ({"callbacks": print}, "callbacks"),
+        ({"measures": [max]}, "measures"),
+    ],
+)
+def test_a_supervised_run_takes_no_objects(
+    unbroken: tuple[Path, dict[str, Any]], given: dict[str, Any], what: str
+) -> None:
+    """They would be without effect; the control gives none."""
+    directory, bits = unbroken
+    with pytest.raises(IsobitError, match=f"^{what}: .* takes no objects of Python; leave {what}"):
+        resume(directory, **given)
+    empty: dict[str, Any] = {"rewards": (), "callbacks": [], "measures": ()}
+    resume(directory, **empty, quiet=True)
+    assert fingerprint(directory) == bits

@@ -22,6 +22,7 @@ import typer
 from isobit.cli import training, planning, evaluation, models, serving, pages, machine  # isort: skip (the order of the commands in --help)
 from isobit.cli.app import app
 from isobit.errors import IsobitError, RankLost, RunFailed, brief, failed_allocation
+from isobit.run.outlived import outlived_stderr
 from isobit.run.private import PrivateFolder, say
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
 
 _OF_PLACES = (
     errno.ENAMETOOLONG,
+    errno.ENOENT,
     errno.EACCES,
     errno.EPERM,
     errno.ELOOP,
@@ -49,6 +51,8 @@ _OF_PLACES = (
 """What is wrong with a place of the user's, wherever it was met."""
 _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """What is wrong with where something is written, which has no name where it is stdout."""
+_LOOP = "Symlink loop from "
+"""As pathlib says it of a path that it resolves, until Python 3.13."""
 _Usage: Any = typer.BadParameter.__base__
 """What typer raises for a command line that it refuses; the class is click's, or typer's copy of
 it."""
@@ -63,6 +67,24 @@ _LESS_MEMORY = (
 
 def main() -> None:
     """Entry point of the `isobit` command."""
+    _open_what_is_closed()
+    with outlived_stderr():
+        _main()
+
+
+def _open_what_is_closed() -> None:
+    """Standard streams that whoever started this has closed lead nowhere: else the next file that is
+    opened, one of a run, would have the number of stderr, and a library's words in it."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # which gets the lowest free number
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
+def _main() -> None:
     _write_any_text()
     try:
         code = app(prog_name="isobit", standalone_mode=False)
@@ -74,6 +96,8 @@ def main() -> None:
     except IsobitError as error:
         _end(error)
     except OSError as error:
+        if (line := _of_surroundings(error)) is not None:
+            _end(IsobitError(line))
         if error.errno in _OF_PLACES and error.filename is not None:
             _end(IsobitError(f"{brief(error.filename, 300)}: {error.strerror}"))
         if error.errno not in _OF_OUTPUT:
@@ -81,11 +105,27 @@ def main() -> None:
         _drop_output()
         _end(RunFailed(f"cannot write {brief(error.filename or 'stdout', 300)}: {error.strerror}"))
     except (MemoryError, RuntimeError) as error:
+        if str(error).startswith(_LOOP):
+            name = str(error).removeprefix(_LOOP)
+            _end(IsobitError(f"{brief(name, 300)}: {os.strerror(errno.ELOOP)}"))
         asked = failed_allocation(error)
         if asked is None:
             raise
         _end(RunFailed(f"out of memory: {asked}; {_LESS_MEMORY}"))
     sys.exit(code)
+
+
+def _of_surroundings(error: OSError) -> str | None:
+    """What is wrong with where the command runs, whatever it was about to do."""
+    if error.errno != errno.ENOENT or error.filename is not None:
+        return None
+    if "temporary directory" in str(error):
+        return "no folder for temporary files can be written: set TMPDIR to one that can"
+    try:
+        os.getcwd()
+    except OSError:
+        return "the current directory is not there any more: change to another"
+    return None
 
 
 def _write_any_text() -> None:

@@ -11,7 +11,7 @@ from isobit.config.load import (
     load_sft_config,
     parse_config,
 )
-from isobit.config.resuming import RESUMABLE, check_resumed, lasting
+from isobit.config.resuming import RESUMABLE, check_resumed, repeated
 from isobit.config.schema import ArchitectureConfig, CompareConfig, Config, SftConfig
 from isobit.config.sections import SamplingConfig
 
@@ -25,11 +25,11 @@ __all__ = [
     "check_resumed",
     "dump_config",
     "is_supervised",
-    "lasting",
     "load_any_run_config",
     "load_compare_config",
     "load_config",
     "load_run_config",
     "load_sft_config",
     "parse_config",
+    "repeated",
 ]

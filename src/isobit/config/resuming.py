@@ -1,12 +1,13 @@
 """What a run that goes on may change of its own config: declared once, for the check, its message,
 `--help`, docs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from isobit.config import another_run
 from isobit.errors import IsobitError
+from isobit.options.consistency import level
 
 _KEYS = (
     "steps",
@@ -40,11 +41,16 @@ def check_resumed(overrides: Sequence[str], run: Path | None = None) -> None:
             )
 
 
-def lasting(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The plain values of a config without what a run that goes on may change."""
-    free = {*_KEYS, *_SECTIONS}
+def repeated(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain values of a config that a run which goes on repeats; the order of sums, which
+    `bitwise` may leave open, is not among them."""
+    kept = _without(values, {*_KEYS, *_SECTIONS}, "")
+    return {**kept, "consistency": level(str(kept.get("consistency")))}
+
+
+def _without(values: Mapping[str, Any], free: Set[str], prefix: str) -> dict[str, Any]:
     return {
-        key: lasting(value, f"{prefix}{key}.") if isinstance(value, Mapping) else value
+        key: _without(value, free, f"{prefix}{key}.") if isinstance(value, Mapping) else value
         for key, value in values.items()
         if f"{prefix}{key}" not in free
     }

@@ -6,6 +6,7 @@ again, which is what merges are for. Documents are bounded: aliases and merges m
 more than `MOST_VALUES` values, and values may not lie deeper than `MOST_DEPTH` levels.
 """
 
+import re
 from typing import Any
 
 import yaml
@@ -14,6 +15,9 @@ from isobit.data.foreign import MOST_DEPTH, MOST_DIGITS
 
 MOST_VALUES = 20_000
 _TEXT = 100  # characters
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_SURPRISING = re.compile(r"[-+]?0[0-7_]*[0-7][0-7_]*|[-+]?\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?")
+"""Numbers that do not mean what they look like: `010` is 8, and `1:30` is 90."""
 _TOO_MANY = f"more than {MOST_VALUES:,} values once its aliases are written out"
 _TOO_DEEP = f"nested too deeply, in more than {MOST_DEPTH} levels"
 
@@ -81,6 +85,9 @@ def _measure(
     if not isinstance(node, yaml.CollectionNode):
         if len(node.value) > MOST_DIGITS and node.tag == "tag:yaml.org,2002:int":
             raise _bad(node, f"a whole number of more than {MOST_DIGITS} digits")
+        if node.tag in _NUMBERS and _SURPRISING.fullmatch(node.value):
+            what = f"{node.value} is a number of base {60 if ':' in node.value else 8} in YAML"
+            raise _bad(node, f"{what}; write it in decimals, or in quotes")
         return 1 + len(node.value) // _TEXT, 0
     if id(node) in found:
         known = found[id(node)]
@@ -117,13 +124,13 @@ def _check(node: yaml.Node, seen: set[int], prefix: str) -> None:
         for item in node.value:
             _check(item, seen, prefix)
         return
-    places: dict[tuple[str, str], int] = {}
+    places: dict[str, int] = {}  # `1` and `"1"` are one key to who reads names
     for key, value in node.value:
         inner = prefix
         if isinstance(key, yaml.ScalarNode):
-            name, line = (key.tag, key.value), key.start_mark.line + 1
+            name, line = key.value, key.start_mark.line + 1
             if name in places:
-                raise DuplicateKey(f"{prefix}{key.value}", places[name], line)
+                raise DuplicateKey(f"{prefix}{name}", places[name], line)
             places[name] = line
-            inner = f"{prefix}{key.value}."
+            inner = f"{prefix}{name}."
         _check(value, seen, inner)

@@ -21,7 +21,7 @@ from isobit.kernels.matrices import (
 )
 from isobit.kernels.ops import Activation, DeltaHeads, Heads, Ops
 from isobit.kernels.product.definition import input_gradient
-from isobit.kernels.stores import KVStore, StateStore, Store
+from isobit.kernels.stores import KVStore, NoStore, StateStore, Store
 from isobit.kernels.table import BACKENDS, get_ops, inference_engine_ops
 from isobit.kernels.watching import Watching, unwatched
 
@@ -36,6 +36,7 @@ __all__ = [
     "KVStore",
     "Keys",
     "Layout",
+    "NoStore",
     "Operand",
     "Ops",
     "Packed",

@@ -44,7 +44,9 @@ class DeltaHeads:
     """The heads of linear attention by the gated delta rule: each of `key_heads` queries and keys
     of `key_dim` serves value_heads / key_heads consecutive values of `value_dim`. `decay` and
     `step_bias` [value_heads] float32 are A_log and dt_bias: a state fades by exp(-exp(decay) ·
-    softplus(a + step_bias)) a token."""
+    softplus(a + step_bias)) a token. With a `skip` [value_heads] float32, Mamba-2's D, it is that
+    model's recurrence: values are written whatever the state says already, at a strength of the
+    softplus, which is at least `least_step`, and skip times the value is added to what is read."""
 
     key_heads: int
     value_heads: int
@@ -52,6 +54,18 @@ class DeltaHeads:
     value_dim: int
     decay: Tensor
     step_bias: Tensor
+    skip: Tensor | None = None
+    least_step: float = 0.0
+
+    @property
+    def corrects(self) -> bool:
+        """Whether a token writes what the state does not say already, as the delta rule does."""
+        return self.skip is None
+
+    @property
+    def gates(self) -> int:
+        """Numbers of a token that say how strongly it writes, and how much is forgotten."""
+        return 2 * self.value_heads if self.corrects else self.value_heads
 
 
 class Ops(Protocol):
@@ -303,17 +317,23 @@ class Ops(Protocol):
         """Gradient [H] float32 of the sinks of `attention`; it repeats."""
 
     def short_convolution(
-        self, x: Tensor, weight: Tensor, store: StateStore | None, layout: Layout
+        self,
+        x: Tensor,
+        weight: Tensor,
+        store: StateStore | None,
+        layout: Layout,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """Depthwise causal convolution and SiLU: y[t, c] = silu(Σ_j weight[c, j] · x[t - W + 1 + j,
-        c]), rounded once; x [T, C], weight [C, W] float32. Inputs of earlier rows are in the
-        `store`, which receives the last ones; None where sequences are whole, and nobody goes on
-        from them."""
+        """Depthwise causal convolution and SiLU: y[t, c] = silu(bias[c] + Σ_j weight[c, j] · x[t -
+        W + 1 + j, c]), rounded once; x [T, C], weight [C, W] and bias [C] float32. Inputs of
+        earlier rows are in the `store`, which receives the last ones; None where sequences are
+        whole, and nobody goes on from them."""
 
     def short_convolution_backward(
-        self, dy: Tensor, x: Tensor, weight: Tensor, layout: Layout
-    ) -> tuple[Tensor, Tensor]:
-        """(gradient of x [T, C], of the weight [C, W] float32) of whole sequences; it repeats."""
+        self, dy: Tensor, x: Tensor, weight: Tensor, layout: Layout, bias: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """(gradient of x [T, C], of the weight [C, W] float32, and of the bias [C], if there is
+        one) of whole sequences; it repeats."""
 
     def delta_rule(
         self,
@@ -323,16 +343,17 @@ class Ops(Protocol):
         store: StateStore | None,
         layout: Layout,
     ) -> Tensor:
-        """Gated delta rule, out [T, Hv, Dv] in qkv's dtype; qkv [T, 2 Hk Dk + Hv Dv], gates (b, a)
-        [T, 2 Hv] float32. Token by token, in float32 (`kernels/delta/definition.py`), from the
-        states in the `store` of earlier rows, which receives the new ones; None as in
-        `short_convolution`."""
+        """Gated delta rule, out [T, Hv, Dv] in qkv's dtype; (q, k, v) [T, 2 Hk Dk + Hv Dv], gates
+        (b, a) [T, 2 Hv] float32; or with a `skip` Mamba-2's recurrence of (v, k, q), which are its
+        x, B and C, and gates a [T, Hv], its dt. Token by token, in float32
+        (`kernels/delta/definition.py`), from the states in the `store` of earlier rows, which
+        receives the new ones; None as in `short_convolution`."""
 
     def delta_rule_backward(
         self, dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, layout: Layout
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(gradient of qkv, of gates, of decay and of step_bias [Hv] float32) of whole sequences;
-        it repeats."""
+    ) -> tuple[Tensor, ...]:
+        """(gradient of qkv, of gates, of decay, of step_bias and, if there is one, of skip [Hv]
+        float32) of whole sequences; it repeats."""
 
     def gate_mul(self, activation: Activation, gate_up: Tensor) -> Tensor:
         """activation(gate) · up, rounded once: [T, 2I] to [T, I]. Both as `Activation` says."""

@@ -147,4 +147,18 @@ class StateStore:
         return self.tensors
 
 
-Store = KVStore | StateStore
+@dataclass(frozen=True)
+class NoStore:
+    """Of a layer that keeps nothing of earlier rows: one that is an MLP alone."""
+
+    calibrated = False
+    counts = None
+    tensors: tuple[Tensor, ...] = ()
+    nbytes: int = 0
+
+    def by_page(self, page_size: int) -> list[Tensor]:
+        """Nothing belongs to pages."""
+        return []
+
+
+Store = KVStore | StateStore | NoStore

@@ -14,6 +14,7 @@ from torch import Tensor
 from isobit.kernels import Factors, Ops, Stacked, StoredWeight
 from isobit.model.adapters.low_rank import Adapter, Projection
 from isobit.model.hub.config import ModelConfig
+from isobit.model.hub.mamba import Mamba
 from isobit.model.weights.layout import (
     Attention,
     Beside,
@@ -203,17 +204,14 @@ class _LayerMaker:
 
     def layer(self) -> Layer:
         config = self.config
-        norms = {name: self.norm(name) for name in config.norms}
-        mixture = config.is_mixture(self.index)
+        norms = {name: self.norm(name) for name in config.norms_of(self.index)}
         return Layer(
             flow=self.flow,
             input_norm=norms.get("input_norm"),
-            attention=self.attention(),
+            attention=self.attention() if config.has_attention(self.index) else None,
             attention_out_norm=norms.get("attention_out_norm"),
             post_norm=norms.get("post_norm"),
-            mlp=self.mixture()
-            if mixture
-            else Mlp(self.made("gate_up"), self.made("down"), config.activation),
+            mlp=self.mlp() if config.has_mlp(self.index) else None,
             mlp_out_norm=norms.get("mlp_out_norm"),
             scalar=_vector(self.named("layer_scalar"), self.flow, self.sources)
             if config.layer_scalars
@@ -227,6 +225,11 @@ class _LayerMaker:
             for name in ("embedded_gate", "embedded_out")
         )
         return Embedded(gate, out, self.norm("embedded_out_norm"))
+
+    def mlp(self) -> Mlp | Mixture:
+        if self.config.is_mixture(self.index):
+            return self.mixture()
+        return Mlp(self.made("gate_up"), self.made("down"), self.config.activation)
 
     def attention(self) -> Attention | Delta | LatentAttention:
         if self.config.is_linear(self.index):
@@ -262,6 +265,9 @@ class _LayerMaker:
             self.single("step_bias"),
             self.norm("state_norm"),
         )
+        if isinstance(self.config.linear, Mamba):
+            more = self.single("conv_bias"), self.single("skip")
+            return Delta(self.made("qkv"), None, *vectors, self.made("o"), *more)
         return Delta(
             self.made("qkv"), _single(self.named("gates"), self.sources), *vectors, self.made("o")
         )

@@ -27,6 +27,7 @@ FAMILIES = {
     "granite": "granite",
     "deepseek_v3": "deepseek",
     "glm4_moe_lite": "deepseek",
+    "nemotron_h": "nemotron",
     "gpt_oss": "gpt_oss",
 }
 
@@ -37,11 +38,10 @@ UNREAD = {
     "phi4_multimodal": ("its adapters for images and sound are part of it", "phi3"),
     "deepseek_v2": ("its experts are chosen by a softmax in groups", "deepseek_v3"),
     "deepseek_v32": ("its attention is sparse, by an indexer", "deepseek_v3"),
-    "granitemoehybrid": ("some of its layers are Mamba-2", "granite"),
+    "granitemoehybrid": ("its multipliers and rotations are beside Mamba-2 layers", "nemotron_h"),
     "qwen2_vl_text": ("its positions are those of pictures too", "qwen2"),
     "qwen2_5_vl_text": ("its positions are those of pictures too", "qwen2"),
     "qwen3_vl_text": ("its positions are those of pictures too", "qwen3"),
-    "nemotron_h": ("some of its layers are Mamba-2", "qwen3_5_text"),
 }
 """Families that are not read: why, and the nearest that is."""
 

@@ -10,7 +10,7 @@ JOINED = (("gate_proj", "up_proj"), ("w1", "w3"))
 PROJECTIONS = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # of latent attention
-    *("in_proj_qkv", "in_proj_z", "out_proj"),  # of linear attention
+    *("in_proj_qkv", "in_proj_z", "in_proj", "out_proj"),  # of linear attention, and of Mamba-2
     *MLP_PROJECTIONS,
 )
 ALL_LINEAR = "all-linear"

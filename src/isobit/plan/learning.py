@@ -17,6 +17,7 @@ from torch import Tensor
 
 from isobit.kernels import Layout
 from isobit.model import ModelConfig
+from isobit.model.forward.accumulate_grad import adding_in_place
 from isobit.model.forward.head import head_rows
 from isobit.model.forward.moe import RouteTape
 from isobit.model.forward.recompute import Recompute
@@ -65,12 +66,14 @@ class LearningMemory:
     logits: Phase
     head_rows: int
 
-    def at(self, tokens: int, exchanged: int = 0, kept: int = 0) -> int:
+    def at(self, tokens: int, exchanged: int = 0, kept: int = 0, added: int | None = None) -> int:
         """`exchanged`: bytes that a layer's gradients take besides while ranks send them; `kept`:
-        of logits that the head's backward finds."""
+        of logits that the head's backward finds; `added`: where these become their gradient in
+        place, what of the head's gradient and its packed weight is never there at once."""
         forward, head, layers = (phase.at(tokens) for phase in self.phases)
         more = self.logits.at(min(tokens, self.head_rows)) - self.logits.at(_FEW)
-        return max(forward + kept, head + more + kept, layers + exchanged)
+        head += more if added is None else -added
+        return max(forward + kept, head + kept, layers + exchanged)
 
 
 @dataclass(frozen=True)
@@ -109,15 +112,22 @@ def measure(
 
 
 def passes(
-    transformer: Transformer, recompute: Recompute, kept: bool = False, entropy: bool = False
+    transformer: Transformer,
+    recompute: Recompute,
+    kept: bool = False,
+    entropy: bool = False,
+    tied: bool = False,
 ) -> Passes:
     """A forward and a backward of few tokens, and of more; gradients are `kept`, or dropped as they
-    come; the loss is of log-probabilities alone, or of their `entropy` too."""
+    come; the loss is of log-probabilities alone, or of their `entropy` too. `tied`: embedding and
+    head are one master, to which both add."""
     short, long = _lengths(transformer.config)
     _forward(
         transformer, long
     )  # what is made at first use, such as rotary tables, is no part of a pass
-    few, more = (_pass(transformer, tokens, recompute, kept, entropy) for tokens in (short, long))
+    few, more = (
+        _pass(transformer, tokens, recompute, kept, entropy, tied) for tokens in (short, long)
+    )
     return Passes(tuple(few), tuple(more), _by_rows_of_logits(transformer, entropy))
 
 
@@ -183,6 +193,7 @@ def _pass(
     recompute: Recompute,
     kept: bool = False,
     entropy: bool = False,
+    tied: bool = False,
     chunk: int = _FEW,
 ) -> list[list[int]]:
     """Bytes at the moments of the three phases of one sequence, `chunk` rows of logits at a
@@ -196,7 +207,11 @@ def _pass(
         found.append(meter.moments)
         meter.take()
 
-    with _gradients_dropped(transformer, kept), torch.enable_grad(), LiveTrace() as meter:
+    with (
+        _tied(transformer, ids, kept) if tied else _gradients_dropped(transformer, kept),
+        torch.enable_grad(),
+        LiveTrace() as meter,
+    ):
         layout = Layout.packed([tokens])
         hidden = transformer.hidden(ids, layout, use="learner", tape=tape, recompute=recompute)
         take()
@@ -233,10 +248,29 @@ def _by_rows_of_logits(transformer: Transformer, entropy: bool) -> Phase:
 
 
 @contextmanager
-def _gradients_dropped(transformer: Transformer, kept: bool = False) -> Iterator[None]:
-    """Inside, gradients of masters are dropped as they come, or where they are `kept`, at the
-    end."""
-    leaves = list(transformer.masters.leaves.values())
+def _tied(transformer: Transformer, tokens: Tensor, kept: bool) -> Iterator[None]:
+    """`_gradients_dropped`, but for the master that is embedding and head: both add to its
+    gradient, which is there before unless gradients are `kept`."""
+    leaf = transformer.masters.leaves["embed"]
+    if not kept:
+        leaf.grad = torch.empty_like(leaf)
+    try:
+        with (
+            _gradients_dropped(transformer, kept, leaf),
+            adding_in_place([leaf], leaf, tokens),
+        ):
+            yield
+    finally:
+        leaf.grad = None
+
+
+@contextmanager
+def _gradients_dropped(
+    transformer: Transformer, kept: bool = False, apart: Tensor | None = None
+) -> Iterator[None]:
+    """Inside, gradients of masters, without the one that is `apart`, are dropped as they come, or
+    where they are `kept`, at the end."""
+    leaves = [leaf for leaf in transformer.masters.leaves.values() if leaf is not apart]
     hooks = [] if kept else [leaf.register_post_accumulate_grad_hook(_drop) for leaf in leaves]
     try:
         yield

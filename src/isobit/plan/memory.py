@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import torch
+
 from isobit.config.sections import AdapterConfig
 from isobit.distributed import shards
 from isobit.engine.pages import CACHE_BYTES, GPU_FRACTION, cache_pages, pages_needed
@@ -255,10 +257,14 @@ def _learning(job: Job, model: Described, tokens: int, gradients: int) -> Item:
     several = tokens < batch or job.algorithm.updates_per_batch > 1 or job.ranks > 1
     # the gradients of a batch in one pass come one after the other, and each is its own sum
     entropy = job.algorithm.may_use_entropy
-    kept = 0
-    if job.machine.host and config.adapter is None:
-        kept = 4 * most_kept(rows, job.model.hidden_size) * job.model.vocab_size
-    taken = learning_bytes(model, level, not several, entropy).at(rows, exchanged, kept)
+    kept = _kept_logits(job, rows)
+    added = None
+    if kept and _in_place(job):  # no gradient of its own; or else none beside the packed weight
+        each = 4 if several and job.ranks == 1 else 2
+        added = each * job.model.vocab_size * job.model.hidden_size
+    tied = job.model.tie_embeddings and _adds_to_one(job)
+    found = learning_bytes(model, level, not several, entropy, tied)
+    taken = found.at(rows, exchanged, kept, added)
     if job.algorithm.loss == "divergence" and job.reference is not None:
         taken = max(
             taken + _divergence(job, rows), forward_bytes(_described(job, *job.reference)).at(rows)
@@ -273,6 +279,32 @@ def _learning(job: Job, model: Described, tokens: int, gradients: int) -> Item:
         taken += 4 * copies * width * job.precision.learner.compute.itemsize
     label = f"learning: gradients, and saved activations of {rows:,} tokens"
     return label, gradients + taken if several else max(gradients, taken)
+
+
+def _kept_logits(job: Job, rows: int) -> int:
+    """Bytes of the logits that a micro-batch of so many tokens keeps for its backward, at most; none
+    where they are changed before they are a distribution, or nothing trains the head."""
+    filtered = job.sampled is not None and job.sampled.sampling.filtered
+    if not job.machine.host or job.config.adapter or filtered or job.model.logit_cap is not None:
+        return 0
+    return 4 * most_kept(rows, job.model.hidden_size) * job.model.vocab_size
+
+
+def _adds_to_one(job: Job) -> bool:
+    """Whether embedding and head, where they are one master, add to one gradient: on a CPU, of one
+    rank, where the head is used once."""
+    algorithm, alone = job.algorithm, job.machine.host and job.ranks == 1
+    once = algorithm.loss != "divergence" and not algorithm.observation_coefficient
+    return alone and once and job.config.adapter is None
+
+
+def _in_place(job: Job) -> bool:
+    """Whether logits that were kept become their gradient in their own memory, and the head's is
+    added to that of the micro-batches before: the native operators do both where log-probabilities
+    alone have a gradient."""
+    algorithm, bf16 = job.algorithm, job.precision.learner.compute.dtype == torch.bfloat16
+    alone = algorithm.loss != "divergence" and not algorithm.may_use_entropy
+    return job.machine.packs and bf16 and alone and not algorithm.observation_coefficient
 
 
 def _divergence(job: Job, rows: int) -> int:

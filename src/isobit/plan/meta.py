@@ -116,11 +116,16 @@ def weight_bytes(given: Described, frozen: bool = False) -> WeightBytes:
 
 @lru_cache
 def learning_bytes(
-    given: Described, recompute: Recompute, kept: bool = False, entropy: bool = False
+    given: Described,
+    recompute: Recompute,
+    kept: bool = False,
+    entropy: bool = False,
+    tied: bool = False,
 ) -> LearningMemory:
     """Of micro-batches under a level of activation checkpointing; with the gradients, where they
-    are `kept`; where the loss is of the `entropy` too."""
-    found = _of_all_layers(given, recompute, kept, entropy)
+    are `kept`; where the loss is of the `entropy` too; where embedding and head, which are `tied`,
+    add to one gradient."""
+    found = _of_all_layers(given, recompute, kept, entropy, tied)
     return carried(found, given.config, host=given.host)
 
 
@@ -131,10 +136,13 @@ def forward_bytes(given: Described) -> Phase:
     return carried_forward(forward_passes(transformer(more)), given.config)
 
 
-def _of_all_layers(given: Described, recompute: Recompute, kept: bool, entropy: bool) -> Passes:
+def _of_all_layers(
+    given: Described, recompute: Recompute, kept: bool, entropy: bool, tied: bool
+) -> Passes:
+    how = recompute, kept, entropy, tied
     if (others := _fewer_layers(given)) is None:
-        return passes(transformer(given), recompute, kept, entropy)
-    few, more = (passes(transformer(each), recompute, kept, entropy) for each in others)
+        return passes(transformer(given), *how)
+    few, more = (passes(transformer(each), *how) for each in others)
     return few.of_layers(
         more, (given.config.num_layers - _MORE_LAYERS) / (_MORE_LAYERS - _FEW_LAYERS)
     )

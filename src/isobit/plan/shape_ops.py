@@ -75,6 +75,15 @@ class ShapeOps(Composed):
             _panels(b)
         return result
 
+    def gradient_product(
+        self, a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None
+    ) -> Tensor:
+        """The C++ products add to a gradient as they go, but for float32's."""
+        plain = isinstance(a, Tensor) and a.dtype == torch.float32
+        if into is None or not self._packs or plain:
+            return super().gradient_product(a, b, out, into)
+        return into
+
     def grouped_product(
         self,
         a: Operand,
@@ -169,6 +178,11 @@ class ShapeOps(Composed):
         q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
         return empty(*q.shape, dtype=q.dtype), empty(*k.shape, dtype=k.dtype), v
 
+    def embedding_backward(self, dy: Tensor, tokens: Tensor, count: int) -> Tensor:
+        found, rows = empty(count, dy.shape[1]), dy.float()
+        del rows
+        return found
+
     def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
         """The store is there."""
 
@@ -200,14 +214,20 @@ class ShapeOps(Composed):
         return torch.empty_like(q), empty(*shape, dtype=q.dtype), empty(*shape, dtype=q.dtype)
 
     def short_convolution(
-        self, x: Tensor, weight: Tensor, store: StateStore | None, layout: Layout
+        self,
+        x: Tensor,
+        weight: Tensor,
+        store: StateStore | None,
+        layout: Layout,
+        bias: Tensor | None = None,
     ) -> Tensor:
         return torch.empty_like(x)
 
     def short_convolution_backward(
-        self, dy: Tensor, x: Tensor, weight: Tensor, layout: Layout
-    ) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(x), torch.empty_like(weight)
+        self, dy: Tensor, x: Tensor, weight: Tensor, layout: Layout, bias: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        found = torch.empty_like(x), torch.empty_like(weight)
+        return found if bias is None else (*found, torch.empty_like(bias))
 
     def delta_rule(
         self,
@@ -221,7 +241,7 @@ class ShapeOps(Composed):
 
     def delta_rule_backward(
         self, dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, layout: Layout
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         def backward(parts: Parts, dout: Tensor) -> Parts:
             each = heads.value_heads // heads.key_heads
             dq, dk = (empty(len(qkv), heads.key_heads, each, heads.key_dim) for _ in range(2))

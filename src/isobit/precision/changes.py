@@ -12,6 +12,7 @@ import yaml
 
 from isobit.data import strict_yaml
 from isobit.errors import IsobitError, brief
+from isobit.options.declare import options_of
 from isobit.options.precisions import FlowChanges, PrecisionChanges
 from isobit.options.reading import read
 from isobit.precision.flow import LINEAR_LAYERS, Calibration, Flow, Precision, preset_named
@@ -41,7 +42,10 @@ def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision
             "precision: expected a preset's name, such as 'fp8', a mapping or a Precision, got "
             f"{value!r:.80}"
         )
-    given = {key: option for key, option in _given(value).items() if option is not None}
+    known = options_of(PrecisionChanges)  # of another `read` says that it is unknown, null too
+    given = {
+        k: option for k, option in _given(value).items() if option is not None or k not in known
+    }
     changes = read(PrecisionChanges, given, ("precision",))
     precision = preset_named(changes.preset)
     given.pop("preset", None)
@@ -82,6 +86,12 @@ def _parse_name(name: str) -> dict[str, object]:
         raise IsobitError(
             f"precision {brief(name)!r}: expected PRESET[option=value, option=value]"
         ) from None
+    for key, option in options.items():
+        if option is None:
+            raise IsobitError(
+                f"precision {brief(name)!r}: {brief(key)!r} has no value; expected "
+                "PRESET[option=value, option=value]"
+            )
     return {"preset": preset, **options}
 
 

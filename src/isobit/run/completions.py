@@ -127,6 +127,18 @@ def end(path: Path) -> int:
     return max((sum(member) for member in members(path)), default=0)
 
 
+def cut_off(path: Path) -> str | None:
+    """A line where the file ends with less than a whole member; None where it does not, or is not
+    there."""
+    size = path.stat().st_size if exists(path) else 0
+    if (whole := end(path)) >= size:
+        return None
+    return (
+        f"{path}: cut off after byte {whole:,}: the last {size - whole:,} bytes are no whole step, "
+        "and left out"
+    )
+
+
 def lines(path: Path, member: Member) -> list[bytes]:
     """The rows of a step, unparsed. Raises IsobitError if they are damaged, or more than a run
     would write."""

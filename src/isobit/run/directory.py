@@ -63,8 +63,9 @@ class Lock:
     IsobitError where one does, or where nothing can be written."""
 
     def __init__(self, directory: Path, called: str = "run directory") -> None:
+        self._path = directory / LOCK
         try:
-            self._file = _own_file(directory / LOCK, os.O_WRONLY | os.O_CREAT)
+            self._file = _own_file(self._path, os.O_WRONLY | os.O_CREAT)
         except OSError as error:
             raise IsobitError(f"cannot write into {called} {directory}: {error.strerror}") from None
         try:
@@ -72,6 +73,15 @@ class Lock:
         except OSError:
             self._file.close()
             raise IsobitError(f"{called} {directory} is in use by another process") from None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the directory is still the one that was locked: it may be moved, or removed, and
+        a relative path leads elsewhere when the current directory changes."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Let others in."""
@@ -213,6 +223,7 @@ class RunDirectory:
 
     def flush(self) -> None:
         """Have the disk take what was written, before a checkpoint counts on it."""
+        self._require_here()
         try:
             for file in self._files.values():
                 os.fsync(file.fileno())
@@ -250,7 +261,18 @@ class RunDirectory:
             name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
         )
 
+    def _require_here(self) -> None:
+        """Raise RunFailed where a checkpoint would come to lie elsewhere than the files that are
+        open."""
+        if not self._lock.holds:
+            raise RunFailed(
+                f"run directory {self.directory} was moved or removed while the run worked, or the "
+                "current directory was changed; what it had recorded is where it is now; go on "
+                "there with: isobit train --resume DIR"
+            )
+
     def _append(self, name: str, content: bytes) -> None:
+        self._require_here()
         file = self._files[name]
         try:
             file.write(content)

@@ -27,6 +27,7 @@ from isobit.errors import IsobitError, RunFailed
 from isobit.model.text.tool_formats.table import format_of
 from isobit.serve.connections import Connection, most_connections
 from isobit.serve.gateway import Gateway, Refused
+from isobit.serve.listening import Listener
 from isobit.serve.metrics import CONTENT_TYPE
 from isobit.serve.openai import OpenAI
 from isobit.serve.requests import Limits
@@ -44,10 +45,8 @@ else a request would meet a connection that closes."""
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Where a server listens, and as what."""
+    """How a server works and ends."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
     grace: float = 30.0
     tool_format: str = "auto"
     limits: Limits = field(default_factory=Limits)
@@ -91,10 +90,18 @@ class Server(uvicorn.Server):
         """Called with the port once it listens."""
 
     async def startup(self, sockets: Any = None) -> None:
-        """Listen, and begin to work."""
+        """Listen, and begin to work. Raises RunFailed where it cannot go on from its state, of
+        which nothing is dropped; a signal meanwhile ends it."""
         await super().startup(sockets)
-        if self.started:
+        try:
             await self._gateway.start()
+        except (Refused, RunFailed) as error:
+            if not self.should_exit:
+                self._gateway.device.stop()
+                for server in self.servers:
+                    server.close()
+                raise RunFailed(f"the server cannot go on where it ended: {error}") from None
+        else:
             self.on_start(self.servers[0].sockets[0].getsockname()[1])
 
     async def on_tick(self, counter: int) -> bool:
@@ -105,6 +112,9 @@ class Server(uvicorn.Server):
         """A signal: end, and with the second one at once."""
         self.force_exit = self.should_exit
         self.should_exit = True
+        if not self._gateway.ready.is_set():  # what it goes on with, the next server does
+            self._gateway.draining = True
+            self._gateway.device.stop()
 
     async def shutdown(self, sockets: Any = None) -> None:
         """Let open requests end, then end all."""
@@ -119,18 +129,20 @@ class Server(uvicorn.Server):
 
 
 class Background:
-    """A server in a thread of its own, for whoever pumps its device; of `options` the grace is for
-    connections alone, since the device is ended first. Raises IsobitError for a port that cannot be
-    had."""
+    """A server in a thread of its own, on a socket that listens, for whoever pumps its device; of
+    `options` the grace is for connections alone, since the device is ended first."""
 
-    def __init__(self, gateway: Gateway, tokens: tuple[str, ...], options: ServerOptions) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        tokens: tuple[str, ...],
+        options: ServerOptions,
+        listener: Listener,
+    ) -> None:
         config = server_config(gateway, tokens, options)
         config.timeout_graceful_shutdown = int(options.grace) + 1  # a slow reader is cut off
-        try:
-            self._socket = config.bind_socket()
-        except SystemExit:
-            raise IsobitError(_taken("serve.port", options)) from None
-        self.port = int(self._socket.getsockname()[1])
+        self._socket = listener
+        self.port = int(listener.getsockname()[1])
         self._server, self._started = Server(config, gateway, options.grace), threading.Event()
         self._server.on_start = lambda port: self._started.set()
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
@@ -147,7 +159,7 @@ class Background:
         self._socket.close()
 
     def _run(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._socket]))
+        asyncio.run(self._server.serve(sockets=[cast(Any, self._socket)]))
 
 
 def run(
@@ -156,12 +168,13 @@ def run(
     adapters: dict[str, Path],
     tokens: tuple[str, ...],
     options: ServerOptions,
+    listener: Listener,
     on_start: Callable[[int], None] = lambda port: None,
     state: State | None = None,
 ) -> None:
-    """Serve an engine's model, which serves adapters, until a signal ends it; with a `state` it
-    also trains them. Raises IsobitError for an adapter that cannot be served and a port that cannot
-    be had, RunFailed if the device thread failed."""
+    """Serve an engine's model, which serves adapters, on a socket that listens, until a signal ends
+    it; with a `state` it also trains them. Raises IsobitError for an adapter that cannot be served,
+    RunFailed if the device thread failed."""
     tools = format_of(options.tool_format, engine.model.tokenizer.chat_template)
     gateway = Gateway(engine, name, tools, options.limits, state)
     for adapter, folder in adapters.items():
@@ -170,35 +183,20 @@ def run(
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
     server = Server(config, gateway, options.grace)
     server.on_start = on_start
-    try:
-        server.run()
-    except (SystemExit, UnicodeError):  # uvicorn's, where it cannot listen; of a host's name
-        raise IsobitError(_taken("--port", options)) from None
+    server.run(sockets=[cast(Any, listener)])
     if gateway.device.failure is not None:
         raise RunFailed(
             f"the server ended: {gateway.device.failure!r:.500}"
         ) from gateway.device.failure
 
 
-def _taken(option: str, options: ServerOptions) -> str:
-    return f"{option} {options.port}: cannot listen on {options.host}; is it in use?"
-
-
-def _not_of_listening(record: logging.LogRecord) -> bool:
-    """Whether a line of uvicorn's log is another one than that it cannot listen, which we say."""
-    return not isinstance(record.msg, OSError)
-
-
 def server_config(
     gateway: Gateway, tokens: tuple[str, ...], options: ServerOptions
 ) -> uvicorn.Config:
     """How uvicorn serves a gateway."""
-    logging.getLogger("uvicorn.error").addFilter(_not_of_listening)
     limits = gateway.limits
     return uvicorn.Config(
         make_app(gateway, tokens),
-        host=options.host,
-        port=options.port,
         log_config=None,
         access_log=False,
         lifespan="off",

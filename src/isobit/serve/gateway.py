@@ -6,6 +6,7 @@ done, because something failed or because the client went away, cancels what is 
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -92,13 +93,13 @@ class Gateway:
         self.whole = state is not None and bool(engine.model.named_parameters())
         """Whether training runs train the weights of the model itself, so that there is one run."""
         self.metrics = Metrics(self.device)
-        self.sessions = Sessions(self.tokenizer)
+        self.sessions = Sessions()
         self.ready = asyncio.Event()
         """Set when requests may come: what a state has kept of an earlier server is there again."""
         self.resume: Callable[[], Awaitable[None]] | None = None
         self.started = int(time.time())
         self.draining = False
-        self._open_samples = 0
+        self._open_samples = Counter[str]()  # of each tenant
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
@@ -135,7 +136,7 @@ class Gateway:
         BadRequest, here or from the events."""
         scorings = scorings or [None] * len(prompts)
         count = len(prompts) * (sampling.n if sampled else 1)
-        self.check_room(count)
+        self.check_room(tenant, count)
         if len(prompts) > 1 and self.device.weights_change:
             raise BadRequest(
                 "prompt: give one at a time to a run that trains, so that a response is of one "
@@ -150,7 +151,7 @@ class Gateway:
             )
             for index, (prompt, scoring) in enumerate(zip(prompts, scorings, strict=True))
         ]
-        self._open_samples += count
+        self._open_samples[tenant] += count
         began = time.monotonic()
         for job in jobs:
             self.device.submit(job)
@@ -162,7 +163,7 @@ class Gateway:
                 events, left, lambda: self.metrics.first_token.observe(time.monotonic() - began)
             )
         finally:
-            self._open_samples -= count
+            self._open_samples[tenant] -= count
             for index, job in enumerate(jobs):
                 if left[index]:
                     self.device.cancel(job)
@@ -171,7 +172,7 @@ class Gateway:
     async def work(self, tenant: str, work: Callable[[], _T], alone: bool = False) -> _T:
         """What the device thread makes of `work`, between two steps; `alone` as in `WorkJob`. Raises
         Refused and BadRequest."""
-        self.check_room(0)
+        self.check_room(tenant, 0)
         happened: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
 
         def post(event: Event) -> None:
@@ -185,18 +186,25 @@ class Gateway:
         assert isinstance(event, Done)
         return event.value
 
-    def check_room(self, count: int) -> None:
-        """Raise Refused or BadRequest unless `count` more answers may be open."""
+    @property
+    def num_samples(self) -> int:
+        """Answers that are open, of all tenants."""
+        return self._open_samples.total()
+
+    def check_room(self, tenant: str, count: int) -> None:
+        """Raise Refused or BadRequest unless `count` more answers of a tenant may be open. Who has
+        many open keeps nobody else from asking."""
         if self.draining or not self.device.alive:
             raise Refused(STOPPING.status, STOPPING.message)
         if count > self.limits.samples:
             raise BadRequest(
                 f"n: a request may ask for {self.limits.samples:,} answers, prompts times n", "n"
             )
-        if self._open_samples + count > self.limits.open_samples:
+        if self._open_samples[tenant] + count > self.limits.open_samples:
             raise Refused(
                 429,
-                f"{self._open_samples:,} answers are open, and {self.limits.open_samples:,} may be",
+                f"{self._open_samples[tenant]:,} answers of yours are open, and "
+                f"{self.limits.open_samples:,} may be; ask again when some are there",
             )
 
     def _deliver(self, events: Sequence[tuple[Post, Event]]) -> None:

@@ -134,7 +134,8 @@ class OpenAI:
             if session is not None:
                 answer = chat.messages_of([asked.message(completion)[1]])[0]
                 turn = sessions.Turn(
-                    tuple(messages), variables, tuple(prompt), tuple(completion.token_ids), answer
+                    *(tuple(messages), variables, tuple(prompt), tuple(completion.token_ids)),
+                    *(answer, len(request.state.body)),
                 )
                 gateway.sessions.keep(request.state.tenant, session, turn)
 

@@ -60,7 +60,8 @@ class Limits:
     body_seconds: Annotated[float, at_least(0.1)] = 30.0  # and for the lines in front of it
     reader_seconds: Annotated[float, at_least(0.1)] = 60.0  # that an answer waits for its reader
     connections: Annotated[int, at_least(1)] = 2048
-    open_samples: Annotated[int, at_least(1)] = 1024
+    held_bytes: Annotated[int, at_least(1024)] = 512 << 20  # of a tenant's bodies, all together
+    open_samples: Annotated[int, at_least(1)] = 1024  # of a tenant
     samples: Annotated[int, at_least(1)] = 256  # of one request: prompts times n
     stop_strings: Annotated[int, at_least(1)] = 16
     stop_characters: Annotated[int, at_least(1)] = 1024  # of all stop strings of a request

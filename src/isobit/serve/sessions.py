@@ -9,7 +9,7 @@ An answer that was cut off by its length, or by a stop string, gets the end-of-t
 lacks (`model/text/appending.py`). Messages that do not go on from the last turn begin anew.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,21 +18,23 @@ from isobit.errors import IsobitError
 from isobit.model.text.appending import Appending
 from isobit.model.text.tokenizer import Tokenizer
 
-MOST_SESSIONS, MOST_TOKENS = 4096, 1 << 21
-"""That are kept, of all clients together."""
+MOST_SESSIONS, MOST_TOKENS, MOST_BYTES = 4096, 1 << 21, 1 << 26
+"""Of a tenant, that are kept: sessions, their tokens, and the bytes of their last requests, of
+which a template may write none."""
 Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Turn:
     """The messages of a request, the variables of its template, its tokens, the tokens of its
-    answer, and this as a message."""
+    answer, and this as a message. `num_bytes`: of the request's body."""
 
     messages: tuple[Mapping[str, Any], ...]
     variables: Mapping[str, Any]
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
     message: Mapping[str, Any]
+    num_bytes: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -41,29 +43,42 @@ class Turn:
 
 
 class Sessions:
-    """The last turn of each session, of those that were used last."""
+    """The last turn of each session, of those of a tenant that were used last: what one keeps
+    drops nothing of another's."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._turns: OrderedDict[tuple[str, str], Turn] = OrderedDict()
-        self._tokens = 0  # of all turns
+    def __init__(self) -> None:
+        self._tenants = defaultdict[str, _Kept](_Kept)
 
     def find(self, tenant: str, name: str) -> Turn | None:
         """The last turn of a tenant's session."""
-        return self._turns.get((tenant, name))
+        return self._tenants[tenant].turns.get(name)
 
     def keep(self, tenant: str, name: str, turn: Turn) -> None:
         """A turn is complete."""
-        self._drop(self._turns.pop((tenant, name), None))
-        self._turns[tenant, name] = turn
-        self._tokens += turn.num_tokens
-        while len(self._turns) > MOST_SESSIONS or (
-            self._tokens > MOST_TOKENS and len(self._turns) > 1
-        ):
-            self._drop(self._turns.popitem(last=False)[1])
+        self._tenants[tenant].keep(name, turn)
 
-    def _drop(self, turn: Turn | None) -> None:
-        self._tokens -= 0 if turn is None else turn.num_tokens
+
+class _Kept:
+    """A tenant's, the oldest first."""
+
+    def __init__(self) -> None:
+        self.turns = OrderedDict[str, Turn]()
+        self._tokens = self._bytes = 0  # of all turns
+
+    def keep(self, name: str, turn: Turn) -> None:
+        if name in self.turns:
+            self._drop(self.turns.pop(name))
+        self.turns[name] = turn
+        self._tokens += turn.num_tokens
+        self._bytes += turn.num_bytes
+        while len(self.turns) > MOST_SESSIONS or (
+            (self._tokens > MOST_TOKENS or self._bytes > MOST_BYTES) and len(self.turns) > 1
+        ):
+            self._drop(self.turns.popitem(last=False)[1])
+
+    def _drop(self, turn: Turn) -> None:
+        self._tokens -= turn.num_tokens
+        self._bytes -= turn.num_bytes
 
 
 def goes_on(turn: Turn | None, messages: Messages, variables: Mapping[str, Any]) -> bool:

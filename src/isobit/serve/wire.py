@@ -3,6 +3,7 @@ client."""
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -13,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, RunFailed, brief, did_you_mean
 from isobit.serve.gateway import Gateway, Refused, unless_gone
 from isobit.serve.keys import tenant_of
 from isobit.serve.requests import BadRequest, Fields, Limits
@@ -34,8 +35,8 @@ def error_value(error: Exception) -> tuple[int, dict[str, Any]]:
         status, param, message = error.status, error.param, str(error)
     elif isinstance(error, Refused):
         status, message = error.status, str(error)
-    elif isinstance(error, IsobitError):
-        status, message = 400, str(error)
+    elif isinstance(error, IsobitError):  # a full disk is not the client's
+        status, message = 500 if isinstance(error, RunFailed) else 400, str(error)
     elif isinstance(error, HTTPException):
         status, message = error.status_code, error.detail
     else:
@@ -49,13 +50,36 @@ def error_response(request: Request, error: Exception) -> Response:
     """An error as a response."""
     status, value = error_value(error)
     headers = {"Retry-After": "1"} if status in (429, 503) else {}
+    if isinstance(error, HTTPException):  # no route takes it
+        value["error"]["message"] = _of_routes(request, error)
+        headers |= error.headers or {}
     if status == 413:
         headers["Connection"] = "close"
     return JSONResponse(value, status, headers)
 
 
+def _of_routes(request: Request, error: HTTPException) -> str:
+    """What would be right where there is no route, or none for this method."""
+    path = request.scope["path"]
+    shown = brief(repr(path))  # in one line, whatever it spells
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow")
+        return f"{request.method} {shown}: expected {allowed}"
+    if error.status_code != 404:
+        return error.detail
+    known = [getattr(route, "path", "{") for route in request.app.routes]
+    known = [each for each in known if "{" not in each and not each.startswith("/api/")]
+    return f"there is no {shown}; {did_you_mean(path[:200], known)}"
+
+
 async def read_fields(request: Request, limits: Limits) -> Fields:
     """The JSON object that is a request's body. Raises BadRequest as `read_body`."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise BadRequest(
+            f"Content-Encoding: {brief(encoding, 80)} is not read here; send JSON as it is",
+            status=415,
+        )
     return Fields.parse(await read_body(request, limits))
 
 
@@ -95,6 +119,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, gateway: Gateway, tokens: tuple[str, ...], links: str) -> None:
         self._app, self._gateway, self._tokens, self._links = app, gateway, tokens, links
+        self._held = Counter[str]()  # bytes of bodies, of a tenant's requests that are open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -106,12 +131,26 @@ class Guard:
             headers.get(name, "").encode("latin-1") for name in ("authorization", "x-api-key")
         )
         tenant = tenant_of(given, key, self._tokens)
-        status = 0
+        status, held = 0, 0
 
         async def watched(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
             await send(message)
+
+        async def counted() -> Message:
+            nonlocal held
+            message = await receive()
+            size = len(message.get("body", b""))
+            held += size
+            self._held[tenant or ""] += size
+            if size and self._held[tenant or ""] > self._gateway.limits.held_bytes:
+                raise Refused(
+                    429,
+                    f"bodies of your open requests have more than "
+                    f"{self._gateway.limits.held_bytes:,} bytes; ask again when some are answered",
+                )
+            return message
 
         if tenant is None and path not in OPEN_TO_ALL and not path.startswith(self._links):
             error: Exception = Refused(
@@ -122,7 +161,10 @@ class Guard:
             scope.setdefault("state", {})["tenant"] = tenant or ""
             if path not in OPEN_TO_ALL:
                 await self._gateway.ready.wait()
-            await self._app(scope, receive, watched)
+            try:
+                await self._app(scope, counted, watched)
+            finally:
+                self._held[tenant or ""] -= held
         known = getattr(scope.get("route"), "path", "other")
         self._gateway.metrics.requests.labels(known, tenant or "", str(status)).inc()
 

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from isobit.config import Config, parse_config
@@ -126,6 +127,16 @@ class Given:
                 )
         return objects
 
+    def refuse(self, run: Path) -> None:
+        """Raise IsobitError where anything is given to a run that takes no objects."""
+        given = [what for what in ("rewards", "callbacks", "measures") if _any(getattr(self, what))]
+        for what in (*given, *(what for _, what, _ in self._tables())):
+            own = "; run.callbacks in its config names functions" if what == "callbacks" else ""
+            raise IsobitError(
+                f"{what}: {run} is a run of `isobit sft`, which takes no objects of Python; leave "
+                f"{what} out{own}"
+            )
+
     def _tables(self) -> list[tuple[str, str, Rows]]:
         """(key of the task section, argument, rows) of what is given."""
         both = (("path", "data", self.data), ("held_out_path", "held_out", self.held_out))
@@ -157,6 +168,11 @@ def measured(
 def _name(function: Callable[..., Any]) -> str:
     inner = getattr(function, "func", function)  # of functools.partial
     return str(getattr(inner, "__name__", type(inner).__name__)).strip("<>")
+
+
+def _any(given: Any) -> bool:
+    """Whether there is one: an object alone, or some in a list."""
+    return len(given) > 0 if isinstance(given, (list, tuple)) else given is not None
 
 
 def _names(config: Config) -> list[str]:

@@ -82,17 +82,20 @@ def resume(
     result is that of a run never stopped, bit for bit (tests/test_resume.py,
     tests/training/test_sft_run.py).
 
-    The objects that the run began with must be given again. `overrides` may change steps, ranks,
+    The objects that the run began with must be given again; a supervised run takes none.
+    `overrides` may change steps, ranks,
     on_mismatch, rewards.on_error, rewards.environment, environment.workers, environment.variables,
     run.*, tracking.*, fleet.* and serve.* (except run.dir).
     """
     folder = Path(run_dir)
     config = load_any_run_config(folder, overrides)
+    given = Given(rewards, data, held_out, callbacks, measures)
+    if isinstance(config, SftConfig):
+        given.refuse(folder)
 
     def again(ranks: Ranks) -> OpenRun:
         if isinstance(config, SftConfig):
             return open_supervised_again(folder, overrides, quiet=quiet, ranks=ranks)
-        given = Given(rewards, data, held_out, callbacks, measures)
         return open_resumed(folder, overrides, given, quiet=quiet, ranks=ranks)
 
     return trained(folder, config.run.rank_timeout_s, again)

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
+from isobit.errors import IsobitError
 from isobit.kernels.product.triton.kernels import plain_product
 from isobit.kernels.product.triton.product import product
+from isobit.kernels.triton.launch import launch
 
 from .helpers import DEVICE, HAS_GPU
 from .launches import compiled, described, launch_class, launch_of, noted
@@ -70,3 +73,25 @@ def test_a_noted_launch_is_made_again() -> None:
     types = [x.dtype for x in made.arguments if isinstance(x, Tensor)]
     assert types == [torch.bfloat16] * 3
     assert (made.constants, made.num_warps) == (launch["constants"], launch["num_warps"])
+
+
+def test_what_a_gpu_has_not_is_one_line() -> None:
+    """As Triton says it of a kernel that it has compiled. The control: another error stays."""
+
+    class Kernel:
+        __name__ = "_dkv"
+
+        def __init__(self, error: Exception) -> None:
+            self.error = error
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def run(*arguments: object, **options: object) -> None:
+                raise self.error
+
+            return run
+
+    short = OutOfResources(131072, 101376, "shared memory")
+    with pytest.raises(IsobitError, match="cannot run dkv, which needs 131072 of shared memory"):
+        launch(Kernel(short), (1,), num_warps=4)
+    with pytest.raises(RuntimeError, match="another"):
+        launch(Kernel(RuntimeError("another")), (1,), num_warps=4)

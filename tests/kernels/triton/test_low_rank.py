@@ -3,6 +3,7 @@ after the other."""
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,19 +109,42 @@ def test_together_they_have_the_bits_of_each_alone() -> None:
 
 
 def test_a_record_of_other_addresses_is_noticed() -> None:
-    """The control of where factors are read."""
-    given = *_, adapters, rows, offsets = _given()
+    """The control of where factors are read; also where records that were stacked before are those
+    of the same first adapter."""
+    given = total, x, adapters, rows, offsets = _given()
     wanted = _added(OPS, given)
-    first, third = adapters[0], adapters[2]
-    assert isinstance(first, AddressedFactors)
+    third = adapters[2]
     assert isinstance(third, AddressedFactors)
-    kept = third.record[:, 0].clone()
-    third.record[:, 0] = third.record[:, 0].roll(1)
-    changed = (bits(_added(OPS, given)) != bits(wanted)).any(1)
+    other = third.record.clone()
+    other[:, 0] = other[:, 0].roll(1)
+    changed_one = [*adapters[:2], replace(third, record=other), *adapters[3:]]
+    found = _added(OPS, (total, x, changed_one, rows, offsets))
+    changed = (bits(found) != bits(wanted)).any(1)
     own = rows[offsets[2] : offsets[3]]
     assert set(changed.nonzero()[:, 0].tolist()) == set(own.tolist())
-    third.record[:, 0] = kept
     assert same(_added(OPS, given), wanted)
+
+
+def test_records_are_stacked_again_only_for_other_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controls: one more adapter, another order of them, and one that left and came again."""
+    *_, adapters, _, _ = _given()
+    found = [one for one in adapters if isinstance(one, AddressedFactors)]
+    stacked, stack = [], torch.stack
+    monkeypatch.setattr(torch, "stack", lambda given: stacked.append(len(given)) or stack(given))
+
+    def records(given: list[AddressedFactors]) -> Tensor:
+        return low_rank._records(given, max(len(one.parts) for one in given))
+
+    assert records(found) is records(found)
+    assert stacked == [4]
+    again = [found[0], *(replace(one) for one in found[1:])]
+    for count, given in enumerate((found[:3], [found[0], *found[:0:-1]], again), 2):
+        one = records(given)
+        assert one is records(given)
+        assert len(stacked) == count
+        for record, each in zip(one, given):
+            assert torch.equal(record[: len(each.parts)], each.record)
+            assert not record[len(each.parts) :].any()
 
 
 def _launches(adapters: int) -> int:

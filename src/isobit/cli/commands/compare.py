@@ -9,6 +9,7 @@ broke) is a result too, and `outcome.json` keeps the reason. The conclusions are
 
 import json
 import re
+import sys
 from pathlib import Path
 
 from isobit.config import CompareConfig, Config, load_config
@@ -86,7 +87,7 @@ def _run_one(config: Config, title: str, quiet: bool) -> int:
     if (directory / OUTCOME).is_file():
         return 0
     if not quiet:
-        print(f"{title}: {directory}", flush=True)
+        print(f"{title}: {directory}", file=sys.stderr, flush=True)
     try:
         if (directory / runs.CONFIG).is_file():
             result = resume(directory, quiet=quiet)

@@ -25,6 +25,7 @@ from isobit.run.directory import refuse_existing
 from isobit.tasks import Task
 from isobit.training.adapting import rank_warning, text_rules
 from isobit.training.parts import Parts
+from isobit.training.recording.callbacks import named_callbacks
 from isobit.training.resolved import in_steps, objective_of
 from isobit.training.rollouts.lengths import encode_prompt, endings, first_prompt, fit_prompts
 from isobit.training.running.cautions import supervised_cautions
@@ -45,6 +46,7 @@ def dry_run(config: Config, say: Say) -> None:
     nothing but the cached base model. Raises IsobitError for whatever does not fit, and where
     the weights are more than the memory."""
     refuse_existing(Path(config.run.dir))
+    named_callbacks(config.run.callbacks)
     blocks = count()
 
     def separated(block: str) -> None:
@@ -64,6 +66,7 @@ def dry_run(config: Config, say: Say) -> None:
 def supervised_dry_run(config: SftConfig, say: Say) -> None:
     """As `dry_run`, of a supervised run; nothing is written."""
     refuse_existing(Path(config.run.dir))
+    named_callbacks(config.run.callbacks)
     task = load_supervised(config)
     check_evaluation(config, task)
     model = described_model(config, task)

@@ -4,6 +4,7 @@
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from isobit.engine.engine import Engine
 from isobit.engine.types import EngineSize
 from isobit.errors import IsobitError
 from isobit.model import Model, TextRules
+from isobit.model.text.tool_formats.table import format_of
 from isobit.training.rollouts.lengths import say_ends
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ def serve_model(
     try:
         from isobit.serve import app
         from isobit.serve.keys import default_file, owners_of, read_or_make
+        from isobit.serve.listening import listen
         from isobit.serve.state.state import State
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("isobit"):
@@ -55,48 +58,44 @@ def serve_model(
         )
     full = train == "full"
     called = path.resolve().name if name is None else name
-    _check_names(grace, called, adapters)
+    _check_names(grace, called, adapters, tool_format)
     if train not in (None, "adapters", "full"):
         raise IsobitError(f"--train: expected nothing more, or full, got {train!r}")
     if state is not None and not train:
         raise IsobitError("--state is where training runs are kept; give --train too")
     if full and adapters:
         raise IsobitError("--adapter: with --train full the weights that it is for would change")
-    tokens, made = read_or_make(token or default_file())
-    model = _opened(
-        path, flow, TextRules(chat_template=chat_template), full, bool(adapters or train)
-    )
-    longest = model.config.max_positions
-    engine = Engine.sized_for(model, [[0]], size.max_sequences, longest, size)
-    kept = None
-    if train:
-        own = re.sub(r"[^\w.-]", "-", called)  # a name may have a slash in it
-        folder = state or default_file().with_name(f"serve-{own}")
-        kept = State(folder, owners_of(tokens), every=state_every)
-        _check_kind(kept, full)
+    file = token or default_file()
+    rules = TextRules(chat_template=chat_template)
+    with ExitStack() as held:  # what can be refused at once is, before a model is read
+        listener = listen(host, port, "--port")
+        held.callback(listener.close)
+        tokens, made = read_or_make(file)
+        kept = None
+        if train:
+            own = re.sub(r"[^\w.-]", "-", called)  # a name may have a slash in it
+            folder = state or default_file().with_name(f"serve-{own}")
+            kept = State(folder, owners_of(tokens), every=state_every)
+            held.callback(kept.close)
+            _check_kind(kept, full)
+        model = _opened(path, flow, rules, full, bool(adapters or train))
+        longest = model.config.max_positions
+        engine = Engine.sized_for(model, [[0]], size.max_sequences, longest, size)
 
-    def started(chosen: int) -> None:
-        address = f"[{host}]" if ":" in host else host
-        print(
-            f"serving {', '.join([called, *adapters])} on http://{address}:{chosen}",
-            file=sys.stderr,
-        )
-        print(
-            f"token: {tokens[0] if made else '(the one)'} in {token or default_file()}",
-            file=sys.stderr,
-        )
+        def started(chosen: int) -> None:
+            address = f"[{host}]" if ":" in host else host
+            names = ", ".join([called, *adapters])
+            print(f"serving {names} on http://{address}:{chosen}", file=sys.stderr)
+            print(f"token: {tokens[0] if made else '(the one)'} in {file}", file=sys.stderr)
 
-    options = app.ServerOptions(host, port, grace, tool_format)
-    try:
-        app.run(engine, called, dict(adapters), tokens, options, started, kept)
-    finally:
-        if kept is not None:
-            kept.close()
+        options = app.ServerOptions(grace, tool_format)
+        app.run(engine, called, dict(adapters), tokens, options, listener, started, kept)
 
 
-def _check_names(grace: float, called: str, adapters: Mapping[str, Path]) -> None:
+def _check_names(grace: float, called: str, adapters: Mapping[str, Path], tool_format: str) -> None:
     """Raise IsobitError, before a model is read, where nothing could be served under these names,
     or ended in this time."""
+    format_of(tool_format, None)
     if not 0 <= grace <= _MOST_GRACE:
         raise IsobitError(f"--grace {grace:g}: expected seconds from 0 to {_MOST_GRACE:,}")
     if not called.strip() or called in adapters:
@@ -127,7 +126,6 @@ def _check_kind(state: "State", full: bool) -> None:
     """Raise IsobitError for a state in which a run of the other kind goes on, which this server
     would end."""
     if any((run.rank is None) != full for run in state.live_runs()):
-        state.close()
         other = "--train" if full else "--train full"
         raise IsobitError(
             f"--state {state.folder}: a run of it goes on with {other}; give that, or another "

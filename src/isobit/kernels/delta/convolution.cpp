@@ -11,7 +11,7 @@ constexpr int64_t CHAINED = 32;  // rows whose terms of a weight's gradient are 
 
 struct Convolution {
     const Sequences& sequences;
-    const float* weight;  // [channels][width]
+    const float *weight, *bias;  // [channels][width]; [channels], or null
     int64_t channels, width;
 
     int64_t in_strip(int64_t first) const { return channels - first < STRIP ? channels - first : STRIP; }
@@ -20,6 +20,10 @@ struct Convolution {
         for (int64_t c = 0; c < STRIP; c++)
             for (int64_t j = 0; j < width; j++)
                 out[j * STRIP + c] = first + c < channels ? weight[(first + c) * width + j] : 0.0f;
+    }
+    // Where its sums begin, [STRIP].
+    void biases(int64_t first, float* out) const {
+        for (int64_t c = 0; c < STRIP; c++) out[c] = bias && first + c < channels ? bias[first + c] : 0.0f;
     }
 };
 
@@ -30,9 +34,9 @@ struct Ring {
     float* at(int64_t i) const { return data + i % width * STRIP; }
 };
 
-// Σ_j w[j] · x[first + j], a chain from zero.
-INLINE void convolved(const Ring& inputs, int64_t first, const float* weights, f32x16* total) {
-    for (int n = 0; n < VECTORS; n++) total[n] = splat(0.0f);
+// Σ_j w[j] · x[first + j], a chain from `begin` [STRIP].
+INLINE void convolved(const Ring& inputs, int64_t first, const float* weights, const float* begin, f32x16* total) {
+    for (int n = 0; n < VECTORS; n++) total[n] = load<f32x16>(begin + 16 * n);
     for (int64_t j = 0; j < inputs.width; j++) {
         const float *x = inputs.at(first + j), *w = weights + j * STRIP;
         for (int n = 0; n < VECTORS; n++)
@@ -44,10 +48,12 @@ template <class T>
 void convolve_strip(const Convolution& g, const T* x, T* stored, int64_t first, T* y) {
     static thread_local Scratch scratch;
     const int64_t count = g.in_strip(first), earlier = g.width - 1;
-    float* weights = (float*)scratch.get(3 * g.width * STRIP / 2);
+    float* weights = (float*)scratch.get((3 * g.width + 1) * STRIP / 2);
     const Ring ring{weights + g.width * STRIP, g.width};
     T* history = (T*)(weights + 2 * g.width * STRIP);
+    float* bias = weights + 3 * g.width * STRIP;
     g.weights(first, weights);
+    g.biases(first, bias);
     std::memset(ring.data, 0, g.width * STRIP * sizeof(float));
     for (int64_t s = 0; s < g.sequences.count; s++) {
         const int64_t start = g.sequences.row_start[s], stop = g.sequences.row_start[s + 1];
@@ -61,7 +67,7 @@ void convolve_strip(const Convolution& g, const T* x, T* stored, int64_t first, 
         for (int64_t row = start; row < stop; row++) {
             f32x16 total[VECTORS];
             decode_row(x + row * g.channels + first, count, ring.at(row - start + earlier));
-            convolved(ring, row - start, weights, total);
+            convolved(ring, row - start, weights, bias, total);
             for (int n = 0; n < VECTORS; n++) total[n] = total[n] / (splat(1.0f) + exponential(-total[n]));
             write_columns<VECTORS>(total, count, y + row * g.channels + first);
             const int64_t page = stored ? g.sequences.kept(s, row) : -1;
@@ -82,17 +88,18 @@ void convolve(const Convolution& g, const T* x, T* stored, T* y, int64_t threads
     });
 }
 
-// The sums of a weight's gradient: chains of CHAINED rows of the batch, added in ascending order.
+// The sums of the gradients of weight and bias: chains of CHAINED rows of the batch, added in ascending order.
 struct WeightSums {
-    float *chain, *total;  // [width][STRIP]
+    float *chain, *total;  // [width + 1][STRIP]: the bias is the last
     int64_t width;
 
     void add(const Ring& inputs, int64_t first, const f32x16* dtotal, bool ends) const {
-        for (int64_t j = 0; j < width; j++) {
+        for (int64_t j = 0; j <= width; j++) {
             const float* x = inputs.at(first + j);
             for (int n = 0; n < VECTORS; n++) {
                 float *one = chain + j * STRIP + 16 * n, *all = total + j * STRIP + 16 * n;
-                const f32x16 sum = multiply_add(dtotal[n], load<f32x16>(x + 16 * n), load<f32x16>(one));
+                const f32x16 by = j < width ? load<f32x16>(x + 16 * n) : splat(1.0f);
+                const f32x16 sum = multiply_add(dtotal[n], by, load<f32x16>(one));
                 store(one, ends ? splat(0.0f) : sum);
                 if (ends) store(all, load<f32x16>(all) + sum);
             }
@@ -102,15 +109,18 @@ struct WeightSums {
 
 // dx[t] = Σ_d dtotal[t + d] · w[width - 1 - d], where dtotal is zero after a sequence's last row.
 template <class T>
-void gradient_strip(const Convolution& g, const T* dy, const T* x, int64_t first, T* dx, float* dweight) {
+void gradient_strip(const Convolution& g, const T* dy, const T* x, int64_t first, T* dx, float* dweight, float* dbias) {
     static thread_local Scratch scratch;
     const int64_t count = g.in_strip(first), earlier = g.width - 1, size = g.width * STRIP;
-    float *weights = (float*)scratch.get(3 * size), *backward = weights + size;
+    float *weights = (float*)scratch.get(3 * size + 2 * STRIP), *backward = weights + size;
     const Ring inputs{backward + size, g.width}, later{inputs.data + size, g.width};
-    const WeightSums sums{later.data + size, later.data + 2 * size, g.width};
+    const WeightSums sums{later.data + size, later.data + 2 * size + STRIP, g.width};
+    float *bias = sums.total + size + STRIP, *zeros = bias + STRIP;
     g.weights(first, weights);
+    g.biases(first, bias);
     for (int64_t j = 0; j < g.width; j++) std::memcpy(backward + j * STRIP, weights + (earlier - j) * STRIP, STRIP * sizeof(float));
-    std::memset(sums.chain, 0, 2 * size * sizeof(float));
+    std::memset(sums.chain, 0, 2 * (size + STRIP) * sizeof(float));
+    std::memset(zeros, 0, STRIP * sizeof(float));
     const int64_t rows = g.sequences.row_start[g.sequences.count];
     for (int64_t s = 0; s < g.sequences.count; s++) {
         const int64_t start = g.sequences.row_start[s], stop = g.sequences.row_start[s + 1];
@@ -120,7 +130,7 @@ void gradient_strip(const Convolution& g, const T* dy, const T* x, int64_t first
             float* own = later.at(row - start);
             if (row < stop) {
                 decode_row(x + row * g.channels + first, count, inputs.at(row - start + earlier));
-                convolved(inputs, row - start, weights, total);
+                convolved(inputs, row - start, weights, bias, total);
                 read_columns<VECTORS>(dy + row * g.channels + first, count, gradient);
                 for (int n = 0; n < VECTORS; n++) {
                     const f32x16 one = splat(1.0f), sigma = one / (one + exponential(-total[n]));
@@ -132,19 +142,20 @@ void gradient_strip(const Convolution& g, const T* dy, const T* x, int64_t first
             }
             for (int n = 0; n < VECTORS; n++) store(own + 16 * n, gradient[n]);
             if (row - start < earlier) continue;
-            convolved(later, row - start - earlier, backward, total);
+            convolved(later, row - start - earlier, backward, zeros, total);
             write_columns<VECTORS>(total, count, dx + (row - earlier) * g.channels + first);
         }
     }
     for (int64_t c = 0; c < count; c++)
         for (int64_t j = 0; j < g.width; j++) dweight[(first + c) * g.width + j] = sums.total[j * STRIP + c];
+    if (dbias) std::memcpy(dbias + first, sums.total + size, count * sizeof(float));
 }
 
 template <class T>
-void gradients(const Convolution& g, const T* dy, const T* x, T* dx, float* dweight, int64_t threads) {
+void gradients(const Convolution& g, const T* dy, const T* x, T* dx, float* dweight, float* dbias, int64_t threads) {
     const int64_t rows = g.sequences.row_start[g.sequences.count];
     for_each(useful_threads(threads, rows * g.channels), padded(g.channels, STRIP) / STRIP, [&](int64_t strip) {
-        gradient_strip(g, dy, x, strip * STRIP, dx, dweight);
+        gradient_strip(g, dy, x, strip * STRIP, dx, dweight, dbias);
     });
 }
 
@@ -152,16 +163,17 @@ void gradients(const Convolution& g, const T* dy, const T* x, T* dx, float* dwei
 
 // Where a page is read by one sequence, no earlier one writes it. `stored` [pages][width - 1][channels], or null.
 EXPORT void isobit_short_convolution(const Sequences* sequences, int64_t kind, const void* x, const float* weight,
-                                     int64_t channels, int64_t width, void* stored, void* y, int64_t threads) {
-    const Convolution g{*sequences, weight, channels, width};
+                                     const float* bias, int64_t channels, int64_t width, void* stored, void* y,
+                                     int64_t threads) {
+    const Convolution g{*sequences, weight, bias, channels, width};
     FOR_KIND(kind, convolve(g, (const T*)x, (T*)stored, (T*)y, threads))
 }
 REPLAYED(isobit_short_convolution)
 
 // Of whole sequences.
 EXPORT void isobit_short_convolution_backward(const Sequences* sequences, int64_t kind, const void* dy, const void* x,
-                                              const float* weight, int64_t channels, int64_t width, void* dx,
-                                              float* dweight, int64_t threads) {
-    const Convolution g{*sequences, weight, channels, width};
-    FOR_KIND(kind, gradients(g, (const T*)dy, (const T*)x, (T*)dx, dweight, threads))
+                                              const float* weight, const float* bias, int64_t channels,
+                                              int64_t width, void* dx, float* dweight, float* dbias, int64_t threads) {
+    const Convolution g{*sequences, weight, bias, channels, width};
+    FOR_KIND(kind, gradients(g, (const T*)dy, (const T*)x, (T*)dx, dweight, dbias, threads))
 }

@@ -1,5 +1,5 @@
-"""Linear attention by the gated delta rule, and the short convolution before it, in the order
-`delta32-v1`: the definition for every `consistency` on a CPU.
+"""Linear attention by the gated delta rule, or by Mamba-2's recurrence, and the short convolution
+before it, in the order `delta32-v1`: the definition for every `consistency` on a CPU.
 
 Of a head with state S [Dk, Dv], a token with query q, key k, value v, forgetting g and strength b
 (Yang et al. 2024, arXiv 2412.06464, eq. 10) computes
@@ -7,7 +7,13 @@ Of a head with state S [Dk, Dv], a token with query q, key k, value v, forgettin
     S' = exp(g) · S,  e = b · (v - kᵀ S'),  S = S' + k eᵀ,  out = qᵀ S
 
 where q and k are divided by their lengths, q by the root of Dk besides, b = sigmoid(b'), and g =
--exp(decay) · softplus(a + step_bias). All is float32, each operation rounded; sums over Dk are
+-exp(decay) · softplus(a + step_bias). Mamba-2 (Dao and Gu 2024, arXiv 2405.21060, section 7.1) is
+the same without the term that takes from v what S' says of k already: with B and C for k and q, as
+they are, x for v, and dt = max(softplus(a + step_bias), least_step),
+
+    S = exp(-exp(decay) · dt) · S + B (dt · x)ᵀ,  out = Cᵀ S + skip · x
+
+whose sum is a fused multiply-add. All is float32, each operation rounded; sums over Dk are
 `rows32.dot` in `LANES` lanes, lengths in `HEAD_LANES`; S' + k eᵀ is a fused multiply-add; exp is
 that of rows32, softplus its log of 1 + exp in float64, rounded to float32, and above 20 the number
 itself. out is rounded once to the type of its inputs.
@@ -73,14 +79,18 @@ def sequences(layout: Layout) -> Iterator[Rows]:
 
 
 def short_convolution(
-    x: Tensor, weight: Tensor, store: StateStore | None, layout: Layout
+    x: Tensor,
+    weight: Tensor,
+    store: StateStore | None,
+    layout: Layout,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """As `Ops.short_convolution`: a chain of fused multiply-adds from zero over ascending j, then s
-    / (1 + exp(-s))."""
+    """As `Ops.short_convolution`: a chain of fused multiply-adds from the bias, or zero, over
+    ascending j, then s / (1 + exp(-s))."""
     width, y = weight.shape[1], torch.empty_like(x)
     for rows in sequences(layout):
         seen = torch.cat((_inputs_before(rows, x, width, store), x[rows.start : rows.stop]))
-        total = _convolved(seen, weight)
+        total = _convolved(seen, weight, bias)
         y[rows.start : rows.stop] = (total / (1.0 + exp(-total))).to(x.dtype)
         if store is not None:
             for row, page in rows.kept():
@@ -95,34 +105,34 @@ def _inputs_before(rows: Rows, x: Tensor, width: int, store: StateStore | None) 
     return store.inputs[rows.before]
 
 
-def _convolved(seen: Tensor, weight: Tensor) -> Tensor:
+def _convolved(seen: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     width, wide = weight.shape[1], seen.float()
-    total = torch.zeros((), device=seen.device)
+    total = torch.zeros((), device=seen.device) if bias is None else bias
     for j in range(width):
         total = fma(wide[j : len(seen) - width + 1 + j], weight[:, j], total)
     return total
 
 
 def short_convolution_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, layout: Layout
-) -> tuple[Tensor, Tensor]:
+    dy: Tensor, x: Tensor, weight: Tensor, layout: Layout, bias: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """As `Ops.short_convolution_backward`, in float32."""
     width, dx, dweight = weight.shape[1], torch.empty_like(x), torch.zeros_like(weight)
+    begin = weight.new_zeros(len(weight)) if bias is None else bias
+    dbias = torch.zeros_like(begin)
     for rows in sequences(layout):
         seen = functional.pad(x[rows.start : rows.stop].float(), (0, 0, width - 1, 0))
         count = rows.stop - rows.start
-        total = sum(
-            (seen[j : j + count] * weight[:, j] for j in range(width)),
-            torch.zeros((), device=x.device),
-        )
+        total = sum((seen[j : j + count] * weight[:, j] for j in range(width)), begin)
         sigma = torch.sigmoid(total)
         dtotal = dy[rows.start : rows.stop].float() * sigma * (1.0 + total * (1.0 - sigma))
         dseen = torch.zeros_like(seen)
         for j in range(width):
             dseen[j : j + count] += dtotal * weight[:, j]
             dweight[:, j] += (dtotal * seen[j : j + count]).sum(0)
+        dbias += dtotal.sum(0)
         dx[rows.start : rows.stop] = dseen[width - 1 :].to(x.dtype)
-    return dx, dweight
+    return (dx, dweight) if bias is None else (dx, dweight, dbias)
 
 
 class Parts(NamedTuple):
@@ -158,9 +168,11 @@ def delta_rule(
         kept = dict(rows.kept()) if store is not None else {}
         for row, t in enumerate(range(rows.start, rows.stop)):
             faded = state * parts.kept[t, :, None, None]
-            error = (parts.v[t] - _recall(k[t], faded)) * parts.strength[t, :, None]
+            wanted = parts.v[t] - _recall(k[t], faded) if heads.corrects else parts.v[t]
+            error = wanted * parts.strength[t, :, None]
             state = fma(k[t].unsqueeze(-1), error.unsqueeze(1), faded)
-            out[t] = _recall(q[t], state)
+            read = _recall(q[t], state)
+            out[t] = read if heads.skip is None else fma(heads.skip[:, None], parts.v[t], read)
             if store is not None and row in kept:
                 store.states[kept[row]] = state
     return out.to(qkv.dtype)
@@ -173,9 +185,13 @@ def _recall(query: Tensor, state: Tensor) -> Tensor:
 
 def _parts(qkv: Tensor, gates: Tensor, heads: DeltaHeads) -> Parts:
     q, k, v = _split(qkv, heads)
-    b, a = gates.float().chunk(2, dim=-1)
+    a = gates.float()[:, -heads.value_heads :]
     shifted = a + heads.step_bias
     soft = torch.where(shifted > _LINEAR, shifted, log(1.0 + exp(shifted).double()).float())
+    if not heads.corrects:
+        step = soft.clamp(min=heads.least_step)
+        return Parts(q, k, v, exp(-(exp(heads.decay) * step)), step)
+    b = gates.float()[:, : heads.value_heads]
     kept = exp(-(exp(heads.decay) * soft))
     scale = torch.tensor(heads.key_dim**-0.5, device=q.device)
     return Parts(
@@ -184,8 +200,11 @@ def _parts(qkv: Tensor, gates: Tensor, heads: DeltaHeads) -> Parts:
 
 
 def _split(qkv: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor, Tensor]:
-    width = heads.key_heads * heads.key_dim
-    q, k, v = qkv.float().split((width, width, heads.value_heads * heads.value_dim), dim=-1)
+    keys, values = heads.key_heads * heads.key_dim, heads.value_heads * heads.value_dim
+    if heads.corrects:
+        q, k, v = qkv.float().split((keys, keys, values), dim=-1)
+    else:
+        v, k, q = qkv.float().split((values, keys, keys), dim=-1)
     q, k = (x.unflatten(-1, (heads.key_heads, heads.key_dim)) for x in (q, k))
     return q, k, v.unflatten(-1, (heads.value_heads, heads.value_dim))
 
@@ -197,34 +216,45 @@ def _inverse_length(x: Tensor) -> Tensor:
 
 def delta_rule_backward(
     dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, layout: Layout
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """As `Ops.delta_rule_backward`."""
     return through_parts(
-        dout, qkv, gates, heads, lambda parts, dout: _backward(parts, dout, layout)
+        dout, qkv, gates, heads, lambda parts, dout: _backward(parts, dout, layout, heads.corrects)
     )
 
 
 def through_parts(
     dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, backward: Backward
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """`Ops.delta_rule_backward`, given that of the recurrence: `backward(parts, dout)` gives the
-    gradients of parts."""
+    gradients of parts, skip left out."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (qkv, gates, heads.decay, heads.step_bias)]
         own, own_gates, decay, step_bias = leaves
         q, k, v = _split(own, heads)
-        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS) for x in (q, k))
-        b, a = own_gates.float().chunk(2, dim=-1)
-        kept = torch.exp(-decay.exp() * functional.softplus(a + step_bias))
-        parts = Parts(q * heads.key_dim**-0.5, k, v, kept, torch.sigmoid(b))
-    detached = Parts(*(part.detach().contiguous() for part in parts))
-    found = torch.autograd.grad(
-        list(parts), leaves, list(backward(detached, dout.float().contiguous()))
+        soft = functional.softplus(own_gates.float()[:, -heads.value_heads :] + step_bias)
+        if heads.corrects:
+            q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS) for x in (q, k))
+            q, strength = (
+                q * heads.key_dim**-0.5,
+                own_gates.float()[:, : heads.value_heads].sigmoid(),
+            )
+        else:
+            soft = strength = soft.clamp(min=heads.least_step)
+        parts = Parts(q, k, v, torch.exp(-decay.exp() * soft), strength)
+    detached, dout = (
+        Parts(*(part.detach().contiguous() for part in parts)),
+        dout.float().contiguous(),
     )
-    return found[0], found[1], found[2], found[3]
+    gradients = backward(detached, dout)
+    if heads.skip is None:
+        return torch.autograd.grad(list(parts), leaves, list(gradients))
+    gradients = gradients._replace(v=gradients.v + heads.skip[:, None] * dout)
+    dskip = (dout * detached.v).sum((0, 2))
+    return (*torch.autograd.grad(list(parts), leaves, list(gradients)), dskip)
 
 
-def _backward(parts: Parts, dout: Tensor, layout: Layout) -> Parts:
+def _backward(parts: Parts, dout: Tensor, layout: Layout, corrects: bool = True) -> Parts:
     """Gradients of the parts: back through the tokens, over the states after each, which are kept
     for one sequence."""
     each = parts.v.shape[1] // parts.k.shape[1]
@@ -237,24 +267,28 @@ def _backward(parts: Parts, dout: Tensor, layout: Layout) -> Parts:
         states = [q.new_zeros(q.shape[1], q.shape[2], parts.v.shape[2])]
         for t in range(rows.start, rows.stop):
             faded = states[-1] * parts.kept[t, :, None, None]
-            error = (parts.v[t] - torch.einsum("hk,hkv->hv", k[t], faded)) * parts.strength[
-                t, :, None
-            ]
+            wanted = parts.v[t]
+            if corrects:
+                wanted = wanted - torch.einsum("hk,hkv->hv", k[t], faded)
+            error = wanted * parts.strength[t, :, None]
             states.append(faded + k[t].unsqueeze(-1) * error.unsqueeze(1))
         dstate = torch.zeros_like(states[0])
         for t in reversed(range(rows.start, rows.stop)):
             before = states[t - rows.start]
             faded, strength = before * parts.kept[t, :, None, None], parts.strength[t, :, None]
-            wanted = parts.v[t] - torch.einsum("hk,hkv->hv", k[t], faded)
+            wanted = parts.v[t]
+            if corrects:
+                wanted = wanted - torch.einsum("hk,hkv->hv", k[t], faded)
             dq[t] = torch.einsum("hkv,hv->hk", states[t - rows.start + 1], dout[t])
             dstate = dstate + q[t].unsqueeze(-1) * dout[t].unsqueeze(1)
             derror = torch.einsum("hk,hkv->hv", k[t], dstate)
             dwanted = derror * strength
             dstrength[t], dv[t] = (derror * wanted).sum(-1), dwanted
-            dk[t] = torch.einsum("hkv,hv->hk", dstate, wanted * strength) - torch.einsum(
-                "hkv,hv->hk", faded, dwanted
-            )
-            dfaded = dstate - k[t].unsqueeze(-1) * dwanted.unsqueeze(1)
+            dk[t] = torch.einsum("hkv,hv->hk", dstate, wanted * strength)
+            dfaded = dstate
+            if corrects:
+                dk[t] -= torch.einsum("hkv,hv->hk", faded, dwanted)
+                dfaded = dstate - k[t].unsqueeze(-1) * dwanted.unsqueeze(1)
             dkept[t] = (dfaded * before).sum((1, 2))
             dstate = dfaded * parts.kept[t, :, None, None]
     dq, dk = (x.unflatten(1, (parts.k.shape[1], each)).sum(2) for x in (dq, dk))

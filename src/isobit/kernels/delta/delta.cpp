@@ -1,4 +1,4 @@
-// The gated delta rule (kernels/delta/definition.py): state by state, token after token.
+// The gated delta rule, and Mamba-2's recurrence (kernels/delta/definition.py): state by state, token after token.
 //
 // The columns of a state are independent of one another. So a few of them, which a core's nearest cache holds, go through
 // many tokens, and then the next ones; and bits do not depend on how many go together, nor on the number of threads.
@@ -37,33 +37,42 @@ INLINE void make_unit(const T* x, int64_t dim, float scale, float* out) {
     for (int64_t i = 0; i < width; i += 16) store(out + i, load<f32x16>(out + i) * splat(inverse) * splat(scale));
 }
 
-// What is left of the state, exp(-exp(decay) · softplus(a + step_bias)), and the strength, 1 / (1 + exp(-b)).
+// What is left of the state, exp(-exp(decay) · step) with step = softplus(a + step_bias), and the strength, which is 1 / (1 +
+// exp(-b)); or with a skip the step, of at least `least_step`.
 void make_gates(const DeltaRule& g, int64_t head, Chunk& chunk) {
-    const float* gates = g.gates + chunk.first * 2 * g.value_heads + head;
+    const int64_t width = g.skip ? g.value_heads : 2 * g.value_heads;
+    const float* gates = g.gates + chunk.first * width + head;
     const f32x16 rate = exponential(splat(g.decay[head]));
     for (int64_t t = 0; t < chunk.count; t += 16) {
         const int64_t count = chunk.count - t < 16 ? chunk.count - t : 16;
         float b[16] = {0}, a[16] = {0}, grown[16];
         for (int64_t i = 0; i < count; i++) {
-            b[i] = gates[(t + i) * 2 * g.value_heads];
-            a[i] = gates[(t + i) * 2 * g.value_heads + g.value_heads] + g.step_bias[head];
+            b[i] = gates[(t + i) * width];
+            a[i] = gates[(t + i) * width + width - g.value_heads] + g.step_bias[head];
         }
         store(grown, exponential(load<f32x16>(a)));
-        for (int64_t i = 0; i < count; i++)
+        for (int64_t i = 0; i < count; i++) {
             if (!(a[i] > LINEAR)) a[i] = float(logarithm(1.0 + double(grown[i])));
-        store(chunk.kept + t, exponential(-(rate * load<f32x16>(a))));
-        store(chunk.strength + t, splat(1.0f) / (splat(1.0f) + exponential(-load<f32x16>(b))));
+            if (g.skip && a[i] < float(g.least_step)) a[i] = float(g.least_step);
+        }
+        const f32x16 step = load<f32x16>(a);
+        store(chunk.kept + t, exponential(-(rate * step)));
+        store(chunk.strength + t, g.skip ? step : splat(1.0f) / (splat(1.0f) + exponential(-load<f32x16>(b))));
     }
 }
 
 template <class T>
 void make_chunk(const DeltaRule& g, int64_t head, Chunk& chunk) {
-    const int64_t keys = g.key_heads * g.key_dim, width = padded(g.key_dim, 16);
-    const int64_t row = 2 * keys + g.value_heads * g.value_dim, key_head = head / (g.value_heads / g.key_heads);
+    const int64_t width = padded(g.key_dim, 16), key_head = head / (g.value_heads / g.key_heads);
     for (int64_t t = 0; t < chunk.count; t++) {
-        const T* x = (const T*)g.qkv + (chunk.first + t) * row + key_head * g.key_dim;
-        make_unit(x, g.key_dim, float(g.scale), chunk.q + t * width);
-        make_unit(x + keys, g.key_dim, 1.0f, chunk.k + t * width);
+        const T* x = (const T*)g.qkv + (chunk.first + t) * g.row() + key_head * g.key_dim;
+        if (g.skip) {
+            decode_row(x + g.queries_at(), g.key_dim, chunk.q + t * width);
+            decode_row(x + g.keys_at(), g.key_dim, chunk.k + t * width);
+        } else {
+            make_unit(x + g.queries_at(), g.key_dim, float(g.scale), chunk.q + t * width);
+            make_unit(x + g.keys_at(), g.key_dim, 1.0f, chunk.k + t * width);
+        }
     }
     make_gates(g, head, chunk);
 }
@@ -89,24 +98,24 @@ struct Head {
     // the last one, which may have fewer columns, there is always a copy.
     template <int N, class T>
     void run(const Chunk& chunk, int64_t column) const {
-        const int64_t columns = g.value_dim - column, width = padded(g.key_dim, 16), size = g.value_heads * g.value_dim;
+        const int64_t columns = g.value_dim - column, width = padded(g.key_dim, 16), size = g.values();
         const bool whole = columns >= 16 * N, begins = chunk.first == sequences.row_start[sequence];
         const Block own{state + g.key_dim * column, 16 * N};
         const int64_t page = page_before(chunk.first);
         if (begins) std::memset(own.data, 0, g.key_dim * 16 * N * sizeof(float));
         if (begins && page >= 0 && !whole) copy(on_page(page, column), g.value_dim, own.data, own.stride, columns);
         Block from = page >= 0 && whole ? Block{on_page(page, column), g.value_dim} : own;
-        const int64_t row = 2 * g.key_heads * g.key_dim + size;
-        const T* values = (const T*)g.qkv + row - size + head * g.value_dim + column;
+        const T* values = (const T*)g.qkv + g.values_at() + head * g.value_dim + column;
         for (int64_t t = 0; t < chunk.count; t++) {
             const int64_t after = page_after(chunk.first + t);
             const Block to = after >= 0 && whole ? Block{on_page(after, column), g.value_dim} : own;
             const Token token{chunk.k + t * width, chunk.kept[t]};
             f32x16 v[N], error[N], out[N];
-            read_columns<N>(values + (chunk.first + t) * row, columns, v);
-            surprise<N>(from, token, g.key_dim, v, error);
-            for (int n = 0; n < N; n++) error[n] = error[n] * splat(chunk.strength[t]);
+            read_columns<N>(values + (chunk.first + t) * g.row(), columns, v);
+            if (!g.skip) surprise<N>(from, token, g.key_dim, v, error);
+            for (int n = 0; n < N; n++) error[n] = (g.skip ? v[n] : error[n]) * splat(chunk.strength[t]);
             learn<N, true>(from, to, token, error, g.key_dim, chunk.q + t * width, out);
+            for (int n = 0; g.skip && n < N; n++) out[n] = multiply_add(splat(g.skip[head]), v[n], out[n]);
             write_columns<N>(out, columns, (T*)g.out + (chunk.first + t) * size + head * g.value_dim + column);
             if (after >= 0 && !whole) copy(own.data, own.stride, on_page(after, column), g.value_dim, columns);
             from = to;

@@ -21,15 +21,26 @@ struct Sequences {
     }
 };
 
+// The delta rule; or, where there is a skip, Mamba-2's recurrence, which writes values whatever the state says.
 struct DeltaRule {
     int64_t kind, key_heads, value_heads, key_dim, value_dim;
-    const void* qkv;     // [rows][2 key_heads key_dim + value_heads value_dim]
-    const float* gates;  // [rows][2 value_heads]: b, then a
+    const void* qkv;     // [rows][2 key_heads key_dim + value_heads value_dim]: q, k, v; with a skip v, k, q
+    const float* gates;  // [rows][2 value_heads]: b, then a; with a skip [rows][value_heads]: a
     const float *decay, *step_bias;
     double scale;
     float* states;  // [pages][value_heads][key_dim][value_dim], or null
     void* out;
     int64_t threads;
+    const float* skip;  // [value_heads], or null
+    double least_step;
+
+    int64_t keys() const { return key_heads * key_dim; }
+    int64_t values() const { return value_heads * value_dim; }
+    int64_t row() const { return 2 * keys() + values(); }
+    // Where they begin in a row.
+    int64_t queries_at() const { return skip ? values() + keys() : 0; }
+    int64_t keys_at() const { return skip ? values() : keys(); }
+    int64_t values_at() const { return skip ? 0 : 2 * keys(); }
 };
 
 // Of whole sequences: the parts of kernels/delta/definition.py and their gradients, those of queries and keys for each value head.
@@ -42,14 +53,16 @@ struct DeltaGradients {
     float *dq, *dk;                  // [rows][value_heads][key_dim]
     float *dv, *dkept, *dstrength;
     int64_t threads;
+    int64_t corrects;  // whether what the state says is taken from a value, which Mamba-2 does not do
 };
 
 // The operators, which the self-test calls too.
 EXPORT void isobit_short_convolution(const Sequences* sequences, int64_t kind, const void* x, const float* weight,
-                                     int64_t channels, int64_t width, void* stored, void* y, int64_t threads);
+                                     const float* bias, int64_t channels, int64_t width, void* stored, void* y,
+                                     int64_t threads);
 EXPORT void isobit_short_convolution_backward(const Sequences* sequences, int64_t kind, const void* dy, const void* x,
-                                              const float* weight, int64_t channels, int64_t width, void* dx,
-                                              float* dweight, int64_t threads);
+                                              const float* weight, const float* bias, int64_t channels,
+                                              int64_t width, void* dx, float* dweight, float* dbias, int64_t threads);
 EXPORT void isobit_delta_rule(const Sequences* sequences, const DeltaRule* arguments);
 EXPORT void isobit_delta_rule_backward(const DeltaGradients* arguments);
 

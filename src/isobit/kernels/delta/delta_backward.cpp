@@ -5,6 +5,7 @@
 // before a token, F = kept · S, w = v - kᵀF, e = strength · w, S' = F + k eᵀ and out = qᵀS', and dS' already that of
 // later tokens:
 //     dS' += q doutᵀ,  dq = S' dout,  dw = strength · (kᵀ dS'),  dk = dS' e - F dw,  dF = dS' - k dwᵀ,  dS = kept · dF.
+// Where nothing is corrected, w = v, and what dw takes from dk and dF is 0.
 #include "delta/delta.h"
 
 namespace {
@@ -61,7 +62,8 @@ struct Strip {
     void advance(Block from, Block to, int64_t row, f32x16* wanted) const {
         f32x16 v[N], e[N], unused[N];
         read(g.v, row, v);
-        surprise<N>(from, token(row), g.key_dim, v, wanted);
+        if (g.corrects) surprise<N>(from, token(row), g.key_dim, v, wanted);
+        for (int n = 0; !g.corrects && n < N; n++) wanted[n] = v[n];
         for (int n = 0; n < N; n++) e[n] = wanted[n] * splat(g.strength[of_head(row)]);
         if (to.data) learn<N, false>(from, to, token(row), e, g.key_dim, nullptr, unused);
     }
@@ -99,6 +101,7 @@ struct Strip {
         const float along = sum_of_products<N>(e, dout);
         f32x16 fading[N];
         for (int n = 0; n < N; n++) fading[n] = splat(0.0f);
+        for (int n = 0; !g.corrects && n < N; n++) dwanted[n] = splat(0.0f);
         for (int64_t i = 0; i < g.key_dim; i += 8) {
             const int64_t count = g.key_dim - i < 8 ? g.key_dim - i : 8;
             f32x8 query[8] = {}, key[8] = {};

@@ -1,7 +1,7 @@
-"""Linear attention by the gated delta rule in C++ (`convolution.cpp`, `delta.cpp`): the bits of
-`kernels/delta/definition.py`, which defines it for every `consistency`. Gradients
-(`delta_backward.cpp`) are float32 in an order of their own, the same for any number of threads.
-Inputs of other types than bfloat16 and float32 go to the reference operators."""
+"""Linear attention by the gated delta rule, and Mamba-2's recurrence, in C++ (`convolution.cpp`,
+`delta.cpp`): the bits of `kernels/delta/definition.py`, which defines them for every `consistency`.
+Gradients (`delta_backward.cpp`) are float32 in an order of their own, the same for any number of
+threads. Inputs of other types than bfloat16 and float32 go to the reference operators."""
 
 import ctypes
 
@@ -23,14 +23,20 @@ from isobit.kernels.stores import StateStore
 
 
 def short_convolution(
-    ops: NativeBase, x: Tensor, weight: Tensor, store: StateStore | None, layout: Layout
+    ops: NativeBase,
+    x: Tensor,
+    weight: Tensor,
+    store: StateStore | None,
+    layout: Layout,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """As `Ops.short_convolution`."""
     if x.dtype not in PLAIN or (store is not None and store.inputs.dtype != x.dtype):
         return ops.falls_back("short_convolution", x.dtype).short_convolution(
-            x, weight, store, layout
+            x, weight, store, layout, bias
         )
     x, weight = x.contiguous(), weight.float().contiguous()
+    _check_bias(bias, x)
     y, inputs = torch.empty_like(x), None if store is None else store.inputs
     assert weight.shape[0] == x.shape[1]
     assert inputs is None or (
@@ -38,30 +44,43 @@ def short_convolution(
     )
     ops.lib.isobit_short_convolution(
         ctypes.byref(_sequences(x, store, layout)), PLAIN[x.dtype], x.data_ptr(), weight.data_ptr(),
-        *weight.shape,
+        pointer(bias), *weight.shape,
         pointer(inputs), y.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return y
 
 
 def short_convolution_backward(
-    ops: NativeBase, dy: Tensor, x: Tensor, weight: Tensor, layout: Layout
-) -> tuple[Tensor, Tensor]:
+    ops: NativeBase,
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    layout: Layout,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """As `Ops.short_convolution_backward`."""
     if x.dtype not in PLAIN or dy.dtype != x.dtype:
         return ops.falls_back("short_convolution_backward", x.dtype).short_convolution_backward(
-            dy, x, weight, layout
+            dy, x, weight, layout, bias
         )
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.float().contiguous()
+    _check_bias(bias, x)
     dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+    dbias = None if bias is None else torch.empty_like(bias)
     assert dy.shape == x.shape
     assert weight.shape[0] == x.shape[1]
     ops.lib.isobit_short_convolution_backward(
         ctypes.byref(_sequences(x, None, layout)), PLAIN[x.dtype], dy.data_ptr(), x.data_ptr(),
-        weight.data_ptr(),
-        *weight.shape, dx.data_ptr(), dweight.data_ptr(), torch.get_num_threads(),
+        weight.data_ptr(), pointer(bias),
+        *weight.shape, dx.data_ptr(), dweight.data_ptr(), pointer(dbias), torch.get_num_threads(),
     )  # fmt: skip
-    return dx, dweight
+    return (dx, dweight) if dbias is None else (dx, dweight, dbias)
+
+
+def _check_bias(bias: Tensor | None, x: Tensor) -> None:
+    assert bias is None or (
+        bias.dtype == torch.float32 and bias.is_contiguous() and bias.shape == x.shape[1:]
+    )
 
 
 def delta_rule(
@@ -80,14 +99,16 @@ def delta_rule(
     decay, step_bias = heads.decay.contiguous(), heads.step_bias.contiguous()
     states = None if store is None else store.states
     assert qkv.shape[1] == 2 * sizes[0] * sizes[2] + sizes[1] * sizes[3]
-    assert gates.shape == (len(qkv), 2 * sizes[1])
+    assert gates.shape == (len(qkv), heads.gates)
     assert decay.dtype == step_bias.dtype == torch.float32
+    assert heads.skip is None or (heads.skip.dtype == torch.float32 and heads.skip.is_contiguous())
     assert states is None or (states.is_contiguous() and states.shape[1:] == sizes[1:])
     out = torch.empty(len(qkv), sizes[1], sizes[3], dtype=qkv.dtype)
     arguments = DeltaArguments(
         PLAIN[qkv.dtype], *sizes, qkv.data_ptr(), gates.data_ptr(), decay.data_ptr(),
         step_bias.data_ptr(),
         heads.key_dim**-0.5, pointer(states), out.data_ptr(), torch.get_num_threads(),
+        pointer(heads.skip), heads.least_step,
     )  # fmt: skip
     ops.lib.isobit_delta_rule(ctypes.byref(_sequences(qkv, store, layout)), ctypes.byref(arguments))
     return out
@@ -95,18 +116,21 @@ def delta_rule(
 
 def delta_rule_backward(
     ops: NativeBase, dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, layout: Layout
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """As `Ops.delta_rule_backward`."""
     if qkv.dtype not in PLAIN:
         return ops.falls_back("delta_rule_backward", qkv.dtype).delta_rule_backward(
             dout, qkv, gates, heads, layout
         )
     return delta.through_parts(
-        dout, qkv, gates, heads, lambda parts, dout: backward(ops, parts, dout, layout)
-    )
+        dout, qkv, gates, heads,
+        lambda parts, dout: backward(ops, parts, dout, layout, heads.corrects),
+    )  # fmt: skip
 
 
-def backward(ops: NativeBase, parts: delta.Parts, dout: Tensor, layout: Layout) -> delta.Parts:
+def backward(
+    ops: NativeBase, parts: delta.Parts, dout: Tensor, layout: Layout, corrects: bool = True
+) -> delta.Parts:
     """Gradients of the parts; value heads that share a key head are added in ascending order."""
     (rows, key_heads, key_dim), (_, value_heads, value_dim) = parts.k.shape, parts.v.shape
     assert rows == layout.num_rows
@@ -117,7 +141,7 @@ def backward(ops: NativeBase, parts: delta.Parts, dout: Tensor, layout: Layout) 
         key_heads, value_heads, key_dim, value_dim, layout.context.shape[0],
         layout.row_start.data_ptr(),
         *(x.data_ptr() for x in (*parts[:3], dout, *parts[3:], dq, dk, dv, dkept, dstrength)),
-        torch.get_num_threads(),
+        torch.get_num_threads(), corrects,
     )  # fmt: skip
     ops.lib.isobit_delta_rule_backward(ctypes.byref(arguments))
     return delta.Parts(_added(dq), _added(dk), dv, dkept, dstrength)

@@ -5,16 +5,19 @@
 
 #include "product/product.h"
 
-// B of columns lo to hi, whose u are the next `rank` of its adapter's.
+// B of columns lo to hi, whose u are the next `rank` of its adapter's. Up to rank 32 K is padded to pairs: [panel][rank / 2][16
+// columns][2]; beyond, as a product's operand is packed.
 struct LowRankPart {
     const void* b;
     int64_t rank, lo, hi;
 };
 
-// One adapter's factors of a weight: the A of all parts one after the other, and their B.
+// One adapter's factors of a weight: the A of all parts one after the other, and their B. The first `whole` ranks are packed as
+// a product's operand; the others, of which there are at most 8, in half as many bytes: [K / 64][16 pairs][2 blocks of
+// 32][8 ranks][2].
 struct LowRankFactors {
     const void* a;
-    int64_t ranks;
+    int64_t ranks, whole;
     const LowRankPart* parts;
     int64_t count;
     double scale;

@@ -15,6 +15,7 @@ that others have too, which are multiplied one after the other (`definition.py`)
 """
 
 import struct
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -218,10 +219,7 @@ def _add(
     """Add to `total` [T, N] float32 what adapters make of their rows of x [T, K] BF16."""
     tiles, height = _tiles(offsets, x.device)
     parts, inner = max(len(one.parts) for one in adapters), x.shape[1]
-    width = -(-max(one.rank for one in adapters) // 16) * 16
-    records = torch.stack([
-        functional.pad(one.record, (0, 0, 0, parts - len(one.parts))) for one in adapters
-    ])  # fmt: skip
+    width, records = -(-max(one.rank for one in adapters) // 16) * 16, _records(adapters, parts)
     splits, count, ranks = max(one.splits for one in adapters), tiles.shape[1], -(-width // _HIGH)
     # for a B200 Triton 3.6 does not compile BF16 chunks in one program
     few = count * parts <= PROCESSORS or target().matrix == "tensor"
@@ -241,6 +239,21 @@ def _add(
         num_warps=_WARPS, num_stages=2, STEPS=-(-inner // _STEP), FIELDS=_FIELDS, BLOCK_N=_HIGH,
         BLOCK_T=height, BLOCK_K=_STEP, EIGHTS=all(one.eights for one in adapters), APART=apart,
     )  # fmt: skip
+
+
+_stacked: WeakIdKeyDictionary = WeakIdKeyDictionary()  # records of several, by the first of them
+
+
+def _records(adapters: Sequence[AddressedFactors], parts: int) -> Tensor:
+    """Those of adapters [adapters, parts, _FIELDS] on the device. Factors never change, so they are
+    stacked again only where a weight's adapters are others than the last time."""
+    known, stacked = _stacked.get(adapters[0], ((), None))
+    if stacked is None or [each() for each in known] != list(adapters):
+        missing = [parts - len(one.parts) for one in adapters]
+        padded = [functional.pad(x.record, (0, 0, 0, n)) for x, n in zip(adapters, missing)]
+        stacked = torch.stack(padded)
+        _stacked[adapters[0]] = tuple(map(weakref.ref, adapters)), stacked
+    return stacked
 
 
 _made: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tables of tiles, by offsets

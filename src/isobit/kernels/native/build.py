@@ -5,8 +5,9 @@ A wheel for x86-64 has a library for each level of processors (`recipe.LEVELS`),
 made of the sources that are here and neither CXX nor ISOBIT_CXXFLAGS is set. Otherwise one is
 compiled into the user's cache, for this processor, which a line on stderr says. Its file is named
 after sources, flags, compiler and processor, so another version builds anew and no stale one can be
-loaded. Left out: the commands (`recipe.py`) and the operators (`ops.py`). $ISOBIT_CXXFLAGS adds
-flags; `-DISOBIT_PORTABLE` leaves out all intrinsics.
+loaded; those that nobody has loaded for a day go when one is built. Left out: the commands
+(`recipe.py`) and the operators (`ops.py`). $ISOBIT_CXXFLAGS adds flags; `-DISOBIT_PORTABLE` leaves
+out all intrinsics.
 """
 
 import ctypes
@@ -14,9 +15,12 @@ import hashlib
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -53,6 +57,8 @@ __all__ = [
 _WITHOUT = "without them PyTorch computes, many times as slowly"
 _CPU_SECONDS = 50
 """That compilers take for all files together, about."""
+_KEPT, _UNUSED_S = 4, 24 * 3600
+"""Libraries in the cache that always stay, and how long another was not loaded before it goes."""
 
 
 def cache_directory() -> Path:
@@ -99,11 +105,21 @@ def _opened() -> tuple[ctypes.CDLL, str]:
                 unusable = f"; {error}"
     try:
         program = compiler()
-        return load(compiled(program, cache_directory())), f"compiled by {Path(program).name}"
+        return _loaded(program, cache_directory()), f"compiled by {Path(program).name}"
     except BuildFailed as error:
         failed = BuildFailed(f"{error}{unusable}")
         failed.said = error.said
         raise failed from error
+
+
+def _loaded(program: str, directory: Path) -> ctypes.CDLL:
+    path = compiled(program, directory)
+    try:
+        return load(path)
+    except BuildFailed:
+        if path.exists():
+            raise
+        return load(compiled(program, directory))  # another process has just removed it as old
 
 
 def prebuilt_here(features: frozenset[str], folder: Path = PREBUILT) -> tuple[str, Path] | None:
@@ -127,6 +143,7 @@ def compiled(program: str, directory: Path, sources: Path = HERE) -> Path:
     name = digest(*general, *extra, _version(program), _processor(), sources=sources)
     path = directory / f"isobit-{name}.so"
     if not path.exists():
+        clear_old(directory)
         about = 10 * math.ceil(_CPU_SECONDS / (os.cpu_count() or 1) / 10)
         _say(f"compiling the operators for this processor (once, about {about} s)")
         try:
@@ -137,7 +154,32 @@ def compiled(program: str, directory: Path, sources: Path = HERE) -> Path:
             )
             error.said = True
             raise
+    with suppress(OSError):  # in a folder that is only read
+        os.utime(path)
     return path
+
+
+def clear_old(directory: Path) -> None:
+    """Remove the libraries that nobody has loaded for a day, but for the newest by use, and the
+    folders that compilations which were killed have left. Who has loaded one keeps it in memory."""
+    old = time.time() - _UNUSED_S
+    libraries = sorted(directory.glob("isobit-*.so"), key=_used, reverse=True)
+    for library in libraries[_KEPT:]:
+        if _used(library) < old:
+            for file in (library, *directory.glob(f"{library.stem}.*.passed")):
+                with suppress(OSError):
+                    file.unlink()
+    for folder in directory.glob("build-*"):
+        if _used(folder) < old:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _used(path: Path) -> float:
+    """When it was made, or loaded last; now where another process has removed it."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return time.time()
 
 
 def load(path: Path) -> ctypes.CDLL:

@@ -28,7 +28,7 @@ const Field low_rank_part[] = {FIELD(b), FIELD(rank), FIELD(lo), FIELD(hi), {nul
 #undef STRUCT
 #define STRUCT LowRankFactors
 const Field low_rank_factors[] = {
-    FIELD(a), FIELD(ranks), FIELD(parts), FIELD(count), FIELD(scale), {nullptr, 0, sizeof(STRUCT)},
+    FIELD(a), FIELD(ranks), FIELD(whole), FIELD(parts), FIELD(count), FIELD(scale), {nullptr, 0, sizeof(STRUCT)},
 };
 #undef STRUCT
 #define STRUCT LowRank
@@ -65,15 +65,15 @@ const Field sequences[] = {
 #define STRUCT DeltaRule
 const Field delta_rule[] = {
     FIELD(kind), FIELD(key_heads), FIELD(value_heads), FIELD(key_dim), FIELD(value_dim), FIELD(qkv), FIELD(gates),
-    FIELD(decay), FIELD(step_bias), FIELD(scale), FIELD(states), FIELD(out), FIELD(threads),
-    {nullptr, 0, sizeof(STRUCT)},
+    FIELD(decay), FIELD(step_bias), FIELD(scale), FIELD(states), FIELD(out), FIELD(threads), FIELD(skip),
+    FIELD(least_step), {nullptr, 0, sizeof(STRUCT)},
 };
 #undef STRUCT
 #define STRUCT DeltaGradients
 const Field delta_gradients[] = {
     FIELD(key_heads), FIELD(value_heads), FIELD(key_dim), FIELD(value_dim), FIELD(sequences), FIELD(row_start), FIELD(q),
     FIELD(k), FIELD(v), FIELD(dout), FIELD(kept), FIELD(strength), FIELD(dq), FIELD(dk), FIELD(dv), FIELD(dkept),
-    FIELD(dstrength), FIELD(threads), {nullptr, 0, sizeof(STRUCT)},
+    FIELD(dstrength), FIELD(threads), FIELD(corrects), {nullptr, 0, sizeof(STRUCT)},
 };
 
 }  // namespace

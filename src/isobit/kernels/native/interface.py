@@ -132,7 +132,7 @@ class DeltaArguments(ctypes.Structure):
         ("kind", _I), ("key_heads", _I), ("value_heads", _I), ("key_dim", _I), ("value_dim", _I),
         ("qkv", _P),
         ("gates", _P), ("decay", _P), ("step_bias", _P), ("scale", _D), ("states", _P), ("out", _P),
-        ("threads", _I),
+        ("threads", _I), ("skip", _P), ("least_step", _D),
     ]  # fmt: skip
 
 
@@ -145,6 +145,7 @@ class DeltaGradientArguments(ctypes.Structure):
         ("row_start", _P), ("q", _P), ("k", _P), ("v", _P), ("dout", _P), ("kept", _P),
         ("strength", _P),
         ("dq", _P), ("dk", _P), ("dv", _P), ("dkept", _P), ("dstrength", _P), ("threads", _I),
+        ("corrects", _I),
     ]  # fmt: skip
 
 
@@ -157,7 +158,9 @@ class LowRankPartArguments(ctypes.Structure):
 class LowRankFactorsArguments(ctypes.Structure):
     """`struct LowRankFactors` of low_rank.h."""
 
-    _fields_ = [("a", _P), ("ranks", _I), ("parts", _P), ("count", _I), ("scale", _D)]
+    _fields_ = [
+        ("a", _P), ("ranks", _I), ("whole", _I), ("parts", _P), ("count", _I), ("scale", _D),
+    ]  # fmt: skip
 
 
 class LowRankArguments(ctypes.Structure):
@@ -223,8 +226,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "isobit_sample": (None, [_P, _P, _I, _I, _P, _I, _P, _I]),
     "isobit_attention": (None, [_P]),
     "isobit_attention_backward": (None, [_P]),
-    "isobit_short_convolution": (None, [_P, _I, _P, _P, _I, _I, _P, _P, _I]),
-    "isobit_short_convolution_backward": (None, [_P, _I, _P, _P, _P, _I, _I, _P, _P, _I]),
+    "isobit_short_convolution": (None, [_P, _I, _P, _P, _P, _I, _I, _P, _P, _I]),
+    "isobit_short_convolution_backward": (None, [_P, _I, _P, _P, _P, _P, _I, _I, _P, _P, _P, _I]),
     "isobit_delta_rule": (None, [_P, _P]),
     "isobit_delta_rule_backward": (None, [_P]),
 }

@@ -16,28 +16,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _PAGE = 2 << 20
-_CHUNK = 16 * _PAGE
-_SMALLEST = 1 << 16
 _ALIGNMENT = 64
 
 
 class LargePages:
     """Hands out memory. The last chunk is filled as long as something in it is in use."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, chunk: int = 16 * _PAGE, smallest: int = 1 << 16) -> None:
+        """`chunk`: the fewest bytes of one; below `smallest`, memory is PyTorch's."""
+        self._chunk, self._smallest, self._lock = chunk, smallest, threading.Lock()
         self._used = 0
         self._last: weakref.ref[NDArray[np.uint8]] | None = None
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
         """A tensor of `count` elements, its values undefined."""
         size = count * dtype.itemsize
-        if size < _SMALLEST:
+        if size < self._smallest:
             return torch.empty(count, dtype=dtype)
         with self._lock:
             chunk = None if self._last is None else self._last()
             if chunk is None or self._used + size > chunk.nbytes:
-                chunk = _aligned(max(_CHUNK, -(-size // _PAGE) * _PAGE))
+                chunk = _aligned(max(self._chunk, -(-size // _PAGE) * _PAGE))
                 self._last, self._used = weakref.ref(chunk), 0
             start, self._used = self._used, -(-(self._used + size) // _ALIGNMENT) * _ALIGNMENT
         return torch.from_numpy(chunk[start : start + size]).view(dtype)

@@ -30,6 +30,7 @@ float halves(float* lane, int64_t lanes) {
 float dot(const float* a, const float* b, int64_t count, int64_t lanes) {
     float lane[64] = {0};
     for (int64_t i = 0; i < count; i++) lane[i % lanes] = fused(a[i], b[i], lane[i % lanes]);
+    for (int64_t i = count; i % lanes; i++) lane[i % lanes] = lane[i % lanes] + 0.0f;  // zeros follow: a -0 becomes 0
     return halves(lane, lanes);
 }
 float scalar_exp(float x) {
@@ -184,40 +185,42 @@ constexpr int64_t TOKENS = 5, WIDTH = 4, KEY = 22, VALUE = 40, CHANNELS = 2 * KE
 
 float scalar_sigmoid(float x) { return 1.0f / (1.0f + scalar_exp(-x)); }
 
-// One head of one sequence, from nothing.
-void scalar_delta(const float (*x)[CHANNELS], const float (*weight)[WIDTH], const float (*gates)[2], float decay,
-                  float step_bias, float (*mixed)[CHANNELS], float (*out)[VALUE]) {
+// One head of one sequence, from nothing: the delta rule; with a skip Mamba-2's recurrence, and a bias of the convolution.
+void scalar_delta(const float (*x)[CHANNELS], const float (*weight)[WIDTH], const float* bias, const float (*gates)[2],
+                  float decay, float step_bias, const float* skip, float (*mixed)[CHANNELS], float (*out)[VALUE]) {
     static float state[VALUE][KEY];
     std::memset(state, 0, sizeof state);
     for (int64_t t = 0; t < TOKENS; t++) {
         for (int64_t c = 0; c < CHANNELS; c++) {
-            float total = 0.0f;
+            float total = skip ? bias[c] : 0.0f;
             for (int64_t j = 0; j < WIDTH; j++)
                 total = fused(t + j < WIDTH - 1 ? 0.0f : x[t + j - WIDTH + 1][c], weight[c][j], total);
             mixed[t][c] = total / (1.0f + scalar_exp(-total));
         }
         float unit[2][KEY];
         for (int64_t side = 0; side < 2; side++) {
-            const float* one = mixed[t] + side * KEY;
-            const float inverse = 1.0f / std::sqrt(dot(one, one, KEY, 16) + 1e-6f);
-            for (int64_t i = 0; i < KEY; i++) unit[side][i] = one[i] * inverse * (side ? 1.0f : 0.21320072f);
+            const float* one = mixed[t] + (skip ? VALUE + (1 - side) * KEY : side * KEY);
+            const float inverse = 1.0f / std::sqrt(dot(one, one, KEY, 16) + 1e-6f), scale = side ? 1.0f : 0.21320072f;
+            for (int64_t i = 0; i < KEY; i++) unit[side][i] = skip ? one[i] : one[i] * inverse * scale;
         }
-        const float step = gates[t][1] + step_bias;
+        const float step = (skip ? (&gates[0][0])[t] : gates[t][1]) + step_bias;
         const float soft = step > 20.0f ? step : float(logarithm(1.0 + double(scalar_exp(step))));
-        const float kept = scalar_exp(-(scalar_exp(decay) * soft)), strength = scalar_sigmoid(gates[t][0]);
+        const float kept = scalar_exp(-(scalar_exp(decay) * soft)), strength = skip ? soft : scalar_sigmoid(gates[t][0]);
         for (int64_t j = 0; j < VALUE; j++) {
             for (int64_t i = 0; i < KEY; i++) state[j][i] = state[j][i] * kept;
-            const float error = (mixed[t][2 * KEY + j] - dot(unit[1], state[j], KEY, 4)) * strength;
+            const float value = mixed[t][skip ? j : 2 * KEY + j];
+            const float error = (skip ? value : value - dot(unit[1], state[j], KEY, 4)) * strength;
             for (int64_t i = 0; i < KEY; i++) state[j][i] = fused(unit[1][i], error, state[j][i]);
-            out[t][j] = dot(unit[0], state[j], KEY, 4);
+            const float recalled = dot(unit[0], state[j], KEY, 4);
+            out[t][j] = skip ? fused(*skip, value, recalled) : recalled;
         }
     }
 }
 
 // Three tokens, and the others one after the other, over pages of two.
-int64_t differing_delta(Random& random, int64_t data) {
+int64_t differing_delta(Random& random, int64_t data, bool skips) {
     static float x[TOKENS][CHANNELS], weight[CHANNELS][WIDTH], mixed[TOKENS][CHANNELS], found_mixed[TOKENS][CHANNELS];
-    static float out[TOKENS][VALUE], found[TOKENS][VALUE], inputs[3][WIDTH - 1][CHANNELS], states[3][KEY][VALUE];
+    static float bias[CHANNELS], out[TOKENS][VALUE], found[TOKENS][VALUE], inputs[3][WIDTH - 1][CHANNELS], states[3][KEY][VALUE];
     float gates[TOKENS][2];
     for (auto& row : x)
         for (float& one : row) one = hard(random, data);
@@ -225,15 +228,18 @@ int64_t differing_delta(Random& random, int64_t data) {
         for (float& one : row) one = hard(random, 0);
     for (auto& row : gates)
         for (float& one : row) one = hard(random, 0) * 8.0f;
-    const float decay = hard(random, 0), step_bias = hard(random, 0);
-    scalar_delta(x, weight, gates, decay, step_bias, mixed, out);
+    for (float& one : bias) one = hard(random, 0);
+    const float decay = hard(random, 0), step_bias = hard(random, 0), skip = hard(random, 0);
+    scalar_delta(x, weight, bias, gates, decay, step_bias, skips ? &skip : nullptr, mixed, out);
     const int32_t pages[3] = {2, 0, 1};
     for (int64_t first = 0, rows = 3; first < TOKENS; first += rows, rows = 1) {
         const int64_t row_start[2] = {0, rows};
         const Sequences sequences{row_start, &first, pages, 3, 2, 1};
-        isobit_short_convolution(&sequences, FP32, x[first], weight[0], CHANNELS, WIDTH, inputs, found_mixed[first], 1);
-        const DeltaRule g{FP32, 1, 1, KEY, VALUE, found_mixed[first], gates[first], &decay, &step_bias,
-                          0.21320071635561041, states[0][0], found[first], 1};
+        isobit_short_convolution(&sequences, FP32, x[first], weight[0], skips ? bias : nullptr, CHANNELS, WIDTH, inputs,
+                                 found_mixed[first], 1);
+        const float* own = skips ? gates[0] + first : gates[first];
+        const DeltaRule g{FP32, 1, 1, KEY, VALUE, found_mixed[first], own, &decay, &step_bias, 0.21320071635561041,
+                          states[0][0], found[first], 1, skips ? &skip : nullptr, 0.0};
         isobit_delta_rule(&sequences, &g);
     }
     return differing(found_mixed[0], mixed[0], TOKENS * CHANNELS) + differing(found[0], out[0], TOKENS * VALUE);
@@ -246,7 +252,8 @@ EXPORT int64_t isobit_rows32_self_test() {
     Random random{1};
     int64_t different = 0;
     for (int64_t data = 0; data < 4; data++) {
-        different += differing_rows(random, data) + differing_delta(random, data);
+        different += differing_rows(random, data) + differing_delta(random, data, false);
+        different += differing_delta(random, data, true);
         for (int64_t heads = 1; heads <= 2; heads++)
             for (Kind kind : {FP32, E4M3, INT8})
                 for (int64_t window : {KEYS, int64_t(6)})  // 6 keys: their block is not the first

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from isobit.errors import IsobitError
 from isobit.kernels.matrices import Operand, Packed, Prepared, Stacked, rows_of, values, weight_of
@@ -42,7 +43,9 @@ _FOLD_A, _FOLD_B, _BLOCKS = 1, 2, 4
 _REPLACES, _ADDS, _FROM_ZERO = 0, 1, 2
 _DEPTH, _PANEL, _NARROW, _ONCE = 32, 16, 32, 512
 """The last but one: that of low_rank.cpp; rows that ordered_amx.cpp takes at a time."""
-_PAGES = LargePages()
+_HALVES = ORDERS.index(TDP32)
+"""The order in which a few ranks of A have half a panel."""
+_PAGES, _FACTORS = LargePages(), LargePages(chunk=4 << 20, smallest=1 << 10)
 _FEW_OF_CODES = 4
 """Rows beside which AMX would decode for tiles that are empty for the most part: with one row the
 vectors take half of its time, with four as long."""
@@ -151,21 +154,25 @@ class OrderedProducts:
         self, parts: Sequence[tuple[Tensor, Tensor, int, int]], scale: float
     ) -> tuple[LowRankFactorsArguments, tuple[object, ...]]:
         """What C++ takes of one adapter's factors of a weight, and what must live as long."""
-        together = self._pack(torch.cat([a for a, *_ in parts]))
-        packs = [
-            self._pack_narrow(b) if b.shape[1] <= _NARROW else self._pack(b) for _, b, *_ in parts
-        ]
+        a = torch.cat([a for a, *_ in parts])
+        ranks, rest = len(a), len(a) % _PANEL
+        whole = ranks - rest if rest <= _PANEL // 2 and self._order == _HALVES else ranks
+        packs = [self._pack(a[:whole]), _halves(a[whole:])]
+        packs += [_pairs(b) if b.shape[1] <= _NARROW else self._pack(b) for _, b, *_ in parts]
+        # in the order in which a step reads them
+        together = _FACTORS.empty(sum(map(len, packs)), torch.bfloat16)
+        torch.cat(packs, out=together)
+        places = together.split([len(each) for each in packs])[2:]
         each = (LowRankPartArguments * len(parts))(
             *(
-                LowRankPartArguments(pack.data_ptr(), b.shape[1], lo, hi)
-                for pack, (_, b, lo, hi) in zip(packs, parts)
+                LowRankPartArguments(place.data_ptr(), b.shape[1], lo, hi)
+                for place, (_, b, lo, hi) in zip(places, parts)
             )
         )
-        ranks = sum(a.shape[0] for a, *_ in parts)
         found = LowRankFactorsArguments(
-            together.data_ptr(), ranks, ctypes.addressof(each), len(parts), scale
+            together.data_ptr(), ranks, whole, ctypes.addressof(each), len(parts), scale
         )
-        return found, (together, packs, each)
+        return found, (together, each)
 
     def adapted_product(
         self,
@@ -251,14 +258,6 @@ class OrderedProducts:
         few = ISAS[self._isa] == "amx" and a.shape[0] <= _ONCE
         return few and b.dtype == torch.bfloat16 and b.stride(0) == 1 and b.shape[0] % _PANEL == 0
 
-    def _pack_narrow(self, b: Tensor) -> Tensor:
-        """Panels [N / 16][K][16], without zeros along K."""
-        panels = b.new_empty(-(-b.shape[0] // _PANEL) * b.shape[1] * _PANEL)
-        self._lib.isobit_pack(
-            KINDS[b.dtype], b.data_ptr(), *b.shape, *b.stride(), panels.data_ptr(), 1
-        )
-        return panels
-
     def _pack(self, b: Tensor, into: Tensor | None = None) -> Tensor:
         """Panels of 16 rows of a matrix [N, K], with zeros up to whole panels and 32 columns."""
         columns, inner = b.shape
@@ -273,6 +272,22 @@ class OrderedProducts:
             torch.get_num_threads(),
         )
         return panels
+
+
+def _halves(a: Tensor) -> Tensor:
+    """Up to 8 rows of A [r, K], as low_rank.h has them: [K / 64][16][2][8][2]."""
+    if not len(a):
+        return a.flatten()
+    ranks, blocks = _PANEL // 2, 2 * _DEPTH
+    missing = -a.shape[1] % blocks, ranks - len(a)
+    whole = functional.pad(a, (0, missing[0], 0, missing[1]))
+    return whole.view(ranks, -1, 2, _DEPTH // 2, 2).permute(1, 3, 2, 0, 4).flatten()
+
+
+def _pairs(b: Tensor) -> Tensor:
+    """B [N, r] in panels [N / 16][r / 2][16][2], with zeros up to whole panels and pairs."""
+    whole = functional.pad(b, (0, b.shape[1] % 2, 0, -len(b) % _PANEL))
+    return whole.view(-1, _PANEL, whole.shape[1] // 2, 2).transpose(1, 2).flatten()
 
 
 def _packed_size(b: Tensor) -> int:

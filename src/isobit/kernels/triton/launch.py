@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.errors import NonFiniteError
+from isobit.errors import IsobitError, NonFiniteError
 from isobit.kernels.gpu import HOPPER, Architecture
 from isobit.precision import E4M3, Format, nonfinite_message
 from isobit.precision.quantize import QuantSpec
@@ -55,6 +55,12 @@ def compile_for(architecture: Architecture) -> None:
     _target = architecture
 
 
+def roomy() -> bool:
+    """Whether a program may take the shared memory of a Hopper, in which large tiles of heads of
+    512 channels fit."""
+    return _target.shared_kib >= HOPPER.shared_kib
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],
@@ -70,8 +76,25 @@ def launch(
     if _recorded is not None:
         _recorded.append(KernelLaunch(kernel, grid, arguments, constants, num_warps, num_stages))
         return
-    kernel[grid](
-        *arguments, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=False
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+    try:
+        kernel[grid](*arguments, **constants, **options)
+    except Exception as error:
+        if (line := _does_not_fit(kernel, error)) is None:
+            raise
+        raise IsobitError(line) from None
+
+
+def _does_not_fit(kernel: Any, error: Exception) -> str | None:
+    """What a kernel takes and this GPU has not, as Triton says of what it has compiled; None for
+    another error."""
+    if type(error).__name__ != "OutOfResources":
+        return None
+    needed, limit, what = (getattr(error, name, "?") for name in ("required", "limit", "name"))
+    return (
+        f"this GPU cannot run {kernel.__name__.strip('_')}, which needs {needed} of {what}, and has "
+        f"{limit}: heads of the model are too wide for it in this precision; use precision: fp8 or "
+        "bf16, or backend: native"
     )
 
 

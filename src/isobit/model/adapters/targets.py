@@ -16,7 +16,8 @@ from isobit.model.adapters.low_rank import Adapter, Projection, factor_shapes
 from isobit.model.families import FAMILIES
 from isobit.model.families.family import Packing
 from isobit.model.hub.config import ModelConfig
-from isobit.model.hub.names import parts
+from isobit.model.hub.mamba import Mamba
+from isobit.model.hub.names import layer_and_role, parts
 from isobit.options.projections import ALL_LINEAR, JOINED
 from isobit.precision.flow import LINEAR_LAYERS
 
@@ -34,10 +35,11 @@ class NewAdapter:
 
 
 def projections(config: ModelConfig) -> list[Projection]:
-    """The matrices that may have adapters: of attention, of MLPs and of experts."""
+    """The matrices that may have adapters: of attention, of MLPs and of experts, where PEFT takes
+    them."""
     found = []
     for weight, tensors in parts(config):
-        if weight.rpartition(".")[2] not in LINEAR_LAYERS:
+        if weight.rpartition(".")[2] not in LINEAR_LAYERS or _is_beside_peft(weight, config):
             continue
         lo = 0
         for name, (rows, inputs) in tensors:
@@ -46,6 +48,14 @@ def projections(config: ModelConfig) -> list[Projection]:
             found.append(Projection(short, module, weight, lo, lo + rows, inputs))
             lo += rows
     return found
+
+
+def _is_beside_peft(weight: str, config: ModelConfig) -> bool:
+    """Whether PEFT refuses adapters of a matrix, or has no folder for them: the last projection of
+    Mamba-2, and experts without a gate."""
+    layer, role = layer_and_role(weight)
+    mamba = isinstance(config.linear, Mamba) and config.is_linear(layer)
+    return (mamba and role == "o") or (role.startswith("experts ") and not config.gated)
 
 
 def held_together(config: ModelConfig) -> Packing | None:

@@ -15,6 +15,11 @@ from isobit.model.families.rope import KINDS, Rope
 from isobit.model.families.ropes import RopeKinds
 from isobit.model.families.windows import Windows
 
+RELU2: Literal["relu2"] = "relu2"
+MlpActivation = Activation | Literal["relu2"]
+"""Of an MLP: its gate's; or relu2, the square of ReLU, of one that has no gate, whose `gate_up` is
+its up projection alone."""
+
 Packing = Literal["columns", "rows"]
 """columns: of each expert the transposed matrix, gates and ups in turn; rows: the matrix, gates
 before ups."""
@@ -54,15 +59,17 @@ class Mixtures:
     sizes, gates and dense layers have keys of their own; else all layers have experts of
     `intermediate_size`, whose gates sum to 1. `size` is that of an expert then. `dense`: layers may
     have one MLP of `intermediate_size`; else all have experts, whose gates sum to 1. `dense_key`
-    says which layers: `mlp_only_layers` and `decoder_sparse_step`, `first_k_dense_replace` or
-    `mlp_layer_types`. `normalize` stands for norm_topk_prob. `scoring`: experts have a score each,
-    and these stand for n_group, topk_group and routed_scaling_factor. `shared`: the size of an MLP
-    beside the experts, for every token, 0 if there is none; with `scoring` n_shared_experts; `shared_gate`: it has a
-    gate. `biases`: routers and experts have them. `together`: how files that are written hold a
-    layer's experts in one tensor, if they do (`hub/packed_experts.py`). `adapters`: PEFT holds
-    experts' in one tensor too, so (`adapters/peft_experts.py`); None: each by itself. `switch`: the
-    key that says whether a model has any; they stand beside the MLP of every layer then, both with
-    norms of their own, and `shared` stands for nothing: its size is intermediate_size."""
+    says which layers: `mlp_only_layers` and `decoder_sparse_step`, `first_k_dense_replace`,
+    `mlp_layer_types` or, where layers have one part, `hybrid_override_pattern`. `normalize` stands
+    for norm_topk_prob. `scoring`: experts have a score each, and these stand for n_group,
+    topk_group and routed_scaling_factor. `shared`: the size of an MLP beside the experts, for every
+    token, 0 if there is none; with `scoring` n_shared_experts, or what `shared_key` names;
+    `shared_gate`: it has a gate. `biases`: routers and experts have them. `together`: how files
+    that are written hold a layer's experts in one tensor, if they do (`hub/packed_experts.py`).
+    `adapters`: PEFT holds experts' in one tensor too, so (`adapters/peft_experts.py`); None: each
+    by itself. `switch`: the key that says whether a model has any; they stand beside the MLP of every
+    layer then, both with norms of their own, and `shared` stands for nothing: its size is
+    intermediate_size."""
 
     count: int
     per_token: int
@@ -73,6 +80,7 @@ class Mixtures:
     normalize: bool = False
     scoring: tuple[int, int, float] | None = None
     shared: int = 0
+    shared_key: str | None = None
     shared_gate: bool = False
     biases: bool = False
     together: Packing | None = None
@@ -89,8 +97,8 @@ class Family:
     attention_out_norm and mlp_out_norm after them. `qk_norm`: queries and keys are normed, each
     head by itself, or with `norms_all_heads` all heads of a token together. Norms multiply by their
     weight and `norm_offset`, with one in float32 and rounded once. `activation` is that of the
-    gates, the only one that `activation_key` may name. `query_scalar`: what stands for
-    query_pre_attn_scalar, whose root divides the scores, None if that is head_dim.
+    gates, or of MLPs without, the only one that `activation_key` may name. `query_scalar`: what
+    stands for query_pre_attn_scalar, whose root divides the scores, None if that is head_dim.
     `scaled_embedding`: embeddings are multiplied by the root of hidden_size. `off` are keys that
     must be null or false, and `fixed` those that must have these values, if they are there.
     `attention_bias` and `mlp_bias`: whether config.json says if there are any, and `biased` whether
@@ -98,28 +106,30 @@ class Family:
     `qkv_bias`: queries, keys and values always have them. `sinks`: heads have them. `windows`:
     which layers have a sliding window, None if none ever has. `unrotated`: the layers without
     rotary embedding, from config.json, its name and the number of layers; None if there are none.
-    `linear_attention`: some layers have it in place of attention. `gated_attention`: q_proj gives
-    each head a gate beside its query. `partial_rotary`: the part of a head
-    that is rotated where config.json does not say, None where that is always all of it;
-    `interleaved`: its neighbours are rotated with each other, (0, 1), (2,
-    3), ..., not its halves. `kv_heads` None is one for each query head; `head_dim` None is
-    hidden_size / heads. `nullable` are keys of which null means the same as None here.
-    `latent`: attention is multi-head latent (`hub/latent.py`), with these sizes. `predicts_more`:
-    files may have layers after the last, which predict further tokens and are not read.
-    `multipliers`: config.json has numbers that scores, sums and logits are multiplied by
-    (`hub/multipliers.py`). `rope_kinds`: the scalings of rotary embeddings that transformers takes
-    in the family; `original_positions`: what stands for original_max_position_embeddings beside
-    them, and so counts more than the one inside; `rope_more`: their parameters that no other family
-    has, all needed. `wrappers`: the model_types of models that wrap such a one, and whose language
-    model is read; `sizes`: what stands for sizes that config.json leaves out in these.
-    `norms_values`: values are normed, each head by itself, without a weight. `score_scale`: what
-    scores are multiplied by, whatever head_dim is. `layer_scalars`: a layer's sum is multiplied by
-    a number of its own, which is not trained. `capped_logits`: config.json may have a cap of
-    logits. `global_head_dim`: layers without a window have heads of their own
-    (`hub/layer_heads.py`), and this stands for their width; None where all layers' are alike.
-    `layer_embeddings`: layers may have embeddings of their own, and read the keys of others
-    (`hub/layer_inputs.py`), and this stands for the embeddings' width; None where they do neither.
-    `checks` raise for a config.json, and its name, that has what is not here.
+    `linear_attention`: some layers have it in place of attention. `one_part`: a layer has one part
+    alone (`hub/layer_kinds.py`), and linear attention is Mamba-2 (`hub/mamba.py`). `rotary`:
+    attention has rotary embedding. `rms_key`: config.json's key of the norms' constant.
+    `gated_attention`: q_proj gives each head a gate beside its query. `partial_rotary`: the part of
+    a head that is rotated where config.json does not say, None where that is always all of it;
+    `interleaved`: its neighbours are rotated with each other, (0, 1), (2, 3), ..., not its halves.
+    `kv_heads` None is one for each query head; `head_dim` None is hidden_size / heads. `nullable`
+    are keys of which null means the same as None here. `latent`: attention is multi-head latent
+    (`hub/latent.py`), with these sizes. `predicts_more`: files may have layers after the last,
+    which predict further tokens and are not read. `multipliers`: config.json has numbers that
+    scores, sums and logits are multiplied by (`hub/multipliers.py`). `rope_kinds`: the scalings of
+    rotary embeddings that transformers takes in the family; `original_positions`: what stands for
+    original_max_position_embeddings beside them, and so counts more than the one inside;
+    `rope_more`: their parameters that no other family has, all needed. `wrappers`: the model_types
+    of models that wrap such a one, and whose language model is read; `sizes`: what stands for sizes
+    that config.json leaves out in these. `norms_values`: values are normed, each head by itself,
+    without a weight. `score_scale`: what scores are multiplied by, whatever head_dim is.
+    `layer_scalars`: a layer's sum is multiplied by a number of its own, which is not trained.
+    `capped_logits`: config.json may have a cap of logits. `global_head_dim`: layers without a
+    window have heads of their own (`hub/layer_heads.py`), and this stands for their width; None
+    where all layers' are alike. `layer_embeddings`: layers may have
+    embeddings of their own, and read the keys of others (`hub/layer_inputs.py`), and this stands
+    for the embeddings' width; None where they do neither. `checks` raise for a config.json, and its
+    name, that has what is not here.
     """
 
     architecture: str
@@ -130,7 +140,7 @@ class Family:
     qk_norm: bool = False
     norms_all_heads: bool = False
     norm_offset: float = 0.0
-    activation: Activation = "silu"
+    activation: MlpActivation = "silu"
     activation_key: str = "hidden_act"
     activation_name: str | None = None  # in config.json, where it is another there
     query_scalar: int | None = None
@@ -144,6 +154,8 @@ class Family:
     windows: Windows | None = None
     unrotated: Callable[[Mapping[str, Any], str, int], tuple[int, ...]] | None = None
     linear_attention: bool = False
+    one_part: bool = False
+    rotary: bool = True
     gated_attention: bool = False
     multipliers: bool = False
     latent: Mapping[str, int] | None = None
@@ -172,6 +184,7 @@ class Family:
     rope_section: Mapping[str, Any] | None = (
         None  # that of a config.json without rope_scaling and rope_parameters
     )
+    rms_key: str = "rms_norm_eps"
     rms_eps: float = 1e-6
     kv_heads: int | None = 32
     head_dim: int | None = None

@@ -23,14 +23,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from isobit.kernels import (
-    Activation,
-    Operand,
-    Ops,
-    unwatched,
-)
+from isobit.kernels import Operand, Ops, unwatched
 from isobit.model.adapters import low_rank
+from isobit.model.families.family import MlpActivation
 from isobit.model.forward.accumulate_grad import tied_gradient
+from isobit.model.forward.gate import activated, activated_backward, activated_codes
 from isobit.model.forward.linear_backward import (
     GradientCodes,
     backward_of_codes,
@@ -97,13 +94,13 @@ def norm_linear(
 
 def gated_linear(
     gate_up: Tensor,
-    activation: Activation,
+    activation: MlpActivation,
     weight: Weight,
     ops: Ops,
     again: "Again | None" = None,
     codes: GradientCodes | None = None,
 ) -> Tensor:
-    """linear(gate_mul(activation, gate_up [T, 2K])) [T, N]: the bits of the two in turn. `again`:
+    """linear(activated(activation, gate_up [T, 2K])) [T, N]: the bits of the two in turn. `again`:
     gives gate_up, and something, once more, so that it is not kept for the backward. `codes`: where
     the gradient of gate_up goes, if whoever made that takes it so."""
     if torch.is_grad_enabled():
@@ -300,7 +297,7 @@ class _GatedLinear(Function):
         gate_up: Tensor,
         master: Tensor,
         bias_master: Tensor | None,
-        activation: Activation,
+        activation: MlpActivation,
         weight: Weight,
         ops: Ops,
         again: Again | None,
@@ -331,20 +328,18 @@ class _GatedLinear(Function):
         elif ctx.codes is not None and ctx.codes.wanted is not None:
             dgate_up = ctx.codes.of_gate(ctx.activation, dh, gate_up, ctx.ops)
         else:
-            dgate_up = ctx.ops.gate_mul_backward(ctx.activation, dh, gate_up)
+            dgate_up = activated_backward(ctx.activation, dh, gate_up, ctx.ops)
         return dgate_up, dw, db, None, None, None, None, None, *adapters
 
 
-def _gated(gate_up: Tensor, activation: Activation, weight: Weight, ops: Ops) -> Operand:
-    if weight.activation is None:
-        return ops.gate_mul(activation, gate_up)
-    return ops.gate_mul_quantized(activation, gate_up, weight.activation, weight.name)
+def _gated(gate_up: Tensor, activation: MlpActivation, weight: Weight, ops: Ops) -> Operand:
+    return activated_codes(activation, gate_up, weight.activation, weight.name, ops)
 
 
-def _gated_again(gate_up: Tensor, activation: Activation, weight: Weight, ops: Ops) -> Operand:
+def _gated_again(gate_up: Tensor, activation: MlpActivation, weight: Weight, ops: Ops) -> Operand:
     """`_multiplied` of the gated rows."""
     if has_own_copy(weight):
-        return _multiplied(ops.gate_mul(activation, gate_up), None, weight, ops)
+        return _multiplied(activated(activation, gate_up, ops), None, weight, ops)
     return _gated(gate_up, activation, weight, unwatched(ops))
 
 

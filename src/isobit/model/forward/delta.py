@@ -4,7 +4,8 @@ Qwen3.5 has it.
 Of a layer's rows x, normed: (q, k, v, z) = x · qkv, (b, a) = x · gates; q, k and v go through a
 short convolution over their last tokens and SiLU; the delta rule gives, head by head, what its
 state recalls; that is normed, multiplied by silu(z), and projected. Both operators go on from what
-a store has of earlier rows. Left out: their arithmetic (`Ops.short_convolution`, `Ops.delta_rule`).
+a store has of earlier rows. Mamba-2 layers (`mamba.py`) take them too. Left out: their arithmetic
+(`Ops.short_convolution`, `Ops.delta_rule`).
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from isobit.kernels import DeltaHeads, Layout, Ops, StateStore
 from isobit.model.forward import autograd
 from isobit.model.hub.linear_attention import LinearAttention
+from isobit.model.hub.mamba import Mamba
 from isobit.model.weights.layout import Delta
 from isobit.model.weights.stored import Vector
 
@@ -41,66 +43,79 @@ def linear_attention(
     sizes = given.sizes
     mixed, z = qkvz.split((sizes.channels, sizes.values), dim=1)
     mixed = convolved(mixed.contiguous(), layer.conv, given, ops)
-    recalled = delta_rule(mixed, gates, (layer.decay, layer.step_bias), given, ops)
+    recalled = recurrence(mixed, gates, (layer.decay, layer.step_bias), given, ops)
     rows = recalled.reshape(-1, sizes.value_dim)
     normed = autograd.rms_norm(rows, None, layer.state_norm, given.eps, ops)[0].view(z.shape)
     return autograd.gated_linear(torch.cat((z, normed), 1), "silu", layer.o, ops)
 
 
-def convolved(x: Tensor, weight: Vector, given: Recurrent, ops: Ops) -> Tensor:
+def convolved(
+    x: Tensor, weight: Vector, given: Recurrent, ops: Ops, bias: Vector | None = None
+) -> Tensor:
     """`Ops.short_convolution` of x [T, C], with its gradient."""
     if torch.is_grad_enabled():
-        return _Convolved.apply(x, weight.master, weight, given, ops)
-    return ops.short_convolution(x, weight.working, given.store, given.layout)
+        masters = weight.master, None if bias is None else bias.master
+        return _Convolved.apply(x, *masters, weight, bias, given, ops)
+    working = None if bias is None else bias.working
+    return ops.short_convolution(x, weight.working, given.store, given.layout, working)
 
 
-def delta_rule(
-    qkv: Tensor, gates: Tensor, fading: tuple[Vector, Vector], given: Recurrent, ops: Ops
+def recurrence(
+    qkv: Tensor, gates: Tensor, fading: Sequence[Vector], given: Recurrent, ops: Ops
 ) -> Tensor:
-    """`Ops.delta_rule` of qkv [T, C], with its gradient; `fading`: decay and step_bias."""
+    """`Ops.delta_rule` of qkv [T, C], with its gradient; `fading`: decay, step_bias and, of
+    Mamba-2, skip."""
     if torch.is_grad_enabled():
-        return _DeltaRule.apply(
-            qkv, gates, *(vector.master for vector in fading), fading, given, ops
-        )
+        masters = [vector.master for vector in fading]
+        return _Recurrence.apply(qkv, gates, fading, given, ops, *masters)
     return ops.delta_rule(qkv, gates, _heads(fading, given.sizes), given.store, given.layout)
 
 
 def _heads(fading: Sequence[Vector], sizes: LinearAttention) -> DeltaHeads:
-    decay, step_bias = fading
     counts = sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim
-    return DeltaHeads(*counts, decay.working, step_bias.working)
+    least = sizes.least_step if isinstance(sizes, Mamba) else 0.0
+    decay, step_bias, *more = (vector.working for vector in fading)
+    return DeltaHeads(*counts, decay, step_bias, next(iter(more), None), least)
 
 
 class _Convolved(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, master: Tensor, weight: Vector, given: Recurrent, ops: Ops
+        ctx: Any,
+        x: Tensor,
+        master: Tensor,
+        bias_master: Tensor | None,
+        weight: Vector,
+        bias: Vector | None,
+        given: Recurrent,
+        ops: Ops,
     ) -> Tensor:
         ctx.weight, ctx.layout, ctx.ops = weight, given.layout, ops
+        ctx.bias = None if bias is None else bias.working
         ctx.save_for_backward(x)
-        return ops.short_convolution(x, weight.working, given.store, given.layout)
+        return ops.short_convolution(x, weight.working, given.store, given.layout, ctx.bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         found = ctx.ops.short_convolution_backward(
-            dy.contiguous(), x, ctx.weight.working, ctx.layout
+            dy.contiguous(), x, ctx.weight.working, ctx.layout, ctx.bias
         )
-        return (*found, None, None, None)
+        dbias = found[2] if len(found) == 3 else None
+        return found[0], found[1], dbias, None, None, None, None
 
 
-class _DeltaRule(Function):
+class _Recurrence(Function):
     @staticmethod
     def forward(
         ctx: Any,
         qkv: Tensor,
         gates: Tensor,
-        decay: Tensor,
-        step_bias: Tensor,
-        fading: tuple[Vector, Vector],
+        fading: Sequence[Vector],
         given: Recurrent,
         ops: Ops,
+        *masters: Tensor,
     ) -> Tensor:
         ctx.heads, ctx.layout, ctx.ops = _heads(fading, given.sizes), given.layout, ops
         ctx.save_for_backward(qkv, gates)
@@ -111,4 +126,4 @@ class _DeltaRule(Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         qkv, gates = ctx.saved_tensors
         found = ctx.ops.delta_rule_backward(dout.contiguous(), qkv, gates, ctx.heads, ctx.layout)
-        return (*found, None, None, None)
+        return (*found[:2], None, None, None, *found[2:])

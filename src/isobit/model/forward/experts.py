@@ -25,6 +25,7 @@ from isobit.kernels.low_rank import experts as low_rank
 from isobit.kernels.low_rank.experts import ExpertFactors
 from isobit.model.forward import autograd
 from isobit.model.forward.accumulate_grad import added_to
+from isobit.model.forward.gate import activated, activated_backward, activated_codes
 from isobit.model.forward.linear_backward import ALONG_INPUTS
 from isobit.model.weights.layout import Mixture, Mlp
 from isobit.model.weights.stored import Weight, has_own_copy
@@ -60,7 +61,7 @@ def _adapter_masters(weights: Sequence[Weight]) -> Iterator[Tensor]:
 
 
 def mlp(x: Tensor, layer: Mlp, ops: Ops) -> Tensor:
-    """The gated MLP of one expert: x [T, H] to [T, H]."""
+    """The MLP of one expert: x [T, H] to [T, H]."""
     return autograd.gated_linear(
         autograd.linear(x, layer.gate_up, ops), layer.activation, layer.down, ops
     )
@@ -107,14 +108,16 @@ class _Experts(Function):
         if any(needed[count : 2 * count]) or layer.down_factors:
             own = has_own_copy(down)
             hidden = (
-                ops.gate_mul(activation, gate_up) if own else _gated(gate_up, layer, unwatched(ops))
+                activated(activation, gate_up, ops)
+                if own
+                else _gated(gate_up, layer, unwatched(ops))
             )
         downs = _Backward(dy, hidden, [e.down for e in layer.experts], offsets, ops)
         ddown = downs.weights(needed[count : 2 * count])
         dhidden, of_down = downs.adapted(layer.down, layer.down_factors, results.us[bound:])
         del hidden, downs
         assert dhidden is not None
-        dgate_up = ops.gate_mul_backward(activation, dhidden, gate_up)
+        dgate_up = activated_backward(activation, dhidden, gate_up, ops)
         inputs = None
         if any(needed[:count]) or layer.up_factors:
             assert x is not None
@@ -132,7 +135,7 @@ class _Experts(Function):
 
 
 class Results(NamedTuple):
-    """Of the rows sorted by expert: `gate_up` [T k, 2I], `down` [T k, H], and the u of every
+    """Of the rows sorted by expert: `gate_up` [T k, 2I], without gates [T k, I], `down` [T k, H], and the u of every
     adapter's factors, those of gate_up first."""
 
     gate_up: Tensor
@@ -229,10 +232,8 @@ def _inputs(x: Tensor, weight: Weight, ops: Ops) -> Operand:
 
 def _gated(gate_up: Tensor, layer: Mixture, ops: Ops) -> Operand:
     first = layer.experts[0]
-    spec = first.down.activation
-    if spec is None:
-        return ops.gate_mul(first.activation, gate_up)
-    return ops.gate_mul_quantized(first.activation, gate_up, spec, _name(first.down))
+    down = first.down
+    return activated_codes(first.activation, gate_up, down.activation, _name(down), ops)
 
 
 def _input_gradient(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import Heads, KVStore, Layout, Ops, StateStore, Store, unwatched
+from isobit.model.families.family import RELU2
 from isobit.model.families.rope import Table, Tables
 from isobit.model.forward import autograd
 from isobit.model.forward.attend import Attended, attend, attend_linear
@@ -21,17 +22,20 @@ from isobit.model.forward.kv_scales import KVScales, scales_of
 from isobit.model.forward.latent import expanded_heads
 from isobit.model.forward.layer_inputs import Keys, layer_embeddings, with_embedding
 from isobit.model.forward.linear_backward import GradientCodes
+from isobit.model.forward.mamba import mamba
 from isobit.model.forward.moe import RouteTape, mixture
 from isobit.model.forward.recompute import Recompute, recomputed
 from isobit.model.forward.storage import new_store
 from isobit.model.hub.config import ModelConfig
 from isobit.model.hub.layer_heads import LayerHeads
+from isobit.model.hub.mamba import Mamba
 from isobit.model.weights.layout import (
     Attention,
     Delta,
     LatentAttention,
     Layer,
     Mixture,
+    Mlp,
     Working,
 )
 from isobit.model.weights.permute_heads import arranged, arranged_norm
@@ -90,7 +94,7 @@ class Pass:
     def states_of(self, index: int) -> StateStore | None:
         """Where a layer's states are, if anywhere."""
         found = None if self.stores is None else self.stores[index]
-        assert not isinstance(found, KVStore)
+        assert found is None or isinstance(found, StateStore)
         return found
 
     def temporary_store(self, index: int, layer: Layer) -> KVStore:
@@ -125,39 +129,58 @@ def _layer(
 ) -> tuple[Tensor, Tensor | None]:
     """(what the layer adds, the residual stream that it is added to), both [T, hidden]; or their
     sum times the layer's number, and None."""
-    eps, ops = ctx.config.rms_eps, ctx.ops_of(index)
-    if isinstance(layer.attention, Delta):
-        x, residual = _linear_attention(x, residual, index, layer, layer.attention, ctx, ops)
-    elif isinstance(layer.attention, LatentAttention):
-        rows, residual = _norm_then_project(
-            x, residual, layer.input_norm, layer.attention.qkv_a, eps, ops
-        )
-        x = _attend_latent(rows, index, layer, layer.attention, ctx, ops)
-    else:
-        qkv, residual = _norm_then_project(
-            x, residual, layer.input_norm, layer.attention.qkv, eps, ops
-        )
-        x = _attend(qkv, index, layer, layer.attention, ctx, ops)
-    x = _added(x, layer.attention_out_norm, ctx, ops)
-    if isinstance(layer.mlp, Mixture):
-        assert layer.post_norm is not None
-        normed, residual = autograd.rms_norm(x, residual, layer.post_norm, eps, ops)
-        x = mixture(normed, residual, layer.mlp, eps, ops, ctx.tape, ctx.recompute == "mlp")
-    else:
-        norm, weight, codes = layer.post_norm, layer.mlp.gate_up, GradientCodes()
-        gate_up, residual = _norm_then_project(x, residual, norm, weight, eps, ops, codes)
-        again = None
-        if ctx.recompute == "mlp":
-            again = partial(
-                _norm_then_project, residual.detach(), None, norm, weight, eps, unwatched(ops)
-            )
-        own = layer.mlp
-        x = autograd.gated_linear(gate_up, own.activation, own.down, ops, again, codes)
-    x = _added(x, layer.mlp_out_norm, ctx, ops)
+    ops = ctx.ops_of(index)
+    if layer.attention is not None:
+        x, residual = _attention(x, residual, index, layer, layer.attention, ctx, ops)
+        x = _added(x, layer.attention_out_norm, ctx, ops)
+    if layer.mlp is not None:
+        x, residual = _mlp(x, residual, layer, layer.mlp, ctx, ops)
+        x = _added(x, layer.mlp_out_norm, ctx, ops)
     if layer.embedded is not None:
+        assert residual is not None
         given = ctx.embedded[index], layer.embedded, ctx.config, ops
         x, residual = with_embedding(x, residual, *given)
-    return (x, residual) if layer.scalar is None else ((x + residual) * layer.scalar.working, None)
+    if layer.scalar is None:
+        return x, residual
+    assert residual is not None
+    return (x + residual) * layer.scalar.working, None
+
+
+def _attention(
+    x: Tensor,
+    residual: Tensor | None,
+    index: int,
+    layer: Layer,
+    own: Attention | Delta | LatentAttention,
+    ctx: Pass,
+    ops: Ops,
+) -> tuple[Tensor, Tensor]:
+    """(what a layer's attention gives, the sum x + residual), both [T, hidden]."""
+    if isinstance(own, Delta):
+        return _linear_attention(x, residual, index, layer, own, ctx, ops)
+    first = own.qkv_a if isinstance(own, LatentAttention) else own.qkv
+    rows, residual = _norm_then_project(
+        x, residual, layer.input_norm, first, ctx.config.rms_eps, ops
+    )
+    if isinstance(own, LatentAttention):
+        return _attend_latent(rows, index, layer, own, ctx, ops), residual
+    return _attend(rows, index, layer, own, ctx, ops), residual
+
+
+def _mlp(
+    x: Tensor, residual: Tensor | None, layer: Layer, own: Mlp | Mixture, ctx: Pass, ops: Ops
+) -> tuple[Tensor, Tensor]:
+    """(what a layer's MLP or experts give, the sum x + residual), both [T, hidden]."""
+    norm, eps, again = layer.post_norm, ctx.config.rms_eps, ctx.recompute == "mlp"
+    if isinstance(own, Mixture):
+        assert norm is not None
+        normed, residual = autograd.rms_norm(x, residual, norm, eps, ops)
+        return mixture(normed, residual, own, eps, ops, ctx.tape, again), residual
+    weight, codes = own.gate_up, GradientCodes() if own.activation != RELU2 else None
+    gate_up, residual = _norm_then_project(x, residual, norm, weight, eps, ops, codes)
+    given = residual.detach(), None, norm, weight, eps, unwatched(ops)
+    run = partial(_norm_then_project, *given) if again else None
+    return autograd.gated_linear(gate_up, own.activation, own.down, ops, run, codes), residual
 
 
 def _norm_then_project(
@@ -191,10 +214,15 @@ def _linear_attention(
     """(linear attention and its output projection, the sum x + residual), both [T, hidden]."""
     assert layer.input_norm is not None
     assert ctx.config.linear is not None
-    normed, residual = autograd.rms_norm(x, residual, layer.input_norm, ctx.config.rms_eps, ops)
+    sizes, eps = ctx.config.linear, ctx.config.rms_eps
+    given = Recurrent(sizes, eps, ctx.layout, ctx.states_of(index))
+    if own.gates is None:
+        assert isinstance(sizes, Mamba)
+        rows, residual = _norm_then_project(x, residual, layer.input_norm, own.qkv, eps, ops)
+        return mamba(rows, own, sizes, given, ops), residual
+    normed, residual = autograd.rms_norm(x, residual, layer.input_norm, eps, ops)
     qkvz = autograd.linear(normed, own.qkv, ops, kept=True)
     gates = autograd.linear(normed, own.gates, ops, kept=True, dtype=torch.float32)
-    given = Recurrent(ctx.config.linear, ctx.config.rms_eps, ctx.layout, ctx.states_of(index))
     return linear_attention(qkvz, gates, own, given, ops), residual
 
 

@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from isobit.kernels import Ops, by_score, by_score_backward, unwatched
 from isobit.model.forward import autograd
 from isobit.model.forward.experts import through_experts
+from isobit.model.forward.gate import gated
 from isobit.model.weights.layout import Beside, Mixture, Mlp
 from isobit.model.weights.stored import Vector
 
@@ -147,28 +148,7 @@ def _shared(x: Tensor, own: Mlp, layer: Mixture, ops: Ops, again: bool) -> Tenso
     if layer.shared_gate is None:
         return out
     gate = autograd.linear(x, layer.shared_gate, ops, kept=True, dtype=torch.float32).to(x.dtype)
-    return _gated(torch.cat((gate.expand_as(out), out), 1), ops)
-
-
-def _gated(pair: Tensor, ops: Ops) -> Tensor:
-    """σ(gate) · x of a pair (gate, x) [T, 2 H]: [T, H]."""
-    if torch.is_grad_enabled():
-        return _Gated.apply(pair, ops)
-    return ops.gate_mul("sigmoid", pair)
-
-
-class _Gated(Function):
-    @staticmethod
-    def forward(ctx: Any, pair: Tensor, ops: Ops) -> Tensor:
-        ctx.ops = ops
-        ctx.save_for_backward(pair)
-        return ops.gate_mul("sigmoid", pair)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (pair,) = ctx.saved_tensors
-        return ctx.ops.gate_mul_backward("sigmoid", dy.contiguous(), pair), None
+    return gated("sigmoid", torch.cat((gate.expand_as(out), out), 1), ops)
 
 
 def _scaled(gates: Tensor, experts: Tensor, scale: Vector) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from isobit.kernels import KVStore, StateStore, Store
+from isobit.kernels import KVStore, NoStore, StateStore, Store
 from isobit.model.hub.config import ModelConfig
 from isobit.precision import Flow, QuantSpec
 
@@ -20,6 +20,8 @@ def new_store(
 ) -> Store:
     """An empty one, of `pages`. `kv`: how keys and values are stored; with calibrated `scales` [2],
     if there are."""
+    if not config.has_attention(layer):
+        return NoStore()
     if config.linear is not None and config.is_linear(layer):
         inputs = config.linear.width - 1, config.linear.channels
         return StateStore.allocate(pages, inputs, config.linear.state, flow.compute, device)

@@ -37,6 +37,7 @@ _LANGUAGE_MODEL = {
 }
 """What the names of a language model's tensors begin with inside another model, by transformers 5,
 and by 4 before 4.52; and without it."""
+_EARLIER = "backbone."  # what NVIDIA's files have for model.
 _SCALES = "_scale_inv"
 _EXPECTED = {"adapter": "a PEFT folder, such as a checkpoint of a run that trained an adapter"}
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -99,7 +100,12 @@ class Weights:
     model's, by the names that they have without it."""
 
     def __init__(self, directory: Path, tensors: Mapping[str, tuple[Path, FileTensor]]) -> None:
-        tensors = _of_language_model(tensors)
+        tensors = _of_language_model(
+            {
+                name.replace(_EARLIER, "model.", 1) if name.startswith(_EARLIER) else name: tensor
+                for name, tensor in tensors.items()
+            }
+        )
         self._directory, self._tensors = directory, tensors
         scales = [
             key for key in tensors if key.endswith(_SCALES) and key.removesuffix(_SCALES) in tensors

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from isobit.errors import IsobitError
-from isobit.kernels import Activation
 from isobit.model.families import (
     FAMILIES,
     MOST_LAYERS,
@@ -25,19 +24,24 @@ from isobit.model.families import (
     windows_of,
     windows_to_hf,
 )
+from isobit.model.families.family import RELU2, MlpActivation
 from isobit.model.families.rope import Rope
 from isobit.model.hub.experts import Experts
 from isobit.model.hub.latent import Latent
 from isobit.model.hub.layer_heads import LayerHeads
 from isobit.model.hub.layer_inputs import LayerInputs
+from isobit.model.hub.layer_kinds import FULL, LINEAR, kinds_from_hf, kinds_to_hf
 from isobit.model.hub.linear_attention import LinearAttention
+from isobit.model.hub.mamba import linear_sizes
 from isobit.model.hub.multipliers import Multipliers
 from isobit.model.hub.rotary import check_head_dim, ropes_of
+from isobit.model.hub.token_ids import first_id, special_ids
 from isobit.model.hub.unsupported import check_supported
 from isobit.model.hub.wrapped import architectures, text_of
 from isobit.options.families import nearest
 
 _CAP = "final_logit_softcapping"
+_OF_MLP = ("post_norm", "mlp_out_norm")
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,8 @@ class ModelConfig:
     none has. `multipliers`: None in a family without them. `latent`: the sizes of multi-head latent
     attention, None where it is another. `global_heads`: those of layers without a window, None
     where they are as the others'. `logit_cap`: logits are cap · tanh(logits / cap), None: they are
-    not capped. `inputs`: what layers take beside the hidden state."""
+    not capped. `inputs`: what layers take beside the hidden state. `kinds`: of each layer its one
+    part; () where layers have attention and MLP."""
 
     family: str
     vocab_size: int
@@ -82,6 +87,7 @@ class ModelConfig:
     global_heads: LayerHeads | None = None
     logit_cap: float | None = None
     inputs: LayerInputs = field(default_factory=LayerInputs)
+    kinds: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for key in (
@@ -120,6 +126,8 @@ class ModelConfig:
             family.windows is not None and len(self.windows) == self.num_layers
         )
         assert (self.linear is not None) == family.linear_attention
+        assert not (self.tie_embeddings and "tie_word_embeddings" in family.off)
+        assert len(self.kinds) == (self.num_layers if family.one_part else 0)
         assert (self.multipliers is not None) == family.multipliers
         assert (self.latent is not None) == (family.latent is not None)
         if self.latent is not None and self.num_kv_heads != self.num_heads:
@@ -178,10 +186,12 @@ class ModelConfig:
         """Whether each head has a gate."""
         return FAMILIES[self.family].gated_attention
 
-    @property
-    def norms(self) -> tuple[str, ...]:
-        """The norms of a layer: `Family.norms`."""
-        return FAMILIES[self.family].norms
+    def norms_of(self, layer: int) -> tuple[str, ...]:
+        """The norms of a layer: `Family.norms`, of the parts that it has."""
+        names, mine = FAMILIES[self.family].norms, self.has_mlp(layer)
+        return tuple(
+            name for name in names if (mine if name in _OF_MLP else self.has_attention(layer))
+        )
 
     @property
     def norms_all_heads(self) -> bool:
@@ -204,9 +214,14 @@ class ModelConfig:
         return FAMILIES[self.family].interleaved
 
     @property
-    def activation(self) -> Activation:
-        """Of the gates."""
+    def activation(self) -> MlpActivation:
+        """Of the gates, or of MLPs without."""
         return FAMILIES[self.family].activation
+
+    @property
+    def gated(self) -> bool:
+        """Whether MLPs have a gate beside their up projection."""
+        return self.activation != RELU2
 
     @property
     def sinks(self) -> bool:
@@ -263,7 +278,7 @@ class ModelConfig:
 
     def rope_of(self, layer: int) -> Rope | None:
         """The rotary embedding of a layer, None if it has none."""
-        if layer in self.unrotated:
+        if layer in self.unrotated or not FAMILIES[self.family].rotary:
             return None
         return (self.sliding_rope if self.slides(layer) else None) or self.rope
 
@@ -271,10 +286,13 @@ class ModelConfig:
         """Whether the layer has linear attention in place of attention."""
         return self.linear is not None and layer in self.linear.layers
 
-    @property
-    def num_attentions(self) -> int:
-        """Layers with attention, and so with keys and values."""
-        return self.num_layers - (0 if self.linear is None else len(self.linear.layers))
+    def has_attention(self, layer: int) -> bool:
+        """Whether the layer has attention, linear or not."""
+        return not self.kinds or self.kinds[layer] in (LINEAR, FULL)
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether the layer has an MLP, or experts."""
+        return not self.kinds or not self.has_attention(layer)
 
     @property
     def experts_beside(self) -> bool:
@@ -311,7 +329,8 @@ class ModelConfig:
             raise IsobitError(
                 f"{where}: hidden_size {hidden} is no multiple of num_attention_heads {num_heads}"
             )
-        layers = whole(values, "num_hidden_layers", where, most=MOST_LAYERS)
+        kinds = kinds_from_hf(values, where) if family.one_part else ()
+        layers = len(kinds) or whole(values, "num_hidden_layers", where, most=MOST_LAYERS)
         max_positions = whole(values, "max_position_embeddings", where, family.max_positions)
         rope, sliding = ropes_of(values, where, family, max_positions)
         latent = None if family.latent is None else Latent.from_hf(values, where, family.latent)
@@ -326,7 +345,7 @@ class ModelConfig:
         mixtures = family.mixtures
         experts = None if mixtures is None else Experts.from_hf(values, where, mixtures, layers)
         bias = family.attention_bias and flag(values, "attention_bias", where, family.biased)
-        ids = _ids(values, where)
+        ids = special_ids(values, where)
         config = ModelConfig(
             family=name,
             vocab_size=whole(values, "vocab_size", where),
@@ -338,7 +357,7 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=kv_heads or num_heads,
             head_dim=head_dim or hidden // num_heads,
-            rms_eps=real(values, "rms_norm_eps", where, family.rms_eps),
+            rms_eps=real(values, family.rms_key, where, family.rms_eps),
             rope=rope,
             qkv_bias=bias or family.qkv_bias,
             o_bias=bias and family.output_bias,
@@ -346,9 +365,9 @@ class ModelConfig:
             qk_norm=family.qk_norm,
             tie_embeddings=flag(values, "tie_word_embeddings", where, family.tied),
             max_positions=max_positions,
-            bos_id=_first(ids["bos"]),
+            bos_id=first_id(ids["bos"]),
             eos_ids=ids["eos"],
-            pad_id=_first(ids["pad"]),
+            pad_id=first_id(ids["pad"]),
             experts=experts,
             windows=()
             if family.linear_attention
@@ -357,12 +376,11 @@ class ModelConfig:
             query_scalar=None
             if family.query_scalar is None
             else whole(values, "query_pre_attn_scalar", where, family.query_scalar),
-            linear=LinearAttention.from_hf(values, where, layers)
-            if family.linear_attention
-            else None,
+            linear=linear_sizes(values, where, kinds, layers) if family.linear_attention else None,
             unrotated=() if family.unrotated is None else family.unrotated(values, where, layers),
             multipliers=Multipliers.from_hf(values, where) if family.multipliers else None,
             latent=latent,
+            kinds=kinds,
         )
         return _with_own_heads(config, values, where)
 
@@ -381,7 +399,7 @@ class ModelConfig:
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
             family.activation_key: family.activation_name or family.activation,
-            "rms_norm_eps": self.rms_eps,
+            family.rms_key: self.rms_eps,
             "max_position_embeddings": self.max_positions,
             "tie_word_embeddings": self.tie_embeddings,
             "bos_token_id": self.bos_id,
@@ -391,12 +409,12 @@ class ModelConfig:
             "pad_token_id": self.pad_id,
             "dtype": "float32",
         }
-        if family.ropes is None:
+        if family.ropes is None and family.rotary:
             rope = self.rope if self.latent is None else self.rope.whole
             values |= rope.to_hf(
                 scaled=family.rope_section is not None, partial=family.partial_rotary
             )
-        else:
+        elif family.ropes is not None:
             values |= family.ropes.write(self.rope, self.sliding_rope or self.rope)
         if family.query_scalar is not None:
             values["query_pre_attn_scalar"] = self.query_scalar or self.head_dim
@@ -412,6 +430,8 @@ class ModelConfig:
             ]
         if self.linear is not None:
             values |= self.linear.to_hf(self.num_layers)
+        if self.kinds:
+            values |= kinds_to_hf(self.kinds)
         if family.mixtures is not None and self.experts is not None:
             values |= self.experts.to_hf(family.mixtures, self.num_layers)
         if self.multipliers is not None:
@@ -453,24 +473,3 @@ def _family_of(values: Mapping[str, Any], where: str) -> str:
         f"{where}: unsupported architecture {name or architectures(values)!r:.80}{nearest(name)}: "
         f"supported are {', '.join(FAMILIES)}"
     )
-
-
-def token_ids(value: Any) -> tuple[int, ...]:
-    """Token ids from a config value: one id, a list of them, or nothing. Raises ValueError for
-    anything else."""
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    for token in ids:
-        if not isinstance(token, int) or isinstance(token, bool):
-            raise ValueError(f"{token!r:.80} is not a token id")
-    return tuple(ids)
-
-
-def _ids(values: Mapping[str, Any], where: str) -> dict[str, tuple[int, ...]]:
-    try:
-        return {key: token_ids(values.get(f"{key}_token_id")) for key in ("bos", "eos", "pad")}
-    except ValueError as error:
-        raise IsobitError(f"{where}: a value has the wrong type: {error}") from None
-
-
-def _first(ids: tuple[int, ...]) -> int | None:
-    return ids[0] if ids else None

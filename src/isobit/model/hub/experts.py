@@ -10,6 +10,7 @@ from typing import Any
 from isobit.errors import IsobitError
 from isobit.kernels import Scoring
 from isobit.model.families import Mixtures, flag, number, whole
+from isobit.model.hub.layer_kinds import EXPERTS, PATTERN, kinds_from_hf
 
 _SHARED = "shared_expert_intermediate_size"
 _KINDS = ("sparse", "dense")
@@ -91,6 +92,7 @@ class Experts:
         if self.scoring is not None:
             values |= {
                 "n_shared_experts": self.shared // self.intermediate_size,
+                **({mixtures.shared_key: self.shared} if mixtures.shared_key else {}),
                 "n_group": self.scoring.groups,
                 "topk_group": self.scoring.best,
                 "routed_scaling_factor": self.scoring.scale,
@@ -102,6 +104,8 @@ class Experts:
         return values | {"norm_topk_prob": self.normalize} | self._dense_to_hf(mixtures, layers)
 
     def _dense_to_hf(self, mixtures: Mixtures, layers: int) -> dict[str, Any]:
+        if mixtures.dense_key == PATTERN:  # which layers have what is written with the layers
+            return {"n_shared_experts": 1}
         if mixtures.dense_key == "first_k_dense_replace":
             return {mixtures.dense_key: len(self.dense_layers)}
         if mixtures.dense_key == "mlp_layer_types":
@@ -122,13 +126,18 @@ def _shared(values: Mapping[str, Any], where: str, mixtures: Mixtures, size: int
     """The size of the MLP beside the experts, whose own is `size`."""
     if not mixtures.shared:
         return 0
+    if mixtures.shared_key is not None:
+        return whole(values, mixtures.shared_key, where, mixtures.shared)
     if mixtures.scoring is not None:
         return size * whole(values, "n_shared_experts", where, mixtures.shared)
     return whole(values, _SHARED, where, mixtures.shared)
 
 
 def _dense_layers(values: Mapping[str, Any], where: str, key: str, layers: int) -> tuple[int, ...]:
-    """The layers that have one MLP."""
+    """The layers that have one MLP, or none."""
+    if key == PATTERN:
+        parts = kinds_from_hf(values, where)
+        return tuple(layer for layer in range(layers) if parts[layer] != EXPERTS)
     if key == "first_k_dense_replace":
         return tuple(range(min(whole(values, key, where, 3, least=0), layers)))
     if key == "mlp_layer_types":

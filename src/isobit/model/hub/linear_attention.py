@@ -116,7 +116,7 @@ def initial(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Te
         else None
     )
     if uniform is None:
-        return None
+        return torch.ones(shape) if name.endswith(".skip") else None
     if name.endswith(".conv"):
         return (2 * uniform - 1) / math.sqrt(shape[-1])
     if name.endswith(".decay"):

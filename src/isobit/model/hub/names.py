@@ -33,7 +33,10 @@ _OUTSIDE = {
     "final_norm": "model.norm.weight",
     "head": "lm_head.weight",
 }
-_BARE = ("sinks", "decay", "step_bias", "balance", "layer_scalar", "router_norm", "expert_scale")
+_BARE = (
+    *("sinks", "decay", "step_bias", "skip", "balance", "layer_scalar"),
+    *("router_norm", "expert_scale"),
+)
 """Tensors whose names end with the module's."""
 _KEYS = tuple(f"self_attn.{one}_{part}." for one in "kv" for part in ("proj", "norm"))
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -245,7 +248,7 @@ def check_tied(
 ) -> None:
     """Refuse a head that differs from the embedding where config.json ties them: `transformers`
     would take the head. Each rank compares the rows that it keeps."""
-    embed, head = _OUTSIDE["embed"], _OUTSIDE["head"]
+    embed, head = outside("embed", config), outside("head", config)
     if not config.tie_embeddings or head not in shapes:
         return
     lo, hi = Shards.of(parameter_shapes(config), ranks).own("embed")
@@ -256,13 +259,19 @@ def check_tied(
         )
 
 
+def outside(master: str, config: ModelConfig) -> str:
+    """The Hugging Face tensor of a master outside the layers."""
+    named = FAMILIES[config.family].modules.get(master)
+    return _OUTSIDE[master] if named is None else f"model.{named[0]}.weight"
+
+
 def parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int, ...]]]]]:
     """For every master, in order: its name, and the Hugging Face tensors that are its rows, with
     their shapes."""
     modules = FAMILIES[config.family].modules
     for master, shape in parameter_shapes(config).items():
         if master in _OUTSIDE:
-            yield master, [(_OUTSIDE[master], shape)]
+            yield master, [(outside(master, config), shape)]
             continue
         _, index, *inside, name = master.split(".")
         base = name if name in _BARE else name.removesuffix("_bias")
@@ -279,7 +288,7 @@ def parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int,
         heights = (shape[0],) if len(named) == 1 else _heights(base, shape[0], config, int(index))
         names = [f"model.layers.{index}.{module.format(*inside[1:])}{suffix}" for module in named]
         row = (
-            (1, *shape[1:]) if base == "conv" else shape[1:]
+            (1, *shape[1:]) if base == name == "conv" else shape[1:]
         )  # a convolution's has one input for each channel
         yield master, [(n, (height, *row)) for n, height in zip(names, heights)]
 

@@ -13,6 +13,8 @@ def ropes_of(
     values: Mapping[str, Any], where: str, family: Family, max_positions: int
 ) -> tuple[Rope, Rope | None]:
     """The rotary embedding, and that of layers with a window where it may be another."""
+    if not family.rotary:
+        return Rope(), None
     if family.ropes is not None:
         return family.ropes.read(values, where, max_positions)
     if family.rope_section is not None and not (

@@ -12,14 +12,14 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     `embed` [V, C]; of layer i, with the prefix `layers.i.`: `input_norm`, `qkv` [(H + 2 KV) · D,
     C], or [(H + KV) · D, C] where keys are values, `q_norm` and `k_norm` [D], or [H · D] and [KV ·
     D], `sinks` [H], `o` [C, H · D], `attention_out_norm`, `post_norm`, then `gate_up` [2 I, C] and
-    `down` [C, I], or `router` [E, C]
-    and `experts.e.gate_up` and `experts.e.down` of each expert e, `shared.gate_up` and
-    `shared.down` of an MLP beside them and `shared_gate` [1, C], and `mlp_out_norm`, and
-    `layer_scalar` [1], which no gradient reaches; `final_norm`;
-    `head` [V, C], unless it is the embedding. Norms are those of `ModelConfig.norms`. A bias has
-    the name of its weight and `_bias`. A layer with linear attention has `LinearAttention.shapes`
-    from `qkv` to `o`, one with latent attention `Latent.shapes`, and where attention has gates,
-    those are rows of `qkv`. `balance` [E] is the bias by which experts are chosen that have scores.
+    `down` [C, I], or `router` [E, C] and `experts.e.gate_up` and `experts.e.down` of each expert e,
+    `shared.gate_up` and `shared.down` of an MLP beside them and `shared_gate` [1, C], and
+    `mlp_out_norm`, and `layer_scalar` [1], which no gradient reaches; `final_norm`; `head` [V, C],
+    unless it is the embedding. Norms are those of `ModelConfig.norms_of`. A bias has the name of its
+    weight and `_bias`. A layer with linear attention has `LinearAttention.shapes` from `qkv` to
+    `o`, one with latent attention `Latent.shapes`, and where attention has gates, those are rows of
+    `qkv`. Of an MLP without a gate, `gate_up` is [I, C]. `balance` [E] is the bias by which experts
+    are chosen that have scores.
     Where experts stand beside an MLP, `shared_out_norm` is behind that, `router_norm` and
     `experts_norm` are before the router and the experts and `experts_out_norm` behind these, and
     gates are multiplied by `expert_scale` [E]. A layer that reads keys has no `k_norm`, and only
@@ -30,14 +30,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"embed": whole}
     shapes |= config.inputs.shapes_outside(*whole, config.num_layers)
     for index in range(config.num_layers):
-        linear = config.linear if config.is_linear(index) else None
-        inside = _attention_shapes(config, index)
-        if linear is not None:
-            inside = _own_shapes(config, linear.shapes(config.hidden_size))
-        elif config.latent is not None:
-            own = config.latent.shapes(config.hidden_size, config.num_heads)
-            inside = _own_shapes(config, own)
-        inside |= _mlp_shapes(config, index)
+        inside = _attention_shapes(config, index) if config.has_attention(index) else {}
+        inside |= _mlp_shapes(config, index) if config.has_mlp(index) else {}
         inside |= config.inputs.shapes(config.hidden_size)
         inside |= {"layer_scalar": (1,)} if config.layer_scalars else {}
         shapes |= {f"layers.{index}.{name}": shape for name, shape in inside.items()}
@@ -48,6 +42,11 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _attention_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    if config.linear is not None and config.is_linear(layer):
+        return _own_shapes(config, layer, config.linear.shapes(config.hidden_size))
+    if config.latent is not None:
+        own = config.latent.shapes(config.hidden_size, config.num_heads)
+        return _own_shapes(config, layer, own)
     hidden, rows = config.hidden_size, config.qkv_rows(layer)
     kv_heads, dim, _ = config.heads_of(layer)
     heads, kv_heads = (config.num_heads, kv_heads) if config.norms_all_heads else (1, 1)
@@ -63,22 +62,26 @@ def _attention_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, .
     if config.o_bias:
         shapes["o_bias"] = (hidden,)
     shapes["attention_out_norm"] = (hidden,)
-    return _with_norms_of(config, shapes)
+    return _with_norms_of(config, layer, shapes)
 
 
-def _own_shapes(config: ModelConfig, own: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def _own_shapes(
+    config: ModelConfig, layer: int, own: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
     """Of attention of another kind, between its norms."""
     hidden = (config.hidden_size,)
-    return _with_norms_of(config, {"input_norm": hidden, **own, "attention_out_norm": hidden})
+    shapes = {"input_norm": hidden, **own, "attention_out_norm": hidden}
+    return _with_norms_of(config, layer, shapes)
 
 
 def _mlp_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     hidden, inner = config.hidden_size, config.inner_of(layer)
+    halves = 2 if config.gated else 1
     shapes: dict[str, tuple[int, ...]] = {"post_norm": (hidden,)}
     if config.is_mixture(layer) and config.experts is not None:
         own: dict[str, tuple[int, ...]] = {"router": (config.experts.count, hidden)}
         for number in range(config.experts.count):
-            own[f"experts.{number}.gate_up"] = (2 * config.experts.intermediate_size, hidden)
+            own[f"experts.{number}.gate_up"] = (halves * config.experts.intermediate_size, hidden)
             own[f"experts.{number}.down"] = (hidden, config.experts.intermediate_size)
         if config.experts.scoring is not None:
             shapes["balance"] = (config.experts.count,)
@@ -89,11 +92,11 @@ def _mlp_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
         for name, shape in own.items():
             shapes |= {name: shape} | ({f"{name}_bias": shape[:1]} if config.experts_bias else {})
     else:
-        shapes |= {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+        shapes |= {"gate_up": (halves * inner, hidden), "down": (hidden, inner)}
         if config.mlp_bias:
             shapes |= {"gate_up_bias": (2 * inner,), "down_bias": (hidden,)}
     shapes["mlp_out_norm"] = (hidden,)
-    return _with_norms_of(config, shapes)
+    return _with_norms_of(config, layer, shapes)
 
 
 def _shared_shapes(config: ModelConfig, size: int) -> dict[str, tuple[int, ...]]:
@@ -102,14 +105,23 @@ def _shared_shapes(config: ModelConfig, size: int) -> dict[str, tuple[int, ...]]
     if not size:
         return {}
     shapes: dict[str, tuple[int, ...]] = {"shared_gate": (1, hidden)} if config.shared_gate else {}
-    return shapes | {"shared.gate_up": (2 * size, hidden), "shared.down": (hidden, size)}
+    first = (2 * size if config.gated else size, hidden)
+    return shapes | {"shared.gate_up": first, "shared.down": (hidden, size)}
 
 
 def _with_norms_of(
-    config: ModelConfig, shapes: dict[str, tuple[int, ...]]
+    config: ModelConfig, layer: int, shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Without the norms that the architecture does not have."""
-    kept = {"q_norm", "k_norm", "state_norm", "q_a_norm", "kv_a_norm", *_BESIDE, *config.norms}
+    """Without the norms that the layer does not have."""
+    kept = {
+        "q_norm",
+        "k_norm",
+        "state_norm",
+        "q_a_norm",
+        "kv_a_norm",
+        *_BESIDE,
+        *config.norms_of(layer),
+    }
     return {
         name: shape for name, shape in shapes.items() if not name.endswith("_norm") or name in kept
     }

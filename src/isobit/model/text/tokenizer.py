@@ -22,7 +22,7 @@ from isobit.data.dataset import TEMPLATE_KWARGS
 from isobit.data.foreign import exists, read_bytes, reason_of
 from isobit.errors import IsobitError, brief
 from isobit.model.hub.checkpoint import read_json, read_text, write_json
-from isobit.model.hub.config import token_ids
+from isobit.model.hub.token_ids import token_ids
 from isobit.model.text import chat
 from isobit.model.text.added_tokens import add_tokens, named_tokens, read_settings, token_text
 from isobit.model.text.escape_special import ContentEncoder, Rule

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from isobit.distributed.weights import Stored, share_rows
 from isobit.kernels import (
-    Activation,
     Operand,
     Ops,
     Packed,
@@ -27,6 +26,7 @@ from isobit.kernels import (
     tensors_of,
 )
 from isobit.kernels.low_rank.experts import ExpertFactors
+from isobit.model.families.family import MlpActivation
 from isobit.model.weights.masters import Masters
 from isobit.model.weights.stored import LowRank, Vector, Weight, working_vector
 from isobit.precision import Flow, PackedFP4, QTensor
@@ -65,11 +65,11 @@ class Embedded:
 
 @dataclass(frozen=True, eq=False)
 class Mlp:
-    """A gated MLP: of a layer, or one expert."""
+    """An MLP, of a layer, or one expert; without a gate `gate_up` is its up projection."""
 
     gate_up: Weight
     down: Weight
-    activation: Activation
+    activation: MlpActivation
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,15 +185,18 @@ class Attention:
 @dataclass(frozen=True, eq=False)
 class Delta:
     """Linear attention by the gated delta rule: `qkv` has z, the gate of the result, too; `gates`,
-    in FP32, give the rule's b and a. All vectors are float32, but the norm of what states give."""
+    in FP32, give the rule's b and a. All vectors are float32, but the norm of what states give.
+    Mamba-2 has a `skip`, a bias of its convolution, and no gates: its steps are rows of `qkv`."""
 
     qkv: Weight
-    gates: Weight
+    gates: Weight | None
     conv: Vector
     decay: Vector
     step_bias: Vector
     state_norm: Vector
     o: Weight
+    conv_bias: Vector | None = None
+    skip: Vector | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,14 +217,14 @@ class Layer:
     """Working weights of one layer, and the flow that they are for. Norms are before attention
     (`input_norm`) and MLP (`post_norm`), and after them (`attention_out_norm`, `mlp_out_norm`),
     where the architecture has them, as it may have the number [1] that the sum is multiplied by
-    (`scalar`), and embeddings of the layer."""
+    (`scalar`), and embeddings of the layer. A layer of one part has attention or an MLP."""
 
     flow: Flow
     input_norm: Vector | None
-    attention: Attention | Delta | LatentAttention
+    attention: Attention | Delta | LatentAttention | None
     attention_out_norm: Vector | None
     post_norm: Vector | None
-    mlp: Mlp | Mixture
+    mlp: Mlp | Mixture | None
     mlp_out_norm: Vector | None
     scalar: Vector | None = None
     embedded: Embedded | None = None

@@ -6,6 +6,7 @@ values on hover, the slider of the heat maps, the tables of prompts and completi
 prompts and completions are made for each run, and the page's byte budget is shared between them.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +36,13 @@ from isobit.run.directory import (
     read_jsonl,
     require_run,
 )
+from isobit.run.rows import warn
 
 SCRIPTS = ("charts.js", "tabs.js", "heatmap.js", "prompts.js", "completions.js")
 _COMPLETION_BYTES, _HELD_OUT_BYTES, _PROMPT_BYTES = 2_000_000, 400_000, 400_000
 _MOST_CONFIG = 1 << 20
+_LEARNED = "advantage/nonzero_fraction"  # of a step with completions
+_NONE_KEPT = re.compile(r"^  completions: none$", re.MULTILINE)
 _STATIC_SAMPLES, _STATIC_LENGTH = 3, 600
 
 
@@ -118,11 +122,17 @@ def _read(directory: Path, name: str, sharing: int) -> _Run:
             f"{directory}: no step has been recorded yet, so there is nothing to report"
         )
     recorded = directory / QUANTIZATION
-    rollouts = read_rollouts(directory / COMPLETIONS)
+    rollouts, config = read_rollouts(directory / COMPLETIONS), _config(directory / CONFIG)
     intervals = rollouts.reward_intervals()
+    learned = sum(row.get(_LEARNED) is not None for row in rows)
+    if learned and not (rollouts.count or rollouts.lost or _NONE_KEPT.search(config)):
+        warn(
+            f"{directory / COMPLETIONS}: holds no completions, and {learned:,} steps learned from "
+            "some: it was emptied or removed"
+        )
     return _Run(
         name,
-        _config(directory / CONFIG),
+        config,
         _resolved(directory),
         Series(name, [_with_band(row, intervals, rollouts) for row in rows]),
         heat_maps(list(read_jsonl(recorded)) if recorded.is_file() else []),

@@ -19,7 +19,8 @@ from typing import Any
 
 from isobit.errors import IsobitError
 from isobit.monitor.report.intervals import mean_interval
-from isobit.run.completions import Member, is_reward, lines, members, parse
+from isobit.run.completions import Member, cut_off, is_reward, lines, members, parse
+from isobit.run.directory import in_use
 from isobit.run.rows import BadRow, check_step, warn
 
 _LISTS = re.compile(
@@ -49,7 +50,7 @@ class Visit:
 class RolloutIndex:
     """Visits by prompt text, in order; and for each step the places and the rewards of its whole
     rows, of `whole_bytes` together: a sampled run has others, which count and cannot be shown.
-    `lost`: rows and steps that cannot be read.
+    `lost`: rows and steps that cannot be read, and about the first of them `why`.
 
     `solved_from`: the reward from which a completion counts as solved: 1, or the highest there is,
     if that is less.
@@ -60,6 +61,7 @@ class RolloutIndex:
     steps: dict[int, tuple["array[int]", "array[float]"]] = field(default_factory=dict)
     count: int = 0
     lost: int = 0
+    why: str = ""
     whole_bytes: int = 0
     members: list[tuple[int, Member]] = field(default_factory=list)
     solved_from: float = 1.0
@@ -77,6 +79,11 @@ class RolloutIndex:
         found = {step: mean_interval(values) for step, values in means.items() if len(values) > 1}
         return {step: (high - low) / 2 for step, (_, low, high) in found.items()}
 
+    def lose(self, why: str) -> None:
+        """One row or step more that cannot be read."""
+        self.lost += 1
+        self.why = self.why or why
+
     def rows(self, places: Sequence[int]) -> Iterator[dict[str, Any]]:
         """The rows at these places (counted from the first), whole; quick where those of a step
         follow one another."""
@@ -91,16 +98,16 @@ class RolloutIndex:
 
 
 def read_rollouts(path: Path) -> RolloutIndex:
-    """Read the file, if it is there; a half-written last step is left out. A line on stderr says
-    how many rows and steps are none, or are damaged. Raises IsobitError for a file that may not be
-    read."""
+    """Read the file, if it is there. A line on stderr says how many rows and steps are none, or are
+    damaged, and one where the file ends within a step, unless its run still writes. Raises
+    IsobitError for a file that may not be read."""
     found, groups = RolloutIndex(path), dict[tuple[str, int, int], list[float]]()
     for line in _lines(found):
         try:
             row = _row(line)
-        except BadRow:
-            found.lost += 1
+        except BadRow as error:
             found.count += 1
+            found.lose(f"row {found.count:,}: {error}")
             continue
         prompt = str(row.get("prompt") or "")
         step = row["step"]
@@ -118,7 +125,10 @@ def read_rollouts(path: Path) -> RolloutIndex:
         found.count += 1
     found.solved_from = min(1.0, found.highest)
     if found.lost:
-        warn(f"{path}: rows or steps that cannot be read: {found.lost:,}; they are left out")
+        what = "1 row or step" if found.lost == 1 else f"{found.lost:,} rows or steps"
+        warn(f"{path}: {what} cannot be read and left out; the first: {found.why}")
+    if (said := cut_off(path)) is not None and not in_use(path.parent):
+        warn(said)
     for (prompt, step, _), scored in groups.items():
         if scored:
             solved = sum(reward >= found.solved_from for reward in scored)
@@ -134,8 +144,8 @@ def _lines(found: RolloutIndex) -> Iterator[bytes]:
     for member in members(found.path):
         try:
             rows = lines(found.path, member)
-        except IsobitError:
-            found.lost += 1
+        except IsobitError as error:
+            found.lose(str(error).removeprefix(f"{found.path}: "))
             continue
         found.members.append((found.count, member))
         yield from rows

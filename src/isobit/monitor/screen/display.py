@@ -2,13 +2,13 @@
 nothing with `quiet`.
 
 A thread of rich redraws the screen once a second, so that a long step shows its progress; the end
-of a step redraws it at once, at most twice a second. Everything goes to stderr.
+of a step redraws it at once, at most twice a second. Everything goes to stderr, which the run
+outlives (`run/outlived.py`).
 """
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -55,17 +55,7 @@ class Display:
     def note(self, text: str) -> None:
         """A line that stays, above the screen."""
         if not self.quiet:
-            with self._whoever_reads():
-                self._console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
-
-    @contextmanager
-    def _whoever_reads(self) -> Iterator[None]:
-        """A pipe whose reader has ended, or a log on a full disk, costs the lines, and not the run.
-        Of a broken pipe rich makes a SystemExit."""
-        try:
-            yield
-        except (OSError, SystemExit):
-            self.quiet = True
+            self._console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def phase(self, name: str) -> None:
         """What the run does now."""
@@ -89,8 +79,7 @@ class Display:
                 self._live.refresh()
         elif now - self._printed >= PLAIN_EVERY_S or self.history.step == self.history.total:
             self._printed = now
-            with self._whoever_reads():
-                print(summary(self.history), file=sys.stderr, flush=True)
+            print(summary(self.history), file=sys.stderr, flush=True)
 
     def _screen(self) -> RenderableType:
         return screen(self.history, self._console.width, self._console.height)

@@ -33,6 +33,7 @@ from isobit.monitor.trackers.settings import make_tracker
 from isobit.run import durable
 from isobit.run.completions import COMPLETIONS, CompletionTail
 from isobit.run.directory import METRICS, object_in
+from isobit.run.outlived import outlived_stderr
 from isobit.run.rows import BadRow, metric_row, next_line
 
 TRACKING, STATE, LOG = "tracking", "state.json", "follower.log"
@@ -206,16 +207,21 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which says when it ends
         signal.signal(number, signal.SIG_IGN)
     replies, request = _Replies(), json.loads(sys.stdin.readline())
-    try:
-        with _lock(Path(request["run"]) / TRACKING / "lock", request["limit_s"]):
-            failed = _follow(request, replies.say)
-    except IsobitError as error:
-        for name in request["trackers"]:
-            replies.say(tracker=name, failed=_told(error))
-        failed = True
+    with outlived_stderr():  # a full disk costs the log, and not what is sent
+        failed = _served(request, replies)
     if failed:
         sys.stderr.flush()
         os._exit(1)  # not through the exit handlers of a library that has just failed
+
+
+def _served(request: Mapping[str, Any], replies: _Replies) -> bool:
+    try:
+        with _lock(Path(request["run"]) / TRACKING / "lock", request["limit_s"]):
+            return _follow(request, replies.say)
+    except IsobitError as error:
+        for name in request["trackers"]:
+            replies.say(tracker=name, failed=_told(error))
+        return True
 
 
 def _follow(request: Mapping[str, Any], say: Callable[..., None]) -> bool:

@@ -37,7 +37,11 @@ _TABLES: Mapping[type, str] = {
 }
 MOST_RUNS, MOST_ANSWERS, MOST_REQUEST_BYTES = 4096, 256, 1 << 30
 """Runs of a tenant; answers that are kept of a run, beside those that may be asked for again; bytes
-of the requests that all runs keep."""
+of the requests that a tenant's runs keep."""
+_REQUEST_BYTES = """
+SELECT coalesce(sum(length(body)), 0) FROM requests WHERE run IN
+(SELECT id FROM runs WHERE tenant = (SELECT tenant FROM runs WHERE id = ?))
+"""
 
 
 class Store:
@@ -147,11 +151,12 @@ class Store:
         """A request to a run is on the disk: after a kill it can be done again. The same number
         twice is the same request."""
         with self._transaction() as execute:
-            (size,) = execute("SELECT coalesce(sum(length(body)), 0) FROM requests").fetchone()
+            (size,) = execute(_REQUEST_BYTES, run).fetchone()
             if size + len(body) > MOST_REQUEST_BYTES:
                 raise BadRequest(
-                    f"requests that are not in a saved state have {size:,} bytes, which is the "
-                    "most; call optim_step",
+                    f"requests of yours that are in no saved state have {size:,} bytes, and "
+                    f"{MOST_REQUEST_BYTES:,} is the most; call optim_step, after some of which a "
+                    "run is saved",
                     status=429,
                 )
             execute(

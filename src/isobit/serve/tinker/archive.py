@@ -6,19 +6,23 @@ vLLM load. `tinker checkpoint download` has a checkpoint saved to be taken away,
 its files, and fetches these. Left out: publishing and projects.
 """
 
+import asyncio
 import os
 import tarfile
 import time
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from isobit.errors import brief
-from isobit.serve.gateway import Gateway, in_thread
+from isobit.serve.gateway import Gateway, Refused, in_thread
 from isobit.serve.requests import BadRequest
 from isobit.serve.state.rows import Checkpoint, CheckpointName, StoredRun
 from isobit.serve.state.state import State
@@ -27,6 +31,9 @@ from isobit.serve.tinker.wire import ttl_of
 from isobit.serve.wire import read_fields
 
 _MOST_LISTED, _BLOCK = 1000, 1 << 18
+_MOST_OPEN, _MOST_OF_A_TENANT, _MOST_CHECKED = 192, 64, 2
+"""Files that are sent at the same time, which are fewer than the descriptors that a server keeps
+for itself (`connections.py`); those of a tenant; checkpoints that are checked at the same time."""
 
 
 class Archive:
@@ -34,6 +41,8 @@ class Archive:
 
     def __init__(self, gateway: Gateway, state: State) -> None:
         self._gateway, self._state, self._links = gateway, state, Links()
+        self._open = Counter[str]()  # files that are sent, of each tenant
+        self._checking = asyncio.Semaphore(_MOST_CHECKED)
 
     async def runs(self, request: Request) -> Response:
         """A tenant's training runs, the newest first."""
@@ -77,15 +86,18 @@ class Archive:
         """A checkpoint's files, as a tar."""
         tenant, name = request.state.tenant, _name(request)
         checkpoint = await in_thread(self._state.checkpoint, tenant, name)
-        folder = await in_thread(self._state.folder_of, checkpoint)
-        files = await in_thread(_opened, folder, checkpoint.created)
-        size = sum(512 + -(-entry.size // 512) * 512 for entry, _ in files) + 1024
-        file = f"{checkpoint.run.replace(':', '-')}-{checkpoint.name}.tar"
-        headers = {
-            "Content-Length": str(size),
-            "Content-Disposition": f'attachment; filename="{file}"',
-        }
-        return StreamingResponse(_tar(files), media_type="application/x-tar", headers=headers)
+        paths = await self._paths(checkpoint)
+        with ExitStack() as held:
+            self._take(tenant, len(paths), held)
+            files = await in_thread(_opened, paths, checkpoint.created, held)
+            size = sum(512 + -(-entry.size // 512) * 512 for entry, _ in files) + 1024
+            file = f"{checkpoint.run.replace(':', '-')}-{checkpoint.name}.tar"
+            headers = {
+                "Content-Length": str(size),
+                "Content-Disposition": f'attachment; filename="{file}"',
+            }
+            return _Download(_tar(files), "application/x-tar", headers, held.pop_all())
+        raise AssertionError("unreachable")
 
     async def urls(self, request: Request) -> Response:
         """A link to each file of a checkpoint that was saved to be taken away."""
@@ -97,11 +109,9 @@ class Archive:
                 "checkpoint_id",
             )
         checkpoint = await in_thread(self._state.checkpoint, request.state.tenant, name)
-        folder = await in_thread(self._state.folder_of, checkpoint)
+        paths = await self._paths(checkpoint)
         expires, origin = int(time.time()) + SECONDS, _origin(request)
-        urls = {
-            file: origin + self._links.link(checkpoint.id, file, expires) for file in _files(folder)
-        }
+        urls = {file: origin + self._links.link(checkpoint.id, file, expires) for file in paths}
         return JSONResponse({"urls": urls, "expires": _time(expires)})
 
     async def file(self, request: Request) -> Response:
@@ -112,12 +122,30 @@ class Archive:
         checkpoint = await in_thread(self._state.by_id, of)
         if checkpoint is None:
             raise BadRequest("the checkpoint of this link was deleted", status=404)
-        folder = await in_thread(self._state.folder_of, checkpoint)
-        file = _files(folder)[name].open("rb")
-        headers = {"Content-Length": str(os.fstat(file.fileno()).st_size)}
-        return StreamingResponse(
-            _blocks(file), media_type="application/octet-stream", headers=headers
-        )
+        run = await in_thread(self._state.run, checkpoint.run)
+        path = (await self._paths(checkpoint))[name]
+        with ExitStack() as held:
+            self._take("" if run is None else run.tenant, 1, held)
+            file = held.enter_context(path.open("rb"))
+            headers = {"Content-Length": str(os.fstat(file.fileno()).st_size)}
+            kind = "application/octet-stream"
+            return _Download(_blocks(file), kind, headers, held.pop_all())
+        raise AssertionError("unreachable")
+
+    async def _paths(self, checkpoint: Checkpoint) -> dict[str, Path]:
+        """A checkpoint's files, which are those that were written; a few are checked at a time, so
+        that other requests get to the disk too."""
+        async with self._checking:
+            return _files(await in_thread(self._state.folder_of, checkpoint))
+
+    def _take(self, tenant: str, count: int, held: ExitStack) -> None:
+        """So many files of a tenant will be open until `held` is closed. Raises Refused (429) where
+        it has some and they would be too many."""
+        mine, together = self._open[tenant], self._open.total()
+        if mine and (mine + count > _MOST_OF_A_TENANT or together + count > _MOST_OPEN):
+            raise Refused(429, "too many downloads are open; ask again when some have ended")
+        self._open[tenant] += count
+        held.callback(self._open.subtract, {tenant: count})
 
     async def sessions(self, request: Request) -> Response:
         """A tenant's sessions that have not ended, the newest first."""
@@ -205,11 +233,14 @@ def _cursor(limit: int, offset: int, count: int) -> dict[str, int]:
     return {"offset": offset, "limit": limit, "total_count": count}
 
 
-def _opened(folder: Path, created: float) -> list[tuple[tarfile.TarInfo, IO[bytes]]]:
-    """Entries of an archive, and their files, which stay readable when they are deleted."""
+def _opened(
+    paths: Mapping[str, Path], created: float, held: ExitStack
+) -> list[tuple[tarfile.TarInfo, IO[bytes]]]:
+    """Entries of an archive, and their files, which stay readable when they are deleted, and are
+    closed with `held`."""
     found = list[tuple[tarfile.TarInfo, IO[bytes]]]()
-    for name, path in _files(folder).items():
-        entry, file = tarfile.TarInfo(name), path.open("rb")
+    for name, path in paths.items():
+        entry, file = tarfile.TarInfo(name), held.enter_context(path.open("rb"))
         entry.size = os.fstat(file.fileno()).st_size
         entry.mode, entry.mtime = 0o600, int(created)
         found.append((entry, file))
@@ -225,10 +256,23 @@ def _files(folder: Path) -> dict[str, Path]:
     }
 
 
+class _Download(StreamingResponse):
+    """An answer of some pieces. It closes what it stands on, whether it is read or not."""
+
+    def __init__(
+        self, pieces: AsyncIterator[bytes], kind: str, headers: dict[str, str], held: ExitStack
+    ) -> None:
+        super().__init__(pieces, media_type=kind, headers=headers)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._held:
+            await super().__call__(scope, receive, send)
+
+
 async def _blocks(file: IO[bytes]) -> AsyncIterator[bytes]:
-    with file:
-        while block := await in_thread(file.read, _BLOCK):
-            yield block
+    while block := await in_thread(file.read, _BLOCK):
+        yield block
 
 
 def _origin(request: Request) -> str:
@@ -240,13 +284,9 @@ def _origin(request: Request) -> str:
 
 
 async def _tar(files: list[tuple[tarfile.TarInfo, IO[bytes]]]) -> AsyncIterator[bytes]:
-    try:
-        for entry, file in files:
-            yield entry.tobuf(tarfile.USTAR_FORMAT)
-            while block := await in_thread(file.read, _BLOCK):
-                yield block
-            yield b"\0" * (-entry.size % 512)
-        yield b"\0" * 1024
-    finally:
-        for _, file in files:
-            file.close()
+    for entry, file in files:
+        yield entry.tobuf(tarfile.USTAR_FORMAT)
+        async for block in _blocks(file):
+            yield block
+        yield b"\0" * (-entry.size % 512)
+    yield b"\0" * 1024

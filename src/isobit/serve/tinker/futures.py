@@ -5,7 +5,7 @@ in Tinker's categories: `user`, or `server`.
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable
 from functools import partial
 
@@ -19,6 +19,7 @@ from isobit.serve.wire import error_value, read_fields
 
 POLL_SECONDS = 20.0
 _MOST_RESULTS, _MOST_RESULT_BYTES = 4096, 1 << 28
+"""Of a tenant, that are kept: one who asks for many makes no others forgotten."""
 _Key = tuple[str, str]  # tenant, name
 
 
@@ -30,8 +31,9 @@ class Futures:
         self._gateway = gateway
         self._tasks: dict[_Key, asyncio.Task[Response]] = {}
         self._kept = set[asyncio.Task[Response]]()  # what cannot be cancelled
-        self._done: deque[tuple[_Key, int]] = deque()  # the oldest first, with a result's bytes
-        self._bytes = 0
+        self._done = defaultdict[str, deque[tuple[_Key, int]]](deque)
+        """Of each tenant what is there, the oldest first, with a result's bytes."""
+        self._bytes = Counter[str]()
 
     def knows(self, tenant: str, name: str) -> bool:
         """Whether this request has come before, and is not forgotten."""
@@ -72,23 +74,30 @@ class Futures:
     async def cancel(self, request: Request) -> Response:
         """Nobody waits for a sample: it ends. A request to a training run is done all the same."""
         fields = await read_fields(request, self._gateway.limits)
-        task = self._tasks.get((request.state.tenant, fields.text("request_id") or ""))
-        if task is not None and not task.done() and task not in self._kept:
-            task.cancel()
+        self.give_up(request.state.tenant, fields.text("request_id") or "")
         return JSONResponse({})
 
+    def give_up(self, tenant: str, name: str) -> None:
+        """Nobody waits for this one any more: it ends, if it can be cancelled."""
+        task = self._tasks.get((tenant, name))
+        if task is not None and not task.done() and task not in self._kept:
+            task.cancel()
+
     def _over(self, key: _Key, task: asyncio.Task[Response]) -> None:
-        """A result is there, the newest; the oldest are forgotten where there are too many."""
+        """A result is there, the newest; a tenant's oldest are forgotten where there are too
+        many."""
         self._kept.discard(task)
+        tenant, _ = key
+        done = self._done[tenant]
         answers = not task.cancelled() and task.exception() is None
         size = len(task.result().body) if answers else 0
-        self._done.append((key, size))
-        self._bytes += size
-        while len(self._done) > _MOST_RESULTS or (
-            self._bytes > _MOST_RESULT_BYTES and len(self._done) > 1
+        done.append((key, size))
+        self._bytes[tenant] += size
+        while len(done) > _MOST_RESULTS or (
+            self._bytes[tenant] > _MOST_RESULT_BYTES and len(done) > 1
         ):
-            oldest, size = self._done.popleft()
-            self._bytes -= size
+            oldest, size = done.popleft()
+            self._bytes[tenant] -= size
             del self._tasks[oldest]
 
 

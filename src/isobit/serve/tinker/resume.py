@@ -16,12 +16,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, RunFailed, brief
 from isobit.rl.stepwise import StepwiseLearner
 from isobit.serve.gateway import Gateway, Refused, in_thread
 from isobit.serve.state.rows import Answer, StoredRequest, StoredRun
 from isobit.serve.state.state import State
-from isobit.serve.tinker.futures import Futures, answered
+from isobit.serve.tinker.futures import Futures
 from isobit.serve.tinker.lines import Line
 from isobit.serve.tinker.runs import Run, Runs
 from isobit.serve.tinker.sampling import Samplers
@@ -52,7 +52,8 @@ class Resume:
         self._handlers = handlers
 
     async def all(self) -> None:
-        """All of it. What cannot be brought back is dropped, with a line in the log."""
+        """All of it. What the state does not hold whole is dropped, with a line in the log. Raises
+        Refused where it is the server that cannot do it, and nothing is dropped."""
         sessions = dict[str, Session]()
         for row in await in_thread(self._state.all_sessions):
             sessions[row.id] = self._sessions.begin(row.id, row.tenant)
@@ -67,7 +68,9 @@ class Resume:
             for sampler in await in_thread(self._state.samplers, name):
                 try:
                     await self._samplers.begin_again(session, sampler)
-                except (IsobitError, Refused) as error:
+                except IsobitError as error:
+                    if isinstance(error, RunFailed):
+                        raise
                     _LOG.warning("sampling client %s cannot go on: %s", sampler.id, error)
                     await in_thread(self._state.drop_sampler, sampler.id)
                     continue
@@ -82,7 +85,11 @@ class Resume:
                 return
             run = await self._opened(session, stored)
             await self._do_again(run, [each for each in requests if each.number > stored.applied])
-        except (IsobitError, Refused) as error:
+        except Refused as error:
+            raise Refused(error.status, f"training run {stored.id}: {error}") from None
+        except IsobitError as error:
+            if isinstance(error, RunFailed):  # a full disk, and nothing of the run's
+                raise
             _LOG.warning("training run %s cannot go on: %s", stored.id, error)
             await in_thread(self._state.end_run, stored.id)
             return
@@ -118,7 +125,7 @@ class Resume:
             if request.number > last or answer is None or kind not in _CHANGING or _failed(answer):
                 continue
             run.again = request.number
-            found = await answered(self._handle(run.session, request))
+            found = await self._handle(run.session, request)
             if bytes(found.body) != answer.body:
                 _LOG.warning("request %d of %s has other bits now", request.number, run.name)
         run.again = None
@@ -148,6 +155,8 @@ class Resume:
             "headers": headers,
             "state": {"tenant": session.tenant},
         }
+        if kind not in self._handlers:
+            raise IsobitError(f"request {stored.number} is none that a server keeps: {brief(kind)}")
         return await self._handlers[kind](Request(scope, receive))
 
 

@@ -4,9 +4,10 @@ adapters, and training of adapters where the server was begun with a state to ke
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 
 from isobit.errors import brief
 from isobit.serve.gateway import Gateway
@@ -56,6 +57,7 @@ class Tinker:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self._routes = list[Route]()
         self._sessions, self._futures = Sessions(gateway), Futures(gateway)
         self._samplers = Samplers(gateway, self._sessions, self._futures)
         self._training: list[tuple[str, Handler]] = [(path, _no_training) for path in TRAINING]
@@ -92,18 +94,23 @@ class Tinker:
             *(("POST", path, handler) for path, handler in self._training),
             *self._kept,
         ]
-        routes = [
+        self._routes = [
             Route(f"{PREFIX}/{path}", handler, methods=[method]) for method, path, handler in found
         ]
         return [
-            *routes,
+            *self._routes,
             Route(f"{PREFIX}/{{path:path}}", self.refuse, methods=["GET", "POST", "PUT", "DELETE"]),
         ]
 
     async def refuse(self, request: Request) -> Response:
-        """What is not offered."""
+        """What is not offered, or not by this method."""
+        for route in self._routes:
+            named = "{" not in route.path  # others take what may be the name of another route
+            if named and route.matches(request.scope)[0] is Match.PARTIAL:
+                allowed = ", ".join(sorted(route.methods or ()))
+                raise HTTPException(405, headers={"Allow": allowed})
         path = brief(request.path_params["path"])
-        raise BadRequest(f"this server does not offer {path} of Tinker's routes")
+        raise BadRequest(f"this server does not offer {path} of Tinker's routes", status=404)
 
     async def capabilities(self, request: Request) -> Response:
         """The model, by its name and by its folder, from which clients read the tokenizer."""

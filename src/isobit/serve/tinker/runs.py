@@ -187,7 +187,7 @@ class Runs:
                 number != run.line.next and run.waiting_bytes + size > limits.run_bytes
             ):
                 raise Refused(429, "too many requests to this run are waiting; ask again later")
-            self._gateway.check_room(0)
+            self._gateway.check_room(run.tenant, 0)
             await in_thread(self.state.accept, run.name, number, kind, body)
         if not self._futures.knows(run.tenant, future):  # nor came again meanwhile
             run.waiting_bytes += size

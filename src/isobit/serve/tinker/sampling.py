@@ -40,14 +40,15 @@ _NOTHING = {
 class Sampler:
     """A sampling client: the model's name as it was given, and what it is pinned to. `snapshot`:
     None while it rests; `kept`: the checkpoint that this is, None: it is none, and never rests;
-    `open`: its requests that are not answered."""
+    `open`: its requests that are not answered, by their futures' names."""
 
     tenant: str
     model: str
     path: str | None
     snapshot: Snapshot | None
     kept: Checkpoint | None = None
-    open: int = 0
+    open: set[str] = field(default_factory=set)
+    ended: bool = False
     waking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -132,7 +133,7 @@ class Samplers:
             await in_thread(self._gateway.state.drop_sampler, name)
         self._dropped[name] = session.name, why
         self._of_session[session.name].remove(name)
-        await self._release(self._samplers.pop(name))
+        await self._end(self._samplers.pop(name))
 
     async def show(self, request: Request) -> Response:
         """What a sampling client samples from."""
@@ -152,8 +153,8 @@ class Samplers:
         count = fields.whole("num_samples", 1, 1, self._gateway.limits.samples)
         asked = self._asked(fields, count)
         if not self._futures.knows(found.tenant, future):
-            self._gateway.check_room(count)
-            answer = self._answer(found, *asked)
+            self._gateway.check_room(found.tenant, count)
+            answer = self._answer(found, future, *asked)
             self._futures.begin(found.tenant, future, answer, cancellable=True)
         ids = [f"{future}:{place}" for place in range(count)]
         return JSONResponse({"request_id": future, "sample_sequence_ids": ids})
@@ -203,15 +204,20 @@ class Samplers:
         return prompt, sampling, Scoring(scored, top) if scored else None
 
     async def _answer(
-        self, sampler: Sampler, prompt: list[int], sampling: Sampling, scoring: Scoring | None
+        self,
+        sampler: Sampler,
+        name: str,
+        prompt: list[int],
+        sampling: Sampling,
+        scoring: Scoring | None,
     ) -> Response:
-        """The answers to a prompt."""
-        sampler.open += 1
+        """The answers to a prompt, which are a future's of this name."""
+        sampler.open.add(name)
         try:
             snapshot = await self._awake(sampler)
             return await self._sampled(sampler.tenant, snapshot, prompt, sampling, scoring)
         finally:
-            sampler.open -= 1
+            sampler.open.discard(name)
 
     async def _sampled(
         self,
@@ -260,12 +266,20 @@ class Samplers:
 
     async def _awake(self, sampler: Sampler) -> Snapshot:
         """What a client is pinned to, in memory."""
+        if sampler.snapshot is None:
+            await asyncio.shield(self._wake(sampler))
+        if sampler.snapshot is None:
+            raise BadRequest("the sampling client was dropped", status=404)
+        return sampler.snapshot
+
+    async def _wake(self, sampler: Sampler) -> None:
+        """Read a client's weights, to the end though who asks is cancelled: what nobody knows of
+        would never be let go of."""
         async with sampler.waking:
-            if sampler.snapshot is None:
-                if sampler.kept is None:
-                    raise BadRequest("the sampling client was dropped", status=404)
+            if sampler.snapshot is None and sampler.kept is not None and not sampler.ended:
                 sampler.snapshot = await self._read(sampler.tenant, sampler.kept)
-            return sampler.snapshot
+            if sampler.ended:
+                await self._release(sampler)
 
     async def _rest(self, session: Session) -> None:
         """Let go of the weights of a session's oldest clients of saved ones, beyond some."""
@@ -283,13 +297,20 @@ class Samplers:
         return found
 
     async def _close(self, session: Session) -> None:
-        """Let go of what a session's sampling clients held."""
+        """Let go of what a session's sampling clients held; nobody waits for their samples."""
         for key in [key for key in self._numbered if key[0] == session.name]:
             del self._numbered[key]
         for name in [name for name, (whose, _) in self._dropped.items() if whose == session.name]:
             del self._dropped[name]
         for name in self._of_session.pop(session.name):
-            await self._release(self._samplers.pop(name))
+            sampler = self._samplers.pop(name)
+            for future in sampler.open:
+                self._futures.give_up(sampler.tenant, future)
+            await self._end(sampler)
+
+    async def _end(self, sampler: Sampler) -> None:
+        sampler.ended = True
+        await self._release(sampler)
 
     async def _release(self, sampler: Sampler) -> None:
         held, sampler.snapshot = sampler.snapshot, None

@@ -17,7 +17,7 @@ from isobit.serve.wire import read_fields
 
 IDLE_SECONDS = 1800.0
 """After so long without a heartbeat a session, and what its clients hold, is dropped."""
-_MOST_SESSIONS, _LONGEST_DISPLAY = 1024, 256
+_MOST_SESSIONS, _LONGEST_DISPLAY = 1024, 256  # of a tenant
 TESTED = ("0.38.0",)
 """Versions of the official client with which the tests were run (tests/serve/test_tinker.py)."""
 _MOST_UNTESTED = 16  # versions that are told of
@@ -47,13 +47,16 @@ class Sessions:
         fields = await read_fields(request, self._gateway.limits)
         self._tell_untested(fields.text("sdk_version"))
         await self._drop_idle()
-        if len(self._sessions) >= _MOST_SESSIONS:
-            raise BadRequest(f"{_MOST_SESSIONS:,} sessions are open; finish some", status=429)
+        tenant = request.state.tenant
+        if sum(each.tenant == tenant for each in self._sessions.values()) >= _MOST_SESSIONS:
+            raise BadRequest(
+                f"{_MOST_SESSIONS:,} sessions of yours are open; finish some", status=429
+            )
         name = secrets.token_hex(16)
-        row = _stored(name, request.state.tenant, fields)
+        row = _stored(name, tenant, fields)
         if self._gateway.state is not None:
             await in_thread(self._gateway.state.add_session, row)
-        self.begin(name, request.state.tenant)
+        self.begin(name, tenant)
         return JSONResponse({"type": "create_session", "session_id": name})
 
     def begin(self, name: str, tenant: str) -> Session:
@@ -62,9 +65,10 @@ class Sessions:
         return self._sessions[name]
 
     async def heartbeat(self, request: Request) -> Response:
-        """A client is there."""
+        """A client is there. Others may be gone, and what they hold is let go of."""
         fields = await read_fields(request, self._gateway.limits)
         self.find(request, fields.text("session_id")).seen = time.monotonic()
+        await self._drop_idle()
         return JSONResponse({"type": "session_heartbeat"})
 
     async def finish(self, request: Request) -> Response:

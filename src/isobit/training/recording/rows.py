@@ -127,10 +127,10 @@ def recorded_groups(run: Path, config: Config) -> Iterator[list[Group]]:
     if not path.is_file():
         raise IsobitError(f"{run}: no {COMPLETIONS} to learn from")
     rows = [row for row in read_jsonl(run / METRICS) if row["step"] > 0]
-    return _groups(
-        path,
-        {int(row["step"]) for row in rows if row.get("advantage/nonzero_fraction") is not None},
-    )
+    needed = {int(row["step"]) for row in rows if row.get("advantage/nonzero_fraction") is not None}
+    if needed and next(completions.members(path), None) is None:
+        raise IsobitError(f"{path}: holds no whole step, and {len(needed):,} were learned from")
+    return _groups(path, needed)
 
 
 def _groups(path: Path, needed: set[int]) -> Iterator[list[Group]]:

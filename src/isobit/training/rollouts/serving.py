@@ -27,6 +27,7 @@ from isobit.training.saving.snapshot import State
 if TYPE_CHECKING:
     from isobit.serve.app import Background  # needs the extra isobit[serve]
     from isobit.serve.gateway import Gateway
+    from isobit.serve.listening import Listener
 
 _GRACE_S = 1.0
 
@@ -143,37 +144,61 @@ class ServedRollouts:
         return replace(rollout, metrics=added(rollout.metrics, self.serving.metrics()))
 
 
-def open_serving(config: Config, model: Model, reserved: int) -> Serving | None:
-    """The server of a run that has one, whose port is taken now, and which answers when it is
-    entered; `reserved`: bytes of the GPU that the first update will take. Raises IsobitError for
-    packages that are not here, a token's file that cannot be used, a port that cannot be had, and a
-    precision under which what a request computes depends on more than the weights."""
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a run will serve, and for whom: a socket that listens, and the tokens of a `file`, which
+    was `made` now."""
+
+    listener: "Listener"
+    tokens: tuple[str, ...]
+    file: Path
+    made: bool
+
+
+def take_place(config: Config) -> Place | None:
+    """The port of a run that serves, taken before its model is read. Raises IsobitError for packages
+    that are not here, a token's file that cannot be used, and a port that cannot be had."""
     serve = config.serve
     if serve.port is None:
         return None
     try:
-        from isobit.model.text.tool_formats.table import format_of
+        import isobit.serve.app  # noqa: F401  # which needs the extra
         from isobit.serve import keys
-        from isobit.serve.app import Background, ServerOptions
-        from isobit.serve.gateway import Gateway
-        from isobit.serve.requests import Limits
+        from isobit.serve.listening import listen
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("isobit"):
             raise
         raise IsobitError(f"serve.port needs {error.name}: pip install 'isobit[serve]'") from None
-    _check_precision(model)
     file = keys.default_file() if serve.token is None else Path(serve.token)
     tokens, made = keys.read_or_make(file, "serve.token")
+    return Place(listen("127.0.0.1", serve.port, "serve.port"), tokens, file, made)
+
+
+def open_serving(
+    config: Config, model: Model, reserved: int, place: Place | None
+) -> Serving | None:
+    """The server of a run that has a place for one, which answers when it is entered; `reserved`:
+    bytes of the GPU that the first update will take. Raises IsobitError for a precision under which
+    what a request computes depends on more than the weights."""
+    if place is None:
+        return None
+    from isobit.model.text.tool_formats.table import format_of
+    from isobit.serve.app import Background, ServerOptions
+    from isobit.serve.gateway import Gateway
+    from isobit.serve.requests import Limits
+
+    serve = config.serve
+    _check_precision(model)
     size = replace(config.engine, max_sequences=serve.max_sequences, kv_pages=None)
     longest = model.config.max_positions
     engine = Engine.sized_for(model, [[0]], serve.max_sequences, longest, size, reserved)
     name = Path(config.run.dir).name
     tools = format_of("auto", model.tokenizer.chat_template)
     gateway = Gateway(engine, name, tools, Limits(), device=PumpedDevice)
-    server = Background(gateway, tokens, ServerOptions(port=serve.port, grace=_GRACE_S))
+    server = Background(gateway, place.tokens, ServerOptions(grace=_GRACE_S), place.listener)
     lines = (
         f"serving {name} on http://127.0.0.1:{server.port}/v1 while it trains",
-        f"token: {tokens[0] if made else '(the one)'} in {file}",
+        f"token: {place.tokens[0] if place.made else '(the one)'} in {place.file}",
     )
     return Serving(gateway, server, serve.share, lines)
 

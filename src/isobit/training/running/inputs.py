@@ -4,31 +4,36 @@ the run begins, and compared when it goes on.
 Data, reward functions, tools, environments, losses, advantages and templates are hashed whole; of a model's directory
 what says how it is computed (config and tokenizer), and of its weights the size, the header and
 samples, which any training changes: a single flipped bit between them is not seen. What a reward
-file imports, and the directories of Python's packages, are not followed. Left out: a file that is
-gone, which whoever needs it says.
+file imports, and the directories of Python's packages, are not followed. Beside them stands the
+config as the run has it, section by section, so that a `config.yaml` that was edited is seen, and in
+which key. Left out: a file that is gone, which whoever needs it says.
 """
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
-from isobit.config import Config, SftConfig, load_sft_config
-from isobit.data.foreign import check_readable
+from isobit.config import Config, SftConfig, load_sft_config, repeated
+from isobit.data.foreign import BadJson, check_readable, parse_json
 from isobit.environments.settings import EnvironmentConfig
-from isobit.errors import IsobitError, listed
+from isobit.errors import IsobitError, brief, listed
+from isobit.options.declare import plain
 from isobit.rewards.spec import OBJECT
 from isobit.rl.algorithm.functions import ADVANTAGES
 from isobit.rl.algorithm.loss import LOSSES
 from isobit.run.checkpoints import file_digest
-from isobit.run.directory import INPUTS, RunDirectory, object_in
+from isobit.run.directory import CONFIG, INPUTS, RunDirectory, object_in
 from isobit.tasks import TaskSettings
 from isobit.training.adapting import model_named
 from isobit.workers.loading import split_reference
 
 Inputs = dict[str, dict[str, str]]
-"""Key of the config -> file -> SHA-256."""
+"""Key of the config -> file -> SHA-256; for `config.yaml` a section -> its values as JSON."""
 _DESCRIPTIONS = ("*.json", "*.jinja", "*.model", "*.txt")
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
@@ -39,11 +44,18 @@ def inputs_of(config: Config | SftConfig) -> Inputs:
     return {key: files for key, files in found.items() if files}
 
 
+def config_of(config: Config | SftConfig) -> Inputs:
+    """What a run that goes on repeats of its config."""
+    values = repeated(plain(config))
+    return {CONFIG: {key: json.dumps(value, default=str) for key, value in values.items()}}
+
+
 def check_inputs(run: Path, now: Inputs, on_change: str) -> list[str]:
     """A line where files have changed since the run began, or since it was told to go on with
     others. Raises IsobitError instead, unless `on_change` is warn."""
     before = _recorded(run)
-    changed = {key: _changed(before.get(key), files) for key, files in now.items()}
+    changed = {key: _changed(before.get(key), files) for key, files in now.items() if key != CONFIG}
+    changed[CONFIG] = _edited(before.get(CONFIG, {}), now.get(CONFIG, {}))
     if not any(changed.values()):
         return []
     what = listed(
@@ -90,6 +102,25 @@ def _changed(before: Mapping[str, list[str]] | None, now: Mapping[str, str]) -> 
     if before is None:
         return []
     return [file for file in {**before, **now} if before.get(file, [])[-1:] != [now.get(file)]]
+
+
+def _edited(before: Mapping[str, list[str]], now: Mapping[str, str]) -> list[str]:
+    """The keys of the config that have other values than were kept, and both; a key that only one
+    of them has is another version's, and what somebody has damaged is not compared."""
+    found: list[str] = []
+    for section, text in now.items():
+        with suppress(BadJson, IndexError):
+            kept = parse_json(before.get(section, [])[-1])
+            found += _differing(kept, parse_json(text), section)
+    return found
+
+
+def _differing(before: Any, now: Any, key: str) -> Iterator[str]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in [name for name in now if name in before]:
+            yield from _differing(before[name], now[name], f"{key}.{name}")
+    elif before != now:
+        yield f"{key}: {brief(json.dumps(now), 60)}, and it began with {brief(json.dumps(before), 60)}"
 
 
 def _places(config: Config | SftConfig) -> Iterator[tuple[str, Path, bool]]:

@@ -17,7 +17,7 @@ from isobit.run import checkpoints
 from isobit.run import directory as runs
 from isobit.run.directory import RunDirectory
 from isobit.training.recording.callbacks import named_callbacks
-from isobit.training.running.inputs import check_inputs, inputs_of
+from isobit.training.running.inputs import check_inputs, config_of, inputs_of
 from isobit.training.running.open_run import OpenRun, RunParts
 from isobit.training.running.restoring import (
     Changes,
@@ -82,7 +82,7 @@ def open_new(config: _Config, kind: Kind[_Config, _Parts, _Run], ranks: Ranks) -
         return RunDirectory.create(folder, dump_config(parts.config), kind.recorded)
 
     run = directory(folder, ranks, create)
-    go_on_with(run, Changes(inputs, ()), ranks)
+    go_on_with(run, Changes({**inputs, **config_of(parts.config)}, ()), ranks)
     return kind.put_together(parts, run, State(), None)
 
 
@@ -96,7 +96,7 @@ def open_again(
     """A run that goes on from its newest whole checkpoint, on any number of ranks. One that was
     killed before its first checkpoint begins again."""
     config = of_ranks(config, ranks)
-    inputs = ranks.on_first(lambda: inputs_of(config)) or {}
+    inputs = ranks.on_first(lambda: {**inputs_of(config), **config_of(config)}) or {}
     lines = ranks.on_first(lambda: check_inputs(run_dir, inputs, config.run.on_change)) or []
     changes, began = Changes(inputs, lines), runs.began_by(kind.recorded or run_dir)
     if not checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):

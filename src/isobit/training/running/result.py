@@ -7,6 +7,7 @@ from pathlib import Path
 from isobit.distributed import Ranks
 from isobit.distributed.launch import joined, restarted
 from isobit.run.directory import CONFIG, METRICS, read_jsonl
+from isobit.run.outlived import outlived_stderr
 from isobit.training.loop import training_loop
 from isobit.training.running.open_run import OpenRun
 
@@ -41,7 +42,7 @@ def trained(
     """All steps that are left, and what is due after them, of a run that goes on `again`; or of a
     `new` one, unless it began already, and its ranks were started once more after one had died.
     They meet within `timeout_s`."""
-    with joined(timeout_s) as ranks:
+    with outlived_stderr(), joined(timeout_s) as ranks:
         if new is not None and not _began(run_dir, ranks):
             again = new
         with again(ranks) as run:

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.config import Config, SftConfig, lasting
+from isobit.config import Config, SftConfig, repeated
 from isobit.model import Model
-from isobit.options.consistency import level
 from isobit.options.declare import plain
 from isobit.run.certificate import Facts, build, digest, of_metrics, row_of
 
@@ -45,10 +44,8 @@ class Certificate:
 
 
 def of_config(values: Mapping[str, Any]) -> str:
-    """The hash of a run's config, as plain values, without what may change when it goes on; the
-    order of sums, which `bitwise` may leave open, is not in it either."""
-    kept = lasting(values)
-    return digest({**kept, "consistency": level(str(kept.get("consistency")))})
+    """The hash of a run's config, as plain values, without what may change when it goes on."""
+    return digest(repeated(values))
 
 
 def of_weights(model: Model) -> str:

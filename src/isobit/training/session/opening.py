@@ -2,6 +2,7 @@
 not every run's (`running/opening.py`)."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -11,13 +12,14 @@ from isobit.config import Config, load_run_config
 from isobit.config.reading import override
 from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
+from isobit.options.declare import plain
 from isobit.run import directory as runs
 from isobit.run.directory import RunDirectory
 from isobit.training.objects import NO_OBJECTS, Given, Objects
 from isobit.training.parts import Parts
 from isobit.training.recording.rows import recorded_groups
 from isobit.training.rollouts.asynchronous import open_fleet
-from isobit.training.rollouts.serving import open_serving
+from isobit.training.rollouts.serving import open_serving, take_place
 from isobit.training.running.opening import Kind, open_again, open_new
 from isobit.training.running.restoring import locked
 from isobit.training.saving.snapshot import State
@@ -35,27 +37,29 @@ class _WithRollouts(Kind[Config, Parts, Session]):
         self, config: Config, ranks: Ranks, began: Mapping[str, Any], checkpoint: Path | None
     ) -> Parts:
         """And where the run samples, the engines of a fleet and the server, if there are some."""
-        parts = open_parts(
-            config,
-            quiet=self.quiet,
-            checkpoint=checkpoint,
-            objects=self.objects,
-            ranks=ranks,
-            began=began,
-            recorded=self.recorded,
-        )
-        if self.recorded is not None:
-            return parts
-        try:
+        with ExitStack() as held:
+            place = take_place(config) if self.recorded is None else None
+            if place is not None:
+                held.callback(place.listener.close)
+            parts = open_parts(
+                config,
+                quiet=self.quiet,
+                checkpoint=checkpoint,
+                objects=self.objects,
+                ranks=ranks,
+                began=began,
+                recorded=self.recorded,
+            )
+            if self.recorded is not None:
+                return parts
+            held.callback(parts.processes.close)
             fleet = ranks.run_on_all(
                 lambda: open_fleet(parts.config, parts.sampling, parts.engine, ranks)
             )
             coming = parts.optimizer.nbytes + parts.optimizer.gradient_bytes
-            serving = open_serving(parts.config, parts.model, coming)
+            serving = open_serving(parts.config, parts.model, coming, place)
+            held.pop_all()  # the run closes them
             return replace(parts, fleet=fleet, serving=serving)
-        except BaseException:
-            parts.processes.close()
-            raise
 
     def put_together(
         self, parts: Parts, run: RunDirectory, state: State, saved_step: int | None
@@ -103,8 +107,10 @@ def open_replay(
     steps = _recorded_steps(recorded)
     if steps == 0:
         raise IsobitError(f"{recorded}: no step was recorded")
-    recorded_groups(recorded, load_run_config(recorded))  # refuses one that has not all of them
+    began = load_run_config(recorded)
+    recorded_groups(recorded, began)  # refuses one that has not all of them
     config = load_run_config(recorded, [f"steps={steps}", *overrides, override("run.dir", out)])
+    _refuse_other_rollouts(config, began, recorded)
     _refuse_more_steps(config, recorded)
     session = open_new(config, _WithRollouts(quiet, recorded), ranks)
     if other := ", ".join(session.parts.unlike):
@@ -120,6 +126,24 @@ def _require_recorded(run_dir: Path, recorded: Path, config: Config) -> None:
             f"more; if it was moved, write its new path into {run_dir / runs.ROLLOUTS_FROM}"
         )
     _refuse_more_steps(config, recorded)
+
+
+def _refuse_other_rollouts(config: Config, began: Config, recorded: Path) -> None:
+    """Raise IsobitError where a config says of the rollouts what they are not: none are sampled."""
+    now, before = (
+        {
+            "prompts_per_step": each.prompts_per_step,
+            **{f"sampling.{key}": value for key, value in plain(each.sampling).items()},
+        }
+        for each in (config, began)
+    )
+    for key, value in now.items():
+        if value != before[key]:
+            raise IsobitError(
+                f"{key}={value}: {recorded} sampled its rollouts with {before[key]}, and they are "
+                f"learned from as they are; leave {key} out, or sample anew: isobit train "
+                f"{recorded / runs.CONFIG} {key}={value} --out DIR"
+            )
 
 
 def _recorded_steps(run_dir: Path) -> int:

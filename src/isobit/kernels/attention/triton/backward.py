@@ -27,7 +27,7 @@ from torch import Tensor
 from isobit.kernels.layout import Layout
 from isobit.kernels.stores import KVStore
 from isobit.kernels.triton import numbers
-from isobit.kernels.triton.launch import launch, target
+from isobit.kernels.triton.launch import launch, roomy, target
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _TILE_ROWS = 16
@@ -85,7 +85,7 @@ def _query_blocks(width: int, dtype: torch.dtype) -> _Blocks:
     if dtype == torch.float32:
         return 16, 16, 4, 1
     if width > 256:
-        return 64, 32, 8, 1
+        return (64, 32, 8, 1) if roomy() else (16, 32, 4, 1)
     if width > 128:
         return 64, 32, 8, 2
     return (128, 32, 8, 2) if target().matrix == "warp" else (128, 64, 8, 2)
@@ -96,7 +96,7 @@ def _key_blocks(width: int, dtype: torch.dtype) -> _Blocks:
     if dtype == torch.float32:
         return 16, 16, 4, 1
     if width > 256:
-        return 16, 64, 8, 1
+        return (16, 64, 8, 1) if roomy() else (16, 16, 4, 1)
     if width > 128:
         return 16, 64, 8, 2
     if target().matrix == "warp":

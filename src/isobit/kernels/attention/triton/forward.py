@@ -46,7 +46,7 @@ from isobit.kernels.quantize.triton import (
 )
 from isobit.kernels.stores import KVStore
 from isobit.kernels.triton import numbers
-from isobit.kernels.triton.launch import launch, target
+from isobit.kernels.triton.launch import launch, roomy, target
 from isobit.precision import BLOCK, E4M3, INT8, Format, QTensor, QuantSpec
 
 _FEW_ROWS = 32
@@ -100,8 +100,8 @@ def tiling(rows: int, dim: int, dtype: torch.dtype) -> Tiling:
     if dtype == torch.float32:
         return Tiling(short if few else 64, 16, 4 if few else 16, 1)
     keys, stages = 32 if by_warp else 64, 2 if dim > 128 else 3
-    if dim > 256:  # in the shared memory of a Hopper one block at a time has room
-        return Tiling(short if few else 64, keys, 8, 1)
+    if dim > 256:  # one block at a time has room, and on most cards 32 rows
+        return Tiling(short if few else 64 if roomy() else 32, keys, 8, 1)
     if few:
         return Tiling(short, keys, 4, stages)
     if dim > 128:

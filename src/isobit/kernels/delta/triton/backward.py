@@ -1,5 +1,5 @@
-"""The backward of the gated delta rule on a GPU, for whole sequences: back through the tokens, over
-the states after each, as in `kernels/delta/definition.py`.
+"""The backward of the gated delta rule, and of Mamba-2's recurrence, on a GPU, for whole sequences:
+back through the tokens, over the states after each, as in `kernels/delta/definition.py`.
 
 A program has a sequence, a value head and BLOCK columns. It goes forward once, keeping the state
 before every SEGMENT tokens; then, from the last segment to the first, once more over a segment,
@@ -47,11 +47,13 @@ def _load_token(
 
 
 @triton.jit
-def _step(state, k, v, kept, strength):
+def _step(state, k, v, kept, strength, CORRECTS: tl.constexpr):
     """(state after a token, the faded state before it, what the token wants to add), given the
     state before."""
     faded = state * kept
-    wanted = v - tl.sum(k * faded, 0)[None, :]
+    wanted = v
+    if CORRECTS:
+        wanted = v - tl.sum(k * faded, 0)[None, :]
     return (
         tl.fma(
             tl.broadcast_to(k, state.shape), tl.broadcast_to(wanted * strength, state.shape), faded
@@ -66,7 +68,7 @@ def _run(
     state, to, k_ptr, v_ptr, kept_ptr, strength_ptr, first, length, head, row, column, tile,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    TILE: tl.constexpr, KEEP: tl.constexpr,
+    TILE: tl.constexpr, KEEP: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
     """The state after `length` tokens from `first` on; with KEEP those before each of them are
     stored."""
@@ -77,7 +79,7 @@ def _run(
             k_ptr, v_ptr, kept_ptr, strength_ptr, first + i, head, row, column,
             KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
         )  # fmt: skip
-        state, _, _ = _step(state, k, v, kept, strength)
+        state, _, _ = _step(state, k, v, kept, strength, CORRECTS)
     return state
 
 
@@ -86,7 +88,7 @@ def _back(
     dstate, before, dout_ptr, q_ptr, k_ptr, v_ptr, kept_ptr, strength_ptr,
     dq_ptr, dk_ptr, dv_ptr, dkept_ptr, dstrength_ptr, t, own, head, row, column,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the state before token `t`, given that of the state after it; the others are
     stored. `own`: the place of this block of columns, token and head."""
@@ -108,16 +110,20 @@ def _back(
     q = tl.load(q_ptr + key, mask=row < KEY_DIM, other=0.0)
     value = (t * VALUE_HEADS + head) * VALUE_DIM + column
     dout = tl.load(dout_ptr + value, mask=column < VALUE_DIM, other=0.0)
-    after, faded, wanted = _step(before, k, v, kept, strength)
+    after, faded, wanted = _step(before, k, v, kept, strength, CORRECTS)
     tl.store(dq_ptr + own * KEY_DIM + row, tl.sum(after * dout, 1)[:, None], mask=row < KEY_DIM)
     dstate += q * dout
     derror = tl.sum(k * dstate, 0)[None, :]
     dwanted = derror * strength
     tl.store(dv_ptr + value, dwanted, mask=column < VALUE_DIM)
     tl.store(dstrength_ptr + own, tl.sum(tl.sum(derror * wanted, 1), 0))
-    dk = tl.sum(dstate * (wanted * strength) - faded * dwanted, 1)[:, None]
+    dkeys = dstate * (wanted * strength)
+    dfaded = dstate
+    if CORRECTS:
+        dkeys -= faded * dwanted
+        dfaded = dstate - k * dwanted
+    dk = tl.sum(dkeys, 1)[:, None]
     tl.store(dk_ptr + own * KEY_DIM + row, dk, mask=row < KEY_DIM)
-    dfaded = dstate - k * dwanted
     tl.store(dkept_ptr + own, tl.sum(tl.sum(dfaded * before, 1), 0))
     return dfaded * kept
 
@@ -130,6 +136,7 @@ def _delta_backward(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     HIGH: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SEGMENT: tl.constexpr,
+    CORRECTS: tl.constexpr,
 ):  # fmt: skip
     """Item `first_item` + program: one of (sequence, value head, block of columns), the last
     running fastest."""
@@ -149,7 +156,7 @@ def _delta_backward(
         state = _run(
             state, before_token, k_ptr, v_ptr, kept_ptr, strength_ptr, start + segment * SEGMENT,
             tl.where(segment + 1 < count, SEGMENT, 0), head, row, column, tile,
-            KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TILE, False,
+            KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TILE, False, CORRECTS,
         )  # fmt: skip
     dstate = tl.zeros((HIGH, BLOCK), tl.float32)
     for ended in range(steps(count)):
@@ -161,7 +168,7 @@ def _delta_backward(
         _run(
             state, before_token, k_ptr, v_ptr, kept_ptr, strength_ptr, first, length, head, row,
             column, tile,
-            KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TILE, True,
+            KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TILE, True, CORRECTS,
         )  # fmt: skip
         tl.debug_barrier()
         for i in range(steps(length)):
@@ -171,20 +178,20 @@ def _delta_backward(
                 k_ptr, v_ptr, kept_ptr,
                 strength_ptr, dq_ptr, dk_ptr, dv_ptr, dkept_ptr, dstrength_ptr, t,
                 (tl.cast(block, tl.int64) * tokens + t) * VALUE_HEADS + head, head, row, column,
-                KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
+                KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, CORRECTS,
             )  # fmt: skip
 
 
 def delta_rule_backward(
     dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, layout: Layout
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """As `Ops.delta_rule_backward`."""
     return through_parts(
-        dout, qkv, gates, heads, lambda parts, dout: _backward(parts, dout, layout)
+        dout, qkv, gates, heads, lambda parts, dout: _backward(parts, dout, layout, heads.corrects)
     )
 
 
-def _backward(parts: Parts, dout: Tensor, layout: Layout) -> Parts:
+def _backward(parts: Parts, dout: Tensor, layout: Layout, corrects: bool = True) -> Parts:
     """Gradients of the parts."""
     (tokens, key_heads, key_dim), (value_heads, value_dim) = parts.k.shape, parts.v.shape[1:]
     high, block = triton.next_power_of_2(key_dim), min(_BLOCK, triton.next_power_of_2(value_dim))
@@ -202,7 +209,7 @@ def _backward(parts: Parts, dout: Tensor, layout: Layout) -> Parts:
             layout.row_start, first, tokens, segments, num_warps=_WARPS, KEY_HEADS=key_heads,
             VALUE_HEADS=value_heads,
             KEY_DIM=key_dim, VALUE_DIM=value_dim, HIGH=high, BLOCK=block, BLOCKS=blocks,
-            SEGMENT=_SEGMENT,
+            SEGMENT=_SEGMENT, CORRECTS=corrects,
         )  # fmt: skip
     dq, dk = (added(added(x).unflatten(1, (key_heads, -1)).movedim(2, 0)) for x in (dq, dk))
     return Parts(dq, dk, dv, added(dkept), added(dstrength))

@@ -1,7 +1,7 @@
 """The short convolution before linear attention, on a GPU, and its backward.
 
-y[t, c] = silu(Σ_j weight[c, j] · x[t - W + 1 + j, c]) of the rows of a sequence, in float32: a
-chain of fused multiply-adds over ascending j, then the gate's division and exponential
+y[t, c] = silu(bias[c] + Σ_j weight[c, j] · x[t - W + 1 + j, c]) of the rows of a sequence, in
+float32: a chain of fused multiply-adds from the bias, or 0, over ascending j, then the gate's division and exponential
 (`kernels/norms/triton/gate.py`), rounded once. Elementwise over rows and channels, so a row's bits
 depend on the W inputs that it sees, whether they are rows of the batch or stored, and on no tile.
 Memory bounds it: an element of BF16 takes 2 bytes read and 2 written, as the W rows meet in a
@@ -30,7 +30,8 @@ _PAGES = 8
 
 @triton.jit(do_not_specialize=["page_size", "pages"])
 def _convolve(
-    x_ptr, weight_ptr, y_ptr, inputs_ptr, row_start_ptr, context_ptr, table_ptr, page_size, pages,
+    x_ptr, weight_ptr, bias_ptr, y_ptr, inputs_ptr, row_start_ptr, context_ptr, table_ptr,
+    page_size, pages,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, KEPT: tl.constexpr, HIGH: tl.constexpr,
     WIDE: tl.constexpr,
     PAGES: tl.constexpr,
@@ -52,7 +53,7 @@ def _convolve(
                 tl.int64
             )
             before = inputs_ptr + page * ((WIDTH - 1) * COLUMNS) + column[None, :]
-        total = tl.zeros((HIGH, WIDE), tl.float32)
+        total = _begin(bias_ptr, column, HIGH, COLUMNS)
         for j in tl.static_range(WIDTH):
             given = _input(x, before, row - (WIDTH - 1) + j, there, context, COLUMNS, WIDTH)
             weight = tl.load(weight_ptr + column * WIDTH + j, mask=column < COLUMNS, other=0.0)
@@ -78,6 +79,15 @@ def _convolve(
                 KEPT,
                 PAGES,
             )
+
+
+@triton.jit
+def _begin(bias_ptr, column, HIGH: tl.constexpr, COLUMNS: tl.constexpr):
+    """Where the sums of a tile [HIGH, WIDE] begin: at the bias, if there is one."""
+    total = tl.zeros((HIGH, column.shape[0]), tl.float32)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + column, mask=column < COLUMNS, other=0.0)[None, :]
+    return total
 
 
 @triton.jit
@@ -122,11 +132,12 @@ def _keep(
 
 @triton.jit(do_not_specialize=["rows"])
 def _backward(
-    dy_ptr, x_ptr, weight_ptr, positions_ptr, dx_ptr, part_ptr, rows,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    dy_ptr, x_ptr, weight_ptr, bias_ptr, positions_ptr, dx_ptr, part_ptr, rows,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, HIGH: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile [HIGH, WIDE] the gradient of x, and the sums over its rows of that of the
-    weight."""
+    """Of a tile [HIGH, WIDE] the gradient of x, and the sums over its rows of those of the weight,
+    and of the bias behind them."""
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     row = tl.program_id(0) * HIGH + tl.arange(0, HIGH)
     inside = column < COLUMNS
@@ -136,6 +147,7 @@ def _backward(
             dy_ptr,
             x_ptr,
             weight_ptr,
+            bias_ptr,
             positions_ptr,
             row,
             WIDTH - 1 - j,
@@ -149,12 +161,14 @@ def _backward(
     at = row[:, None].to(tl.int64) * COLUMNS + column[None, :]
     tl.store(dx_ptr + at, cast(dx, dx_ptr.dtype.element_ty), mask=there)
     dtotal = _before_silu(
-        dy_ptr, x_ptr, weight_ptr, positions_ptr, row, 0, column, rows, COLUMNS, WIDTH
+        dy_ptr, x_ptr, weight_ptr, bias_ptr, positions_ptr, row, 0, column, rows, COLUMNS, WIDTH
     )
-    part = part_ptr + (tl.program_id(0).to(tl.int64) * COLUMNS + column) * WIDTH
+    part = part_ptr + (tl.program_id(0).to(tl.int64) * COLUMNS + column) * PARTS
     for j in tl.static_range(WIDTH):
         given = _earlier(x_ptr, positions_ptr, row, WIDTH - 1 - j, column, rows, COLUMNS)
         tl.store(part + j, tl.sum(dtotal * given, 0), mask=inside)
+    if bias_ptr is not None:
+        tl.store(part + WIDTH, tl.sum(dtotal, 0), mask=inside)
 
 
 @triton.jit
@@ -162,6 +176,7 @@ def _before_silu(
     dy_ptr,
     x_ptr,
     weight_ptr,
+    bias_ptr,
     positions_ptr,
     row,
     later,
@@ -175,7 +190,7 @@ def _before_silu(
     row += later
     position = tl.load(positions_ptr + row, mask=row < rows, other=0)
     there = ((row < rows) & (position >= later))[:, None] & (column < COLUMNS)[None, :]
-    total = tl.zeros((row.shape[0], column.shape[0]), tl.float32)
+    total = _begin(bias_ptr, column, row.shape[0], COLUMNS)
     for j in tl.static_range(WIDTH):
         weight = tl.load(weight_ptr + column * WIDTH + j, mask=column < COLUMNS, other=0.0)
         total += (
@@ -198,7 +213,11 @@ def _earlier(x_ptr, positions_ptr, row, by, column, rows, COLUMNS: tl.constexpr)
 
 
 def short_convolution(
-    x: Tensor, weight: Tensor, store: StateStore | None, layout: Layout
+    x: Tensor,
+    weight: Tensor,
+    store: StateStore | None,
+    layout: Layout,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """As `Ops.short_convolution`."""
     x, weight = x.contiguous(), weight.contiguous()
@@ -207,7 +226,7 @@ def short_convolution(
     touched = (layout.max_rows + layout.page_size - 2) // layout.page_size + 1
     grid = (layout.row_start.shape[0] - 1, -(-layout.max_rows // high), -(-columns // _CHANNELS))
     launch(
-        _convolve, grid, x, weight, y, None if store is None else store.inputs, layout.row_start,
+        _convolve, grid, x, weight, bias, y, None if store is None else store.inputs, layout.row_start,
         layout.context,
         layout.page_table, layout.page_size, layout.page_table.stride(0), num_warps=2,
         COLUMNS=columns, WIDTH=width, KEPT=triton.next_power_of_2(max(1, width - 1)), HIGH=high,
@@ -218,19 +237,22 @@ def short_convolution(
 
 
 def short_convolution_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, layout: Layout
-) -> tuple[Tensor, Tensor]:
+    dy: Tensor, x: Tensor, weight: Tensor, layout: Layout, bias: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """As `Ops.short_convolution_backward`."""
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     (rows, columns), width = x.shape, weight.shape[1]
-    tiles = -(-rows // _ROWS)
-    dx, parts = torch.empty_like(x), torch.empty(tiles, columns, width, device=x.device)
+    tiles, each = -(-rows // _ROWS), width if bias is None else width + 1
+    dx, parts = torch.empty_like(x), torch.empty(tiles, columns, each, device=x.device)
     launch(
-        _backward, (tiles, -(-columns // _CHANNELS)), dy, x, weight, layout.positions, dx, parts,
+        _backward, (tiles, -(-columns // _CHANNELS)), dy, x, weight, bias, layout.positions, dx, parts,
         rows,
-        COLUMNS=columns, WIDTH=width, HIGH=_ROWS, WIDE=_CHANNELS, num_warps=4,
+        COLUMNS=columns, WIDTH=width, PARTS=each, HIGH=_ROWS, WIDE=_CHANNELS, num_warps=4,
     )  # fmt: skip
-    return dx, added(parts)
+    total = added(parts)
+    if bias is None:
+        return dx, total
+    return dx, total[:, :width].contiguous(), total[:, width].contiguous()
 
 
 def added(parts: Tensor) -> Tensor:

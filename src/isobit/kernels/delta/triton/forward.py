@@ -1,5 +1,5 @@
-"""Linear attention by the gated delta rule on a GPU: what `kernels/delta/definition.py` defines,
-token by token, in float32.
+"""Linear attention by the gated delta rule, and Mamba-2's recurrence, on a GPU: what
+`kernels/delta/definition.py` defines, token by token, in float32.
 
 A program has a sequence, a value head and a block of its columns: that part of the state, [Dk,
 BLOCK], stays in its registers over all rows of the sequence, one after the other. Columns of the
@@ -52,14 +52,38 @@ def _inverse_length(x, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _kept_and_strength(a, b, decay, step_bias):
+def _kept_and_strength(a, b, decay, step_bias, least_step, CORRECTS: tl.constexpr):
     """What is left of the state after a token, and how strongly it writes."""
     shifted = a + step_bias
     exponential = tl.exp(shifted)
     more = 1.0 + exponential
     soft = tl.where(more == 1.0, exponential, tl.log(more) * tl.div_rn(exponential, more - 1.0))
     soft = tl.where(shifted > _LINEAR, shifted, soft)
-    return tl.exp(-(tl.exp(decay) * soft)), tl.div_rn(1.0, 1.0 + tl.exp(-b))
+    strength = tl.div_rn(1.0, 1.0 + tl.exp(-b))
+    if not CORRECTS:
+        soft = tl.where(soft < least_step, least_step, soft)
+        strength = soft
+    return tl.exp(-(tl.exp(decay) * soft)), strength
+
+
+@triton.jit
+def _token(
+    state, query, key, value, kept, strength, scale, skip,
+    LEVELS: tl.constexpr, CORRECTS: tl.constexpr,
+):  # fmt: skip
+    """(state [HIGH, BLOCK] after a token, what it recalls [1, BLOCK]), given that before."""
+    faded = state * kept
+    wanted = value
+    if CORRECTS:
+        query = query * _inverse_length(query, LEVELS) * scale
+        key = key * _inverse_length(key, LEVELS)
+        wanted = value - column_sums(key * faded, LEVELS)
+    error = wanted * strength
+    state = tl.fma(tl.broadcast_to(key, state.shape), tl.broadcast_to(error, state.shape), faded)
+    recalled = column_sums(query * state, LEVELS)
+    if not CORRECTS:
+        recalled = tl.fma(tl.broadcast_to(skip, value.shape), value, recalled)
+    return state, recalled
 
 
 @triton.jit
@@ -67,34 +91,32 @@ def _load_token(
     qkv_ptr, gates_ptr, t, there, head, column,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    HIGH: tl.constexpr,
+    HIGH: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
-    """(q, k [HIGH, 1], v [1, BLOCK], b, a [1, 1]) of token `t` as they are stored."""
+    """(q, k [HIGH, 1], v [1, BLOCK], b, a [1, 1]) of token `t` as they are stored: as q, k, v, b and
+    a, or where nothing is corrected as v, k, q and a, which is b too."""
     WIDTH: tl.constexpr = KEY_HEADS * KEY_DIM
+    VALUES: tl.constexpr = VALUE_HEADS * VALUE_DIM
+    GATES: tl.constexpr = 2 * VALUE_HEADS if CORRECTS else VALUE_HEADS
     row = tl.arange(0, HIGH)[:, None]
-    token = qkv_ptr + t * (2 * WIDTH + VALUE_HEADS * VALUE_DIM)
+    token = qkv_ptr + t * (2 * WIDTH + VALUES)
     key = token + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + row
-    value = token + 2 * WIDTH + head * VALUE_DIM + column
-    gate = (
-        gates_ptr
-        + t * (2 * VALUE_HEADS)
-        + head
-        + tl.arange(0, 1)[:, None]
-        + tl.arange(0, 1)[None, :]
-    )
-    q = tl.load(key, mask=there & (row < KEY_DIM), other=0.0)
-    k = tl.load(key + WIDTH, mask=there & (row < KEY_DIM), other=0.0)
+    value = token + (2 * WIDTH if CORRECTS else 0) + head * VALUE_DIM + column
+    gate = gates_ptr + t * GATES + head + tl.arange(0, 1)[:, None] + tl.arange(0, 1)[None, :]
+    q_at = key + (0 if CORRECTS else VALUES + WIDTH)
+    q = tl.load(q_at, mask=there & (row < KEY_DIM), other=0.0)
+    k = tl.load(key + (WIDTH if CORRECTS else VALUES), mask=there & (row < KEY_DIM), other=0.0)
     v = tl.load(value, mask=there & (column < VALUE_DIM), other=0.0)
     b = tl.load(gate, mask=there, other=0.0)
-    a = tl.load(gate + VALUE_HEADS, mask=there, other=0.0)
+    a = tl.load(gate + (GATES - VALUE_HEADS), mask=there, other=0.0)
     return q, k, v, b, a
 
 
 @triton.jit(do_not_specialize=["page_size", "pages"])
 def _delta_rule(
-    qkv_ptr, gates_ptr, decay_ptr, step_bias_ptr, out_ptr, states_ptr, row_start_ptr, context_ptr,
-    table_ptr,
-    page_size, pages, scale,
+    qkv_ptr, gates_ptr, decay_ptr, step_bias_ptr, skip_ptr, out_ptr, states_ptr, row_start_ptr,
+    context_ptr, table_ptr,
+    page_size, pages, scale, least_step,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     HIGH: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr,
@@ -107,6 +129,8 @@ def _delta_rule(
     rows = (tl.load(row_start_ptr + sequence + 1) - start).to(tl.int32)
     context = tl.load(context_ptr + sequence).to(tl.int32)
     decay, step_bias = tl.load(decay_ptr + head), tl.load(step_bias_ptr + head)
+    CORRECTS: tl.constexpr = skip_ptr is None
+    skip = decay if CORRECTS else tl.load(skip_ptr + head)
     row = tl.arange(0, HIGH)[:, None]
     inside = (row < KEY_DIM) & (column < VALUE_DIM)
     part = (head * KEY_DIM + row) * VALUE_DIM + column
@@ -122,7 +146,7 @@ def _delta_rule(
         )
     q, k, v, b, a = _load_token(
         qkv_ptr, gates_ptr, start, rows > 0, head, column,
-        KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, HIGH,
+        KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, HIGH, CORRECTS,
     )  # fmt: skip
     done = tl.minimum(rows, 0)
     first = context // page_size
@@ -137,17 +161,15 @@ def _delta_rule(
             step_size = a
             q, k, v, b, a = _load_token(
                 qkv_ptr, gates_ptr, t + 1, done < rows, head, column,
-                KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, HIGH,
+                KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, HIGH, CORRECTS,
             )  # fmt: skip
-            query = query * _inverse_length(query, LEVELS) * scale
-            key = key * _inverse_length(key, LEVELS)
-            kept, strength = _kept_and_strength(step_size, strength, decay, step_bias)
-            faded = state * kept
-            error = (value - column_sums(key * faded, LEVELS)) * strength
-            state = tl.fma(
-                tl.broadcast_to(key, (HIGH, BLOCK)), tl.broadcast_to(error, (HIGH, BLOCK)), faded
+            kept, strength = _kept_and_strength(
+                step_size, strength, decay, step_bias, least_step, CORRECTS
             )
-            out = cast(column_sums(query * state, LEVELS), out_ptr.dtype.element_ty)
+            state, read = _token(
+                state, query, key, value, kept, strength, scale, skip, LEVELS, CORRECTS
+            )
+            out = cast(read, out_ptr.dtype.element_ty)
             to = out_ptr + t * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + column
             tl.store(to, out, mask=column < VALUE_DIM)
         if states_ptr is not None:
@@ -163,6 +185,7 @@ def delta_rule(
     """As `Ops.delta_rule`."""
     qkv, gates = qkv.contiguous(), gates.contiguous()
     assert gates.dtype == torch.float32, f"gates in {gates.dtype}"
+    assert gates.shape[1] == heads.gates
     out = torch.empty(
         qkv.shape[0], heads.value_heads, heads.value_dim, dtype=qkv.dtype, device=qkv.device
     )
@@ -171,11 +194,11 @@ def delta_rule(
     launch(
         _delta_rule, (-(-heads.value_dim // block), heads.value_heads,
             layout.row_start.shape[0] - 1), qkv, gates,
-        heads.decay.contiguous(), heads.step_bias.contiguous(), out,
+        heads.decay.contiguous(), heads.step_bias.contiguous(), heads.skip, out,
         None if store is None else store.states,
         layout.row_start, layout.context, layout.page_table, layout.page_size,
         layout.page_table.stride(0),
-        heads.key_dim**-0.5, num_warps=1, KEY_HEADS=heads.key_heads, VALUE_HEADS=heads.value_heads,
+        heads.key_dim**-0.5, heads.least_step, num_warps=1, KEY_HEADS=heads.key_heads, VALUE_HEADS=heads.value_heads,
         KEY_DIM=heads.key_dim, VALUE_DIM=heads.value_dim, HIGH=high, LEVELS=high.bit_length() - 1,
         BLOCK=block,
     )  # fmt: skip

@@ -1,0 +1,66 @@
+"""Layers of one part each, as Nemotron-H has them, and their keys in config.json: linear attention,
+attention, an MLP or a mixture of experts, where other families' layers have attention and MLP.
+
+Left out: the sizes of the parts.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from isobit.errors import IsobitError
+from isobit.model.families import MOST_LAYERS
+
+LINEAR, FULL, MLP, EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
+PATTERN = "hybrid_override_pattern"
+_LETTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": EXPERTS}
+_LISTS = ("layers_block_type", "layer_types")
+_EARLIER = {"mamba": LINEAR, "attention": FULL}
+"""What transformers called them before 5.20."""
+
+
+def kinds_from_hf(values: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """Of each layer its part, from a list of them, or a pattern with a letter for each. Raises
+    IsobitError where there is none, or another part, or two of them say different things."""
+    found = {key: _listed(values[key], key, where) for key in _LISTS if values.get(key) is not None}
+    if not found and values.get(PATTERN) is not None:
+        found[PATTERN] = _spelled(values[PATTERN], where)
+    if not found:
+        raise IsobitError(f"{where}: key '{PATTERN}' is missing, or {_LISTS[0]} in its place")
+    if len({*found.values()}) > 1:
+        raise IsobitError(f"{where}: {' and '.join(found)} name one list, but differ; keep one")
+    key, kinds = next(iter(found.items()))
+    if not 1 <= len(kinds) <= MOST_LAYERS:
+        raise IsobitError(
+            f"{where}: {key} must name 1 to {MOST_LAYERS} layers, and names {len(kinds)}"
+        )
+    count = values.get("num_hidden_layers", len(kinds))
+    if count != len(kinds):
+        raise IsobitError(
+            f"{where}: num_hidden_layers is {count!r:.80}, but {key} names {len(kinds)} layers"
+        )
+    return kinds
+
+
+def kinds_to_hf(kinds: Sequence[str]) -> dict[str, Any]:
+    """The key of config.json that transformers, vLLM and the checkpoints' own code read."""
+    letters = {kind: letter for letter, kind in _LETTERS.items()}
+    return {PATTERN: "".join(letters[kind] for kind in kinds)}
+
+
+def _listed(given: Any, key: str, where: str) -> tuple[str, ...]:
+    known = (*_LETTERS.values(), *_EARLIER)
+    if not isinstance(given, list) or not all(kind in known for kind in given):
+        raise IsobitError(
+            f"{where}: {key} must list layers, each {', '.join(_LETTERS.values())}, got "
+            f"{given!r:.80}"
+        )
+    return tuple(str(_EARLIER.get(kind, kind)) for kind in given)
+
+
+def _spelled(given: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(given, str) or not {*given} <= _LETTERS.keys():
+        raise IsobitError(
+            f"{where}: {PATTERN} must have a letter for each layer, of {' '.join(_LETTERS)}, got "
+            f"{given!r:.80}"
+        )
+    return tuple(_LETTERS[letter] for letter in given)

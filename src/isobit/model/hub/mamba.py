@@ -1,0 +1,87 @@
+"""Sizes of Mamba-2 layers (Dao and Gu 2024, arXiv 2405.21060), as Nemotron-H has them, and their
+keys in config.json.
+
+They are linear attention of another form: what a state is read by and written at, C and B, are
+queries and keys of `n_groups` heads, x are values, and there is no gate for each. Left out: the
+arithmetic (`forward/mamba.py`, and `isobit.kernels.delta.definition`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from isobit.errors import IsobitError
+from isobit.model.families import whole
+from isobit.model.hub.layer_kinds import LINEAR
+from isobit.model.hub.linear_attention import LinearAttention
+
+_LEAST = "time_step_min"
+
+
+@dataclass(frozen=True)
+class Mamba(LinearAttention):
+    """A step is at least `least_step`: transformers takes time_step_min for that in a whole
+    sequence, and nothing when it decodes; here both are one operator."""
+
+    least_step: float = 0.001
+
+    @property
+    def group(self) -> int:
+        """Values that are normed together: those of one group of heads."""
+        return self.values // self.key_heads
+
+    @property
+    def projected(self) -> int:
+        """Rows of the first projection: a gate for each value, channels, and steps."""
+        return self.values + self.channels + self.value_heads
+
+    def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Name to shape of the masters in such a layer, between those of its norms."""
+        return {
+            "qkv": (self.projected, hidden),
+            "conv": (self.channels, self.width),
+            "conv_bias": (self.channels,),
+            "decay": (self.value_heads,),
+            "step_bias": (self.value_heads,),
+            "skip": (self.value_heads,),
+            "state_norm": (self.values,),
+            "o": (hidden, self.values),
+        }
+
+    @staticmethod
+    def of_kinds(values: Mapping[str, Any], where: str, kinds: Sequence[str]) -> "Mamba":
+        """From config.json, of layers of these kinds. IsobitError for a value of a wrong type."""
+        sizes = {"key_heads": 8, "value_heads": 128, "key_dim": 128, "value_dim": 64, "width": 4}
+        found = {
+            name: whole(values, _KEYS[name], where, default) for name, default in sizes.items()
+        }
+        least = values.get(_LEAST, 0.001)
+        if not isinstance(least, float) or not 0 <= least < float("inf"):
+            raise IsobitError(
+                f"{where}: {_LEAST} has the wrong type: expected a number such as 0.001, got "
+                f"{least!r:.80}"
+            )
+        layers = tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
+        return Mamba(layers, **found, least_step=least)
+
+    def to_hf(self, num_layers: int) -> dict[str, Any]:
+        """The keys of config.json, but for the layers'."""
+        return {key: getattr(self, name) for name, key in _KEYS.items()} | {_LEAST: self.least_step}
+
+
+def linear_sizes(
+    values: Mapping[str, Any], where: str, kinds: Sequence[str], layers: int
+) -> LinearAttention:
+    """Of linear attention: Mamba-2's, where layers have one part."""
+    if kinds:
+        return Mamba.of_kinds(values, where, kinds)
+    return LinearAttention.from_hf(values, where, layers)
+
+
+_KEYS = {
+    "key_heads": "n_groups",
+    "value_heads": "mamba_num_heads",
+    "key_dim": "ssm_state_size",
+    "value_dim": "mamba_head_dim",
+    "width": "conv_kernel",
+}

@@ -1,0 +1,29 @@
+"""The ids of special tokens in a config.json, each one number, a list or nothing."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from isobit.errors import IsobitError
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """Token ids from a config value: one id, a list of them, or nothing. Raises ValueError for
+    anything else."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise ValueError(f"{token!r:.80} is not a token id")
+    return tuple(ids)
+
+
+def special_ids(values: Mapping[str, Any], where: str) -> dict[str, tuple[int, ...]]:
+    """Of `bos`, `eos` and `pad`. Raises IsobitError for what is no token id."""
+    try:
+        return {key: token_ids(values.get(f"{key}_token_id")) for key in ("bos", "eos", "pad")}
+    except ValueError as error:
+        raise IsobitError(f"{where}: a value has the wrong type: {error}") from None
+
+
+def first_id(ids: tuple[int, ...]) -> int | None:
+    """The first, if there is any."""
+    return ids[0] if ids else None

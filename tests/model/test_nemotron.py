@@ -1,0 +1,172 @@
+"""Nemotron-H as NVIDIA publishes it: names and keys of its files, the sizes that are published, its
+FP8 blocks, and what is stored of each kind of layer."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from isobit.engine.engine import Engine
+from isobit.engine.types import Sampling
+from isobit.errors import IsobitError
+from isobit.kernels import NoStore, StateStore
+from isobit.kernels.stores import KVStore
+from isobit.model import Model, ModelConfig
+from isobit.model.adapters.targets import projections
+from isobit.model.hub.checkpoint import read_json
+from isobit.model.hub.shapes import parameter_shapes
+from isobit.precision import QTensor
+from tests.models import one_part_values, tiny_model
+
+from .helpers import directory, logits, oracle_logits, random_model, tokens
+from .test_fp8_blocks import export
+
+_SIZES = {
+    "model_type": "nemotron_h",
+    "vocab_size": 131072,
+    "num_hidden_layers": 52,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+    "mlp_hidden_act": "relu2",
+    "layer_norm_epsilon": 1e-5,
+}
+_8B = _SIZES | {
+    "hidden_size": 4096,
+    "intermediate_size": 21504,
+    "num_key_value_heads": 8,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+}
+_NANO_3 = _SIZES | {
+    "hidden_size": 2688,
+    "intermediate_size": 1856,
+    "num_key_value_heads": 2,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "routed_scaling_factor": 2.5,
+}
+
+
+def test_files_as_they_are_published_are_read(tmp_path: Path) -> None:
+    """A pattern in place of a list, a limit that is infinite, and `backbone.` before every name.
+    The control: the layers in another order are other layers."""
+    theirs, path = directory(tmp_path, "nemotron-h-experts")
+    names = load_file(path / "model.safetensors")
+    assert "backbone.layers.1.mixer.experts.5.up_proj.weight" in names
+    values = json.loads((path / "config.json").read_text())
+    del values["layers_block_type"]
+    values |= {"hybrid_override_pattern": "ME*E", "time_step_limit": [0.0, float("inf")]}
+    (path / "config.json").write_text(json.dumps(values))
+    assert "Infinity" in (path / "config.json").read_text()
+    sequence = tokens(40)
+    found = logits(Model.load(path, "float32"), sequence)
+    assert float((found - oracle_logits(theirs, sequence)).abs().max()) <= 2e-4
+    (path / "config.json").write_text(json.dumps(values | {"hybrid_override_pattern": "EM*E"}))
+    with pytest.raises(IsobitError, match="is missing"):
+        Model.load(path, "float32")
+
+
+@pytest.mark.parametrize(
+    ("values", "billions", "active", "attentions"), [(_8B, 8.10, 8.10, 4), (_NANO_3, 31.6, 3.6, 6)]
+)
+def test_published_sizes_have_the_parameters_that_are_published(
+    values: dict, billions: float, active: float, attentions: int
+) -> None:
+    """Of Nemotron-H 8B, and of Nemotron 3 Nano 30B-A3B, which NVIDIA gives as 31.6B of which 3.6B
+    serve a token, embeddings included."""
+    config = ModelConfig.from_hf(values)
+    shapes = parameter_shapes(config)
+    total = sum(map(math.prod, shapes.values()))
+    assert total / 1e9 == pytest.approx(billions, rel=5e-3)
+    experts = sum(math.prod(shape) for name, shape in shapes.items() if ".experts." in name)
+    assert config.experts is not None
+    share = config.experts.per_token / config.experts.count if experts else 0
+    assert (total - experts * (1 - share)) / 1e9 == pytest.approx(active, rel=1e-2)
+    assert config.kinds.count("full_attention") == attentions
+    assert config.attention_scale == 128**-0.5
+
+
+def test_layers_store_what_they_are() -> None:
+    """States, keys and values, or nothing; a state of another page is noticed."""
+    model = tiny_model("fp8", "nemotron_h", scale=4.0)
+    prompt, sampling = [*range(3, 14), 4, 5, 6], Sampling(max_new_tokens=9, temperature=0.9, seed=2)
+
+    def generate(engine: Engine) -> list[float]:
+        return list(engine.generate([prompt], sampling)[0][0].logprobs)
+
+    alone = generate(Engine(model, kv_pages=16, page_size=4))
+    engine = Engine(model, kv_pages=16, page_size=4)
+    assert generate(engine) == alone
+    assert [type(store) for store in engine.stores] == [NoStore, StateStore, KVStore, NoStore]
+    assert generate(engine) == alone
+    assert engine.stats.cached_tokens == 12
+    states = engine.stores[1]
+    assert isinstance(states, StateStore)
+    linear = model.config.linear
+    assert linear is not None
+    assert states.nbytes == 16 * (4 * 4 * 8 * 12 + 2 * 3 * linear.channels)
+    states.states.copy_(states.states.flip(0))
+    assert generate(engine) != alone
+
+
+def test_fp8_blocks_are_read_by_transformers(tmp_path: Path) -> None:
+    """Of a form without experts, whose matrices are whole blocks. The control: the weights before
+    quantization are further away."""
+    own = one_part_values(("linear_attention", "mlp", "full_attention", "mlp"))
+    linear = replace(own["linear"], value_heads=128, value_dim=2, key_dim=32)
+    assert linear.projected == 768
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "num_kv_heads": 2, "head_dim": 64}
+    model = random_model("fp8", family="nemotron_h", **{**own, **sizes, "linear": linear})
+    path = export(model, tmp_path)
+    theirs = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).float().eval()
+    )
+    kept = read_json(path / "config.json")["quantization_config"]["modules_to_not_convert"]
+    assert kept == ["lm_head"]
+    sequence = tokens(40, 5)
+    wanted = oracle_logits(theirs, sequence)
+    found = logits(Model.load(path, "float32"), sequence)
+    assert torch.allclose(found, wanted, atol=2e-3, rtol=1e-4)
+    assert not torch.allclose(
+        logits(model.under("float32"), sequence), wanted, atol=2e-2, rtol=1e-3
+    )
+
+
+def test_attention_and_mamba_stay_in_bf16_where_the_flow_says_so() -> None:
+    """The nearest to NVIDIA's own choice; MLPs and experts are in FP8."""
+    model = tiny_model("fp8[bf16_layers=[qkv, o]]", "nemotron_h")
+    low = {
+        weight.name.rpartition(".")[2]
+        for weight in model.transformer.rollout_weights()
+        if isinstance(weight.working, QTensor)
+    }
+    assert low == {"gate_up", "down"}
+    everything = {
+        weight.name.rpartition(".")[2]
+        for weight in tiny_model("fp8", "nemotron_h").transformer.rollout_weights()
+        if isinstance(weight.working, QTensor)
+    }
+    assert everything == {"gate_up", "down", "qkv", "o"}, "the control"
+
+
+def test_adapters_leave_out_what_peft_does_not_take() -> None:
+    """Mamba-2's last projection, and experts without a gate, but not the MLP beside them."""
+    names = {one.name for one in projections(tiny_model("fp8", "nemotron_h").config)}
+    assert "layers.0.shared.up_proj" in names
+    assert "layers.1.in_proj" in names
+    assert "layers.2.o_proj" in names
+    assert not any("out_proj" in name or ".experts." in name for name in names)

@@ -1,0 +1,193 @@
+"""What one tenant takes, keeps no other from anything: each has bounds of its own."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.responses import Response
+
+from isobit.serve import sessions as conversations
+from isobit.serve.requests import BadRequest, Limits
+from isobit.serve.sessions import Sessions, Turn
+from isobit.serve.state import store
+from isobit.serve.state.rows import StoredRun
+from isobit.serve.state.state import State
+from isobit.serve.tinker import archive, futures
+from isobit.serve.tinker import sessions as of_clients
+from isobit.serve.tinker.futures import Futures
+
+from .helpers import TOKENS, Running, serving
+
+LONG = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True}
+LIMITS = Limits(open_samples=2, held_bytes=2000, body_bytes=1500)
+RUN = StoredRun("s:train:0", "0", "s", 0, "tiny", 4, 7, {"train_attn": True}, 1.0, 1.0)
+
+
+@pytest.fixture(scope="module")
+def narrow(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server of two tenants that trains."""
+    state = tmp_path_factory.mktemp("tenants") / "state"
+    with serving(folder / "base", state=state, limits=LIMITS) as server:
+        yield server
+
+
+def asked(server: Running, tenant: int, path: str, value: Any) -> httpx.Response:
+    """The answer to a tenant's request."""
+    return server.post(path, value, headers={"Authorization": f"Bearer {TOKENS[tenant]}"})
+
+
+def until(happened: Any) -> None:
+    end = time.monotonic() + 120
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_who_has_as_many_answers_open_as_may_be_is_told_alone(narrow: Running) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        going = [pool.submit(asked, narrow, 0, "/v1/completions", LONG) for _ in range(2)]
+        until(lambda: narrow.gateway.num_samples == 2)
+        refused = asked(narrow, 0, "/v1/completions", LONG)
+        other = asked(narrow, 1, "/v1/completions", LONG | {"max_tokens": 1})
+        assert (refused.status_code, other.status_code) == (429, 200)
+        assert "2 answers of yours are open, and 2 may be" in refused.text
+        assert [each.result().status_code for each in going] == [200, 200]
+
+
+def test_who_has_as_many_bytes_open_as_may_be_is_told_alone(narrow: Running) -> None:
+    """Bodies that do not end count as long as they are there."""
+    host, port = narrow.url.removeprefix("http://").split(":")
+    value = {"prompt": "a", "max_tokens": 1, "user": "a" * 700}
+    with socket.create_connection((host, int(port))) as line:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKENS[0]}\r\n"
+        line.sendall(f"{head}Content-Length: 1500\r\n\r\n".encode() + b"a" * 1400)
+        until(lambda: asked(narrow, 0, "/v1/completions", value).status_code == 429)
+        refused = asked(narrow, 0, "/v1/completions", value)
+        assert "bodies of your open requests have more than 2,000 bytes" in refused.text
+        assert refused.headers["retry-after"] == "1"
+        assert asked(narrow, 1, "/v1/completions", value).status_code == 200
+    until(lambda: asked(narrow, 0, "/v1/completions", value).status_code == 200)
+
+
+def test_sessions_of_one_are_not_those_of_another(
+    narrow: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_clients, "_MOST_SESSIONS", 1)
+    begin = "/api/v1/create_session"
+    first = asked(narrow, 0, begin, {})
+    refused, other = asked(narrow, 0, begin, {}), asked(narrow, 1, begin, {})
+    assert [each.status_code for each in (first, refused, other)] == [200, 429, 200]
+    assert "1 sessions of yours are open" in refused.text
+    monkeypatch.setattr(of_clients, "IDLE_SECONDS", 0.0)  # who is heard of lets go of the silent
+    name = other.json()["session_id"]
+    assert asked(narrow, 1, "/api/v1/session_heartbeat", {"session_id": name}).status_code == 200
+    silent = {"session_id": first.json()["session_id"]}
+    assert asked(narrow, 0, "/api/v1/session_heartbeat", silent).status_code == 410
+
+
+def test_results_of_one_are_not_forgotten_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(futures, "_MOST_RESULTS", 2)
+
+    async def said() -> Response:
+        return Response(b"a")
+
+    async def work(kept: Futures) -> None:
+        kept.begin("1", "first", said())
+        for number in range(5):
+            kept.begin("0", str(number), said())
+        await asyncio.sleep(0.01)
+        assert kept.knows("1", "first")
+        assert [kept.knows("0", str(number)) for number in range(5)] == [False] * 3 + [True] * 2
+
+    class Gateway:
+        limits = Limits()
+
+    asyncio.run(work(Futures(Gateway())))  # type: ignore[arg-type]
+
+
+def test_conversations_of_one_are_not_dropped_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor are many kept whose bytes become no tokens."""
+    turn = Turn((), {}, (1, 2), (3,), {}, 100)
+    kept = Sessions()
+    monkeypatch.setattr(conversations, "MOST_SESSIONS", 2)
+    kept.keep("1", "a", turn)
+    for name in "abc":
+        kept.keep("0", name, turn)
+    assert kept.find("1", "a") is turn
+    assert [kept.find("0", name) is not None for name in "abc"] == [False, True, True]
+    monkeypatch.setattr(conversations, "MOST_SESSIONS", 100)
+    monkeypatch.setattr(conversations, "MOST_BYTES", 350)
+    for name in "defgh":
+        kept.keep("0", name, turn)
+    assert [kept.find("0", name) is not None for name in "bcdefgh"] == [False] * 4 + [True] * 3
+    kept.keep("0", "h", replace(turn, num_bytes=1))
+    kept.keep("0", "i", turn)
+    assert kept.find("0", "f") is not None
+
+
+def test_requests_of_one_are_not_counted_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "MOST_REQUEST_BYTES", 100)
+    state = State(tmp_path / "state")
+    try:
+        for run in (RUN, replace(RUN, id="s:train:1", number=1, tenant="1")):
+            state.add_run(run)
+        state.accept("s:train:0", 1, "optim_step", b"a" * 60)
+        with pytest.raises(BadRequest, match="requests of yours that are in no saved state"):
+            state.accept("s:train:0", 2, "optim_step", b"a" * 60)
+        state.accept("s:train:1", 1, "optim_step", b"a" * 60)
+        assert [len(state.requests(f"s:train:{each}")) for each in (0, 1)] == [1, 1]
+    finally:
+        state.close()
+
+
+def test_files_of_downloads_are_bounded(narrow: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each tenant and of all; what has ended, or was never read, counts no more."""
+    state = narrow.gateway.state
+    assert state is not None
+
+    def write(folder: Path) -> None:
+        for name in "ab":
+            (folder / name).write_bytes(b"a" * 100)
+
+    for number in (0, 1):
+        state.add_run(
+            replace(RUN, id=f"t:train:{number}", session="t", number=number, tenant=str(number))
+        )
+        state.save(f"t:train:{number}", "training", "one", write)
+
+    def archive_of(tenant: int) -> httpx.Response:
+        path = f"/api/v1/training_runs/t:train:{tenant}/checkpoints/weights/one/archive"
+        headers = {"Authorization": f"Bearer {TOKENS[tenant]}"}
+        return httpx.get(narrow.url + path, headers=headers, timeout=60)
+
+    monkeypatch.setattr(archive, "_MOST_OF_A_TENANT", 4)
+    assert [archive_of(0).status_code for _ in range(4)] == [200] * 4
+    waits, goes_on = threading.Event(), archive._blocks
+
+    async def slow(file: Any) -> Any:
+        while not waits.is_set():
+            await asyncio.sleep(0.01)
+        async for block in goes_on(file):
+            yield block
+
+    with ThreadPoolExecutor(3) as pool:
+        monkeypatch.setattr(archive, "_blocks", slow)
+        going = [pool.submit(archive_of, 0) for _ in range(3)]
+        refused = next(as_completed(going)).result()
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert "too many downloads are open" in refused.text
+        monkeypatch.setattr(archive, "_blocks", goes_on)
+        assert archive_of(1).status_code == 200
+        waits.set()
+        assert sorted(each.result().status_code for each in going) == [200, 200, 429]
+    assert archive_of(0).status_code == 200
