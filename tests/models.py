@@ -17,6 +17,7 @@ from isobit.model.families import FAMILIES
 from isobit.model.families.rope import PROPORTIONAL, Rope
 from isobit.model.hub.latent import Latent
 from isobit.model.hub.layer_heads import LayerHeads
+from isobit.model.hub.layer_inputs import LayerInputs
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.model.hub.mamba import Mamba
 from isobit.model.hub.multipliers import Multipliers
@@ -84,6 +85,18 @@ def level(backend: str) -> str:
     return "exact" if backend == "reference" else "bitwise"
 
 
+def variant_of(family: str, inner: int) -> tuple[str, dict[str, Any]]:
+    """(the family, what of a config's sizes is another there) of a name such as
+    gemma4_text-experts, for a form that not all models of a family have."""
+    family, _, form = family.partition("-")
+    if form == "experts":
+        return family, {"experts": Experts(5, 2, 24, shared=inner)}
+    if form == "small":
+        return family, {"num_layers": 4, "inputs": LayerInputs(12, 2, wide=True)}
+    assert not form
+    return family, {}
+
+
 def tiny_model(
     precision: str = "fp8",
     family: str = "qwen3",
@@ -98,6 +111,8 @@ def tiny_model(
     """A random model of a few thousand parameters over the digits, or another alphabet. Matrices
     are multiplied by `scale`: with some size to them, distributions are not flat."""
     tokenizer = Tokenizer.characters(alphabet)
+    family, own = variant_of(family, sizes.get("intermediate_size", 48))
+    sizes |= own
     shape = {
         "hidden_size": 32,
         "intermediate_size": 48,

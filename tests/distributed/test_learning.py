@@ -96,6 +96,8 @@ FLOWS = [
     *product(("bf16", "fp8-unified", "fp8"), ("qwen3", "qwen3_moe")),
     ("fp8", "gemma3_text"),
     ("fp8", "gemma4_text"),
+    ("fp8", "gemma4_text-experts"),
+    ("fp8", "gemma4_text-small"),
     ("fp8", "gpt_oss"),
 ]
 

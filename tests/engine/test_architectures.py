@@ -14,6 +14,7 @@ from isobit.model import Experts, Model, ModelConfig, Tokenizer
 from isobit.model.families.rope import PROPORTIONAL, Rope
 from isobit.model.hub.latent import Latent
 from isobit.model.hub.layer_heads import LayerHeads
+from isobit.model.hub.layer_inputs import LayerInputs
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.model.hub.multipliers import Multipliers
 from tests.models import (
@@ -66,6 +67,25 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"logit_cap": 4.5},
     ),
+    "gemma4_text-experts": (
+        {
+            "qk_norm": True,
+            "windows": (5, None, None),
+            "global_heads": LayerHeads(1, 52, joint=True),
+            "experts": Experts(5, 2, 24, shared=208),
+        },
+        {"rms_eps": 1e-2},
+    ),
+    "gemma4_text-small": (
+        {
+            "qk_norm": True,
+            "num_layers": 4,
+            "windows": (5, None, 5, None),
+            "global_heads": LayerHeads(2, 52),
+            "inputs": LayerInputs(20, 2, wide=True),
+        },
+        {"windows": (5, None, 4, None)},
+    ),
     "gemma4_unified_text": (
         {
             "qk_norm": True,
@@ -111,7 +131,8 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def random_model(family: str, preset: str, backend: str) -> Model:
     require(backend)
-    config: ModelConfig = replace(CONFIG, family=family, **ARCHITECTURES[family][0])
+    known = family.partition("-")[0]
+    config: ModelConfig = replace(CONFIG, family=known, **ARCHITECTURES[family][0])
     model = Model.init(config, Tokenizer.characters(ALPHABET), preset, 3, backend, level(backend))
     with torch.no_grad():
         for name, parameter in model.named_parameters().items():
@@ -126,8 +147,10 @@ def random_model(family: str, preset: str, backend: str) -> Model:
 
 
 BY_REFERENCE = ("mistral", "gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v3", "nemotron_h")
+BY_REFERENCE += ("gemma4_text-experts", "gemma4_text-small")
 """What `make test` has of the reference operators, which take ten times as long: windows, a scale of
-queries, heads by layer and capped logits, sinks and experts, latent attention, Mamba-2."""
+queries, heads by layer and capped logits, sinks and experts, latent attention, experts beside an
+MLP, keys of other layers, Mamba-2."""
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,8 @@ def test_whatever_is_sampled(
         ("nemotron_h", one_part_values(("linear_attention", "mlp", "full_attention")), None),
         ("nemotron_h", {}, "tolist of a tensor"),
         ("qwen3_moe", {}, "tolist of a tensor"),
+        ("gemma4_text-small", {}, None),
+        ("gemma4_text-experts", {}, "tolist of a tensor"),
     ],
 )
 def test_states_are_recorded_and_experts_computed_anew(

@@ -66,9 +66,10 @@ def test_zero_bits_differ_with_heads_of_256_and_gelu() -> None:
 
 
 @pytest.mark.slow
-def test_zero_bits_differ_with_heads_by_layer_and_capped_logits() -> None:
+@pytest.mark.parametrize("family", ["gemma4_text", "gemma4_text-experts", "gemma4_text-small"])
+def test_zero_bits_differ_with_heads_by_layer_and_capped_logits(family: str) -> None:
     """A layer of each kind of Gemma 4. Control: a learner with another cap."""
-    model = tiny_model("fp8", "gemma4_text", backend="triton", scale=6, num_layers=2, head_dim=16)
+    model = tiny_model("fp8", family, backend="triton", scale=6, num_layers=2, head_dim=16)
     groups = _completions(model)
     assert differing(model, groups) == (0, 12)
     model.transformer.config = replace(model.config, logit_cap=5.0)

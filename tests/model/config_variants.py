@@ -78,11 +78,18 @@ BASES["gemma4_text"] = {
     "num_global_key_value_heads": 1,
     "attention_k_eq_v": True,
     "final_logit_softcapping": 5.0,
-    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
     "pad_token_id": 0,
 }
-BASES["gemma4_unified_text"] = {
-    key: value for key, value in BASES["gemma4_text"].items() if "per_layer" not in key
+BASES["gemma4_unified_text"] = BASES["gemma4_text"]
+BASES["gemma4_text"] = BASES["gemma4_text"] | {
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "enable_moe_block": False,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
 }
 BASES["glm4"] = _SIZES | {"attention_bias": False, "pad_token_id": 0}
 BASES["phi3"] = _SIZES | {"sliding_window": None, "pad_token_id": 0}
@@ -216,6 +223,8 @@ SHAPES = (
     *("ssm_state_size", "n_groups", "conv_kernel", "moe_shared_expert_intermediate_size"),
     *("linear_conv_kernel_dim", "full_attention_interval", "layer_types"),
     *("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config"),
+    *("hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers"),
+    *("use_double_wide_mlp", "enable_moe_block", "top_k_experts"),
 )
 """The keys on which names and shapes of weights depend."""
 
@@ -736,12 +745,64 @@ def _gemma4(family: str) -> Iterator[Row]:
     for direction in (None, "vision"):
         yield f"direction {direction}", {"use_bidirectional_attention": direction}, ""
     yield "both directions", {"use_bidirectional_attention": "all"}, "sees later tokens"
-    small = "embeddings of their own, as E2B and E4B have; the nearest that is read is a dense"
-    yield "embeddings by layer", {"hidden_size_per_layer_input": 8}, small
+    yield from _keys_of_others(
+        {"hidden_size_per_layer_input": 8} if family == "gemma4_text" else {}
+    )
     if family == "gemma4_text":
-        yield "embeddings left out", {"hidden_size_per_layer_input": _LEFT_OUT}, small
-        yield "experts", {"enable_moe_block": True}, "experts beside an MLP, as 26B-A4B has"
-    yield "shared keys", {"num_kv_shared_layers": 1}, "read the keys and values of others"
+        yield from _embeddings_by_layer()
+        yield from _experts_beside()
+        return
+    for key, value in (("hidden_size_per_layer_input", 8), ("enable_moe_block", True)):
+        yield key, {key: value}, f"{key} {value} is not supported"
+
+
+def _keys_of_others(needed: dict[str, Any]) -> Iterator[Row]:
+    """Layers that read the keys and values of others, beside what transformers needs with them."""
+    four = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    four |= needed
+    shared = {**four, "num_kv_shared_layers": 2}
+    yield "shared keys", shared, ""
+    yield "shared keys, wider MLPs", {**shared, "use_double_wide_mlp": True}, ""
+    yield "shared keys, apart, biases", {**shared, "attention_k_eq_v": False, **_BIASED}, ""
+    yield "shared keys of one layer", {**four, "num_kv_shared_layers": 1}, ""
+    yield "no wider MLPs", {"use_double_wide_mlp": True}, ""
+    for count in (1, 2, 3):
+        yield f"{count} shared, none of a kind", {"num_kv_shared_layers": count}, "of every kind"
+    yield "shared keys as text", {"num_kv_shared_layers": "1"}, "has the wrong type"
+    yield "wider MLPs as text", {**shared, "use_double_wide_mlp": "yes"}, "expected true or false"
+
+
+_BIASED = {"attention_bias": True}
+
+
+def _embeddings_by_layer() -> Iterator[Row]:
+    """Layers with embeddings of their own."""
+    width, vocabulary = "hidden_size_per_layer_input", "vocab_size_per_layer_input"
+    yield "embeddings by layer", {width: 8}, ""
+    yield "embeddings by layer, left out", {width: _LEFT_OUT}, ""
+    yield "embeddings of more tokens", {width: 8, vocabulary: 70}, "it must be vocab_size"
+    yield "embeddings of most tokens", {width: 8, vocabulary: _LEFT_OUT}, "it must be vocab_size"
+    yield "no embeddings, of most tokens", {vocabulary: _LEFT_OUT}, ""
+    four = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    yield "shared keys, no embeddings", {**four, "num_kv_shared_layers": 2}, "does not compute it"
+    yield "embeddings by layer, as text", {width: "8"}, "has the wrong type"
+
+
+def _experts_beside() -> Iterator[Row]:
+    """Experts beside an MLP."""
+    switch = {"enable_moe_block": True}
+    yield "experts", switch, ""
+    yield "experts and embeddings", {**switch, "hidden_size_per_layer_input": 8}, ""
+    yield "all experts", {**switch, "top_k_experts": 6}, ""
+    yield "too many experts a token", {**switch, "top_k_experts": 7}, "7 experts per token"
+    for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        yield f"experts, null {key}", {**switch, key: None}, f"{key} has the wrong type"
+        yield f"experts, no {key}", {**switch, key: _LEFT_OUT}, f"key '{key}' is missing"
+    yield "no experts, no sizes", dict.fromkeys(_EXPERTS_SIZES, None), ""
+    yield "experts as text", {"enable_moe_block": "yes"}, "expected true or false"
+
+
+_EXPERTS_SIZES = ("num_experts", "top_k_experts", "moe_intermediate_size")
 
 
 def _gpt_oss(family: str) -> Iterator[Row]:

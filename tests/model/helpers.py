@@ -22,7 +22,15 @@ from isobit.model.hub.latent import Latent
 from isobit.model.hub.layer_heads import LayerHeads
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.model.hub.multipliers import Multipliers
-from tests.models import ALPHABET, ONE_PART, latent_values, level, one_part_values, require
+from tests.models import (
+    ALPHABET,
+    ONE_PART,
+    latent_values,
+    level,
+    one_part_values,
+    require,
+    variant_of,
+)
 
 VOCABULARY = 61
 
@@ -75,6 +83,21 @@ _GEMMA4 = {
     "final_logit_softcapping": 6.0,
     "hidden_size_per_layer_input": 0,
     **_PAD,
+}
+_GEMMA4_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 24,
+}
+_GEMMA4_SMALL = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "attention_k_eq_v": False,
 }
 _GEMMA4_ROPES = {
     "full_attention": {
@@ -232,6 +255,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": _GEMMA4_ROPES,
         },
     ),
+    "gemma4-experts": ("Gemma4", _GEMMA4 | _GEMMA4_EXPERTS),
+    "gemma4-small": ("Gemma4", _GEMMA4 | _GEMMA4_SMALL),
     "gemma4-unified": (
         "Gemma4Unified",
         {
@@ -352,6 +377,16 @@ def oracle(family: str, **changes: Any) -> Any:
     return model
 
 
+_AROUND_1 = (
+    "norm.weight",
+    "norm_f.weight",
+    "norm_1.weight",
+    "norm_2.weight",
+    "router.scale",
+    "expert_scale",
+)
+
+
 @torch.no_grad()
 def randomize(model: Any, seed: int, text: str = "") -> None:
     """Give every parameter of a `transformers` model random values of a size that matters; norms
@@ -359,7 +394,7 @@ def randomize(model: Any, seed: int, text: str = "") -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        norm = name.endswith(("norm.weight", "norm_f.weight"))
+        norm = name.endswith(_AROUND_1)
         around_0 = (text or model.config.model_type).startswith(
             ("gemma3", "qwen3_5")
         ) and "linear_attn" not in name
@@ -415,7 +450,10 @@ def oracle_logits(model: Any, sequence: list[int]) -> Tensor:
 
 
 def config(family: str = "llama", **changes: Any) -> ModelConfig:
-    """Sizes that are not multiples of 128, and one block that is ragged."""
+    """Sizes that are not multiples of 128, and one block that is ragged; `family` as of
+    `variant_of`."""
+    family, own = variant_of(family, changes.get("intermediate_size", 208))
+    changes |= own
     values: dict[str, Any] = {
         "family": family,
         "vocab_size": VOCABULARY,
@@ -448,7 +486,10 @@ def config(family: str = "llama", **changes: Any) -> ModelConfig:
     if FAMILY_TABLES[family].global_head_dim is not None:
         width = 2 * changes.get("head_dim", 36)
         values |= {"global_heads": LayerHeads(1, width, True), "logit_cap": 9.0}
-        values |= {"windows": (7, None, None), "sliding_rope": Rope(300.0)}
+        layers = changes.get("num_layers", 3)
+        slides = [layer % 2 == 0 and layer + 1 < layers for layer in range(layers)]
+        values |= {"windows": tuple(7 if one else None for one in slides)}
+        values |= {"sliding_rope": Rope(300.0)}
     return ModelConfig(**(values | changes))
 
 

@@ -30,7 +30,8 @@ WHOLE = {
     "head_dim": 64,
 }
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma3_text", "qwen3_5_text"]
-FAMILIES += ["gemma4_text", "phi3", "granite", "ministral3", "qwen3_5_moe_text", "deepseek_v3"]
+FAMILIES += ["gemma4_text", "gemma4_text-small", "phi3", "granite", "ministral3"]
+FAMILIES += ["qwen3_5_moe_text", "deepseek_v3"]
 
 
 def whole_model(family: str, precision: Any = "fp8", **changes: Any) -> Model:
@@ -155,6 +156,8 @@ def test_what_has_no_blocks_is_refused() -> None:
         block_checkpoint(whole_model("llama", "bf16"))
     with pytest.raises(IsobitError, match="those of mxfp8 are e4m3 1x32 ue8m0"):
         block_checkpoint(whole_model("llama", "mxfp8"))
+    with pytest.raises(IsobitError, match="a gemma4_text stores experts together; give --format"):
+        block_checkpoint(whole_model("gemma4_text-experts"))
 
 
 def test_broken_block_checkpoints_are_refused(tmp_path: Path) -> None:

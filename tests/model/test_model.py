@@ -78,6 +78,8 @@ def test_gradients_of_transformers(family: str, backend: str, tmp_path: Path) ->
             5e-5 if name.endswith("router_bias") else 2e-5
         )  # sums over rows, much of which cancels
         limit = 5e-5 if family.startswith(("qwen3.5", "nemotron")) else limit
+        # six layers, whose gradients meet in rows of keys: both are up to 3e-5 from float64
+        limit = 8e-5 if family == "gemma4-small" else limit
         assert float(error) < limit, (name, float(error))
 
 

@@ -48,7 +48,15 @@ def _farthest(model: Model, theirs: Any) -> float:
 @pytest.mark.parametrize(
     "family",
     ["llama", "qwen2", "qwen3", "qwen3-moe", "qwen3.5", "qwen3.5-moe", "granite", "phi3"]
-    + ["deepseek-v3", "mixtral", "gpt-oss", "gemma4", "nemotron-h"],
+    + [
+        "deepseek-v3",
+        "mixtral",
+        "gpt-oss",
+        "gemma4",
+        "gemma4-experts",
+        "gemma4-small",
+        "nemotron-h",
+    ],
 )
 def test_peft_loads_what_is_written(tmp_path: Path, family: str) -> None:
     """The same log-probabilities under float32, of rsLoRA too. The control is the model without its
@@ -62,6 +70,7 @@ def test_peft_loads_what_is_written(tmp_path: Path, family: str) -> None:
         "qwen3.5": (*TARGETS, *linear),
         "qwen3.5-moe": ("all-linear",),  # of the MLP beside the experts too
         "gpt-oss": ("all-linear",),
+        "gemma4-experts": ("all-linear",),
         "nemotron-h": ("q_proj", "v_proj", "o_proj", "in_proj", "up_proj", "down_proj"),
         "deepseek-v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
         "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
@@ -81,7 +90,9 @@ def test_peft_loads_what_is_written(tmp_path: Path, family: str) -> None:
 @pytest.mark.parametrize(
     "which", [("gate_up_proj",), ("down_proj",), ("gate_up_proj", "down_proj")]
 )
-@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "qwen3.5-moe", "gpt-oss"])
+@pytest.mark.parametrize(
+    "family", ["qwen3-moe", "mixtral", "qwen3.5-moe", "gpt-oss", "gemma4-experts"]
+)
 def test_what_peft_writes_of_experts_loads(
     tmp_path: Path, family: str, which: tuple[str, ...]
 ) -> None:
@@ -93,7 +104,9 @@ def test_what_peft_writes_of_experts_loads(
         r=3,
         lora_alpha=12,
         target_modules=["q_proj"],
-        target_parameters=[f"mlp.experts.{name}" for name in which],
+        target_parameters=[
+            f"{'' if family == 'gemma4-experts' else 'mlp.'}experts.{name}" for name in which
+        ],
         task_type="CAUSAL_LM",
     )
     theirs = peft.get_peft_model(oracle(family), config).eval()

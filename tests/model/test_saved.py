@@ -16,7 +16,6 @@ from torch import Tensor
 from isobit.kernels import Activation, KVStore, Layout
 from isobit.model import Model
 from isobit.model.adapters.targets import NewAdapter
-from isobit.model.families import FAMILIES
 from isobit.model.forward.kv_scales import KVScales
 from isobit.model.forward.moe import RouteTape
 from isobit.precision import QTensor
@@ -39,6 +38,8 @@ FLOWS = [
     ("fp8", "olmo2"),
     ("fp8", "gemma3_text"),
     ("fp8", "gemma4_text"),
+    ("fp8", "gemma4_text-experts"),
+    ("fp8", "gemma4_text-small"),
     ("fp8", "gpt_oss"),
     ("fp8", "qwen3_5_text"),
     ("fp8", "qwen3_5_moe_text"),
@@ -154,13 +155,9 @@ def test_gradients_are_those_of_a_forward_that_keeps_all(
             4,
             8.0,
             (
-                *(
-                    ("q_proj", "v_proj")
-                    if not FAMILIES[family].latent
-                    else ("q_b_proj", "kv_b_proj")
-                ),
+                *(("q_proj", "v_proj") if not model.config.latent else ("q_b_proj", "kv_b_proj")),
                 "o_proj",
-                *(["down_proj"] if FAMILIES[family].mixtures is None else []),
+                *(["down_proj"] if model.config.experts is None else []),
             ),
         )
         model = Model.load(tmp_path, flow, consistency=model.ops.consistency, adapter=given)
@@ -178,7 +175,7 @@ def test_gradients_are_those_of_a_forward_that_keeps_all(
     assert all(same(gradients(model, notes, level), found) for level in ("mlp", True))
     notes.keeps = True
     assert same(gradients(model, notes), found)
-    others = (FAMILIES[family].mixtures is not None) + FAMILIES[family].linear_attention
+    others = (model.config.experts is not None) + (model.config.linear is not None)
     assert notes.handed >= (6, 4, 3)[others if adapted else 0]
     notes.changed = True
     assert not same(gradients(model, notes), found)

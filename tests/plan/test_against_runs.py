@@ -41,6 +41,8 @@ RUNS = [
     ("fp8-rollout", "qwen3", ()),
     ("fp8-rollout", "gemma3_text", ()),
     ("fp8", "gemma4_text", ()),
+    ("fp8", "gemma4_text-experts", ()),
+    ("fp8", "gemma4_text-small", ()),
     ("fp8", "gpt_oss", ()),
     ("fp8", "qwen3_5_text", ("evaluation.every=1", "evaluation.samples=4")),
     ("fp8", "qwen3", ("optimizer.masters=bf16", "optimizer.state=8bit")),

@@ -2,8 +2,11 @@
 design's table."""
 
 import math
+from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from benchmarks.plan_jobs import MODELS, job
 from isobit.config.sections import AdapterConfig
@@ -62,7 +65,9 @@ def test_what_is_held_and_a_layers_gradient_are_the_designs(
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "qwen3_moe", "llama", "qwen2", "qwen3_5_text", "deepseek_v3", "nemotron_h"]
+    "family",
+    ["qwen3", "qwen3_moe", "llama", "qwen2", "qwen3_5_text", "deepseek_v3"]
+    + ["gemma4_text-experts", "gemma4_text-small", "nemotron_h"],
 )
 @pytest.mark.parametrize("flow", FLOWS)
 def test_working_weights_have_these_bytes(flow: str, family: str) -> None:
@@ -112,7 +117,8 @@ def test_a_frozen_model_keeps_the_learners_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "gemma3_text", "gemma4_text", "qwen3_5_text", "nemotron_h"]
+    "family",
+    ["qwen3", "gemma3_text", "gemma4_text", "gemma4_text-small", "qwen3_5_text", "nemotron_h"],
 )
 @pytest.mark.parametrize(
     "flow", ["bf16", "fp8", "fp8-rollout-kv", "fp8[bf16_last_layers=1]", "float32"]
@@ -124,7 +130,7 @@ def test_the_cache_has_these_bytes(flow: str, family: str) -> None:
     config = engine.model.config
     layers = sum(
         config.has_attention(layer) and not config.is_linear(layer)
-        for layer in range(config.num_layers)
+        for layer in range(config.num_stores)
     )
     scales = 8 * layers if engine.model.precision.rollout.calibrated else 0
     assert 64 * (found - scales) + scales == engine.kv_bytes
@@ -133,6 +139,57 @@ def test_the_cache_has_these_bytes(flow: str, family: str) -> None:
         assert 64 * page_bytes(Described(engine.model.config, other), 16) != pytest.approx(
             engine.kv_bytes, rel=0.05
         )
+
+
+_GEMMA4 = {
+    "model_type": "gemma4_text",
+    "vocab_size": 262144,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "sliding_window": 512,
+    "final_logit_softcapping": 30.0,
+}
+_E2B = {
+    "hidden_size": 1536,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 35,
+    "num_key_value_heads": 1,
+    "num_kv_shared_layers": 20,
+    "use_double_wide_mlp": True,
+    "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+}
+_A4B = {
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "enable_moe_block": True,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+    "hidden_size_per_layer_input": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "billions", "stores"), [(_E2B, 4.65, 15), (_A4B, 25.2, 30)], ids=["E2B", "26B-A4B"]
+)
+def test_gemma_4_has_the_parameters_of_transformers(
+    sizes: dict[str, Any], billions: float, stores: int
+) -> None:
+    """Each but the number by which a layer's sum is multiplied, which is a buffer there; and a token
+    in the cache has the bytes of those layers that have keys of their own."""
+    with torch.device("meta"):
+        theirs = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**_GEMMA4 | sizes))
+    config = ModelConfig.from_hf(_GEMMA4 | sizes)
+    count = sum(parameter.numel() for parameter in theirs.parameters())
+    assert num_parameters(config) - config.num_layers == count
+    assert count / 1e9 == pytest.approx(billions, rel=0.01)
+    heads = [config.heads_of(layer) for layer in range(stores)]
+    wanted = sum(2 * 2 * each.width for each in heads)
+    assert page_bytes(Described(config, PRESETS["bf16"]), 1) == wanted
 
 
 @pytest.mark.parametrize("state", ["fp32", "8bit"])

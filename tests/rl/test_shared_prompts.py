@@ -25,6 +25,8 @@ FAMILIES = [
     "olmo3",
     "gemma3_text",
     "gemma4_text",
+    "gemma4_text-experts",
+    "gemma4_text-small",
     "gpt_oss",
     "deepseek_v3",
 ]  # windows, mixtures, sinks

@@ -37,7 +37,8 @@ ADAPTER = {"rank": 4, "alpha": 8}
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for family in ("qwen3", "qwen3_moe", "gemma3_text", "gemma4_text", "gpt_oss"):
+    gemma4 = ("gemma4_text", "gemma4_text-experts", "gemma4_text-small")
+    for family in ("qwen3", "qwen3_moe", "gemma3_text", *gemma4, "gpt_oss"):
         tiny_model(family=family, scale=4.0).save(folder / family)
     return folder
 
@@ -67,6 +68,8 @@ def _run(folder: Path, models: Path, **changes: Any) -> TrainResult:
         ("nvfp4[activation=bf16, kv_cache=int8]", "gpt_oss"),
         ("fp8", "gemma3_text"),
         ("fp8", "gemma4_text"),
+        ("fp8", "gemma4_text-experts"),
+        ("fp8", "gemma4_text-small"),
         ("fp8", "gpt_oss"),
     ],
 )

@@ -351,7 +351,10 @@ class ArchitectureConfig:
             raise IsobitError(
                 f"family: {self.family} has Mamba-2 layers, whose sizes model.init does not have"
             )
-        mixture = tables[self.family].mixtures is not None
+        mixtures = tables[self.family].mixtures
+        mixture = mixtures is not None
+        if mixtures is not None and mixtures.switch is not None:  # it may have experts
+            mixture = self.num_experts is not None
         if mixture != (self.num_experts is not None):
             raise IsobitError(
                 f"{self.family} needs num_experts"
@@ -363,7 +366,7 @@ class ArchitectureConfig:
                 f"experts_per_token {self.experts_per_token} exceeds num_experts {self.num_experts}"
             )
         if not mixture and self.experts_per_token is not None:
-            raise IsobitError(f"experts_per_token: {self.family} is dense; use qwen3_moe")
+            raise IsobitError(f"experts_per_token: {self.family} is dense without num_experts")
 
 
 @dataclass(frozen=True)

@@ -293,9 +293,9 @@ class GradientSum:
 
 def buckets(names: Sequence[str]) -> list[list[str]]:
     """Masters in the order in which a backward completes their gradients: the head, the layers from
-    the last, and the embedding; those that are trained."""
+    the last, and the embeddings; those that are trained."""
     head = [name for name in names if name in ("head", "final_norm")]
-    embed = [name for name in names if name == "embed"]
+    embed = [name for name in names if "." not in name and name not in head]
     layers: dict[int, list[str]] = {}
     for name in names:
         if name.startswith("layers."):

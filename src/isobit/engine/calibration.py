@@ -39,7 +39,7 @@ def measured_amax(
             size = layout.num_slots // layout.page_size, layout.page_size
             stores = [
                 new_store(config, layer, flow, *size, device, None)
-                for layer in range(config.num_layers)
+                for layer in range(config.num_stores)
             ]
             tokens = torch.tensor([token for ids in part for token in ids], dtype=torch.int64)
             transformer.hidden(tokens, layout, stores, use=use, calibrating=True)

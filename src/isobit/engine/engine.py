@@ -198,7 +198,7 @@ class Engine:
     def wake(self) -> None:
         """Allocate what `sleep` has freed; the next request does so by itself."""
         if not self.stores:
-            self.stores = [self._allocate(layer) for layer in range(self.model.config.num_layers)]
+            self.stores = [self._allocate(layer) for layer in range(self.model.config.num_stores)]
 
     def submit(
         self,

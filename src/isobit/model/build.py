@@ -5,7 +5,7 @@ Left out: what they are, and their making anew (`weights/layout.py`).
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,12 @@ from isobit.model.hub.config import ModelConfig
 from isobit.model.hub.mamba import Mamba
 from isobit.model.weights.layout import (
     Attention,
+    Beside,
     Delta,
+    Embedded,
     LatentAttention,
     Layer,
+    LayerEmbeddings,
     Mixture,
     Mlp,
     Outside,
@@ -180,7 +183,12 @@ def _make_outside(config: ModelConfig, flow: Flow, sources: Sources) -> Outside:
     embed = _vector("embed", flow, sources)
     head = embed if config.tie_embeddings else _vector("head", flow, sources)
     final_norm = _vector("final_norm", flow, sources, config.norm_offset)
-    return Outside(embed, final_norm, Weight(head.name, head.master, head.working, None, None))
+    output = Weight(head.name, head.master, head.working, None, None)
+    if not config.inputs.embedded:
+        return Outside(embed, final_norm, output)
+    table, norm = (_vector(name, flow, sources) for name in ("embed_layers", "project_layers_norm"))
+    projection = _single("project_layers", sources, flow.compute.dtype)
+    return Outside(embed, final_norm, output, LayerEmbeddings(table, projection, norm))
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,7 +216,15 @@ class _LayerMaker:
             scalar=_vector(self.named("layer_scalar"), self.flow, self.sources)
             if config.layer_scalars
             else None,
+            embedded=self.embedded() if config.inputs.embedded else None,
         )
+
+    def embedded(self) -> Embedded:
+        gate, out = (
+            _single(self.named(name), self.sources, self.flow.compute.dtype)
+            for name in ("embedded_gate", "embedded_out")
+        )
+        return Embedded(gate, out, self.norm("embedded_out_norm"))
 
     def mlp(self) -> Mlp | Mixture:
         if self.config.is_mixture(self.index):
@@ -220,7 +236,10 @@ class _LayerMaker:
             return self.delta()
         if self.config.latent is not None:
             return self.latent(whole=self.config.latent.q_rank is None)
-        norms = (self.norm("q_norm"), self.norm("k_norm")) if self.config.qk_norm else None
+        norms = None
+        if self.config.qk_norm:
+            own = self.config.keys_of(self.index) == self.index
+            norms = self.norm("q_norm"), self.norm("k_norm") if own else None
         return Attention(
             self.made("qkv"),
             norms,
@@ -266,6 +285,10 @@ class _LayerMaker:
             gate = _single(self.named("shared_gate"), self.sources)
         count, normalize = config.experts.per_token, config.experts.normalize
         found = Mixture(router, experts, gate_up, down, count, normalize, shared, gate)
+        if config.experts_beside:
+            norms = {one.name: self.norm(one.name) for one in fields(Beside)[:-1]}
+            beside = Beside(**norms, expert_scale=self.single("expert_scale"))
+            return replace(found, beside=beside)
         if (scoring := config.experts.scoring) is None:
             return found
         return replace(found, scoring=scoring, balance=self.single("balance"))
@@ -331,10 +354,11 @@ class _LayerMaker:
         )
 
 
-def _single(name: str, sources: Sources) -> Weight:
-    """A linear layer in FP32: a router, or the gates of linear attention."""
+def _single(name: str, sources: Sources, dtype: torch.dtype = torch.float32) -> Weight:
+    """A linear layer that is not quantized: in FP32 a router, or the gates of linear attention; in
+    the compute format what belongs to embeddings of layers."""
     master, bias = sources.masters[name], sources.masters.get(f"{name}_bias")
-    values = master.detach().to(torch.float32, copy=True)
+    values = master.detach().to(dtype, copy=True)
     if bias is None:
         return Weight(name, sources.leaf(master), values, None, None)
     return Weight(

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
-from isobit.model.families import FAMILIES
 from isobit.model.hub import names
 from isobit.model.model import Model
 from isobit.precision import E4M3, QTensor
@@ -53,8 +52,7 @@ def block_checkpoint(model: Model) -> BlockCheckpoint:
     Raises IsobitError if the model's flow has no E4M3 weights in 128x128 blocks, or no layer has
     such a shape.
     """
-    mixtures = FAMILIES[model.config.family].mixtures
-    if mixtures is not None and mixtures.together is not None:
+    if names.packing_of(model.config) is not None:
         raise IsobitError(
             f"FP8 blocks are of single matrices; a {model.config.family} stores experts "
             "together; give --format bf16"
@@ -83,7 +81,7 @@ def block_checkpoint(model: Model) -> BlockCheckpoint:
         tensors |= {
             name: piece.reshape(shape).to(dtype) for (name, shape), piece in zip(parts, pieces)
         }
-        if weight is not None:
+        if weight is not None or master == "project_layers":
             shape = f"{tuple(ragged[0])} is not a multiple of {BLOCK}" if ragged else ""
             reason = shape if isinstance(weight, QTensor) else "not quantized in the flow"
             kept |= {name.removesuffix(".weight"): reason for name, _ in parts}

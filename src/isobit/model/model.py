@@ -144,7 +144,7 @@ class Model:
                 given[name] = drawn
                 continue
             if len(shape) == 1:
-                one = name.endswith(("norm", "layer_scalar"))
+                one = name.endswith(("norm", "layer_scalar", "expert_scale"))
                 given[name] = torch.full(shape, 1.0 - config.offset_of(name) if one else 0.0)
                 continue
             deviation = (

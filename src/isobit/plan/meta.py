@@ -21,6 +21,7 @@ from isobit.model.build import Sources
 from isobit.model.forward.kv_scales import KVScales
 from isobit.model.forward.recompute import Recompute
 from isobit.model.forward.storage import new_store
+from isobit.model.hub.layer_inputs import LayerInputs
 from isobit.model.hub.shapes import parameter_shapes
 from isobit.model.transformer import Transformer
 from isobit.model.weights.layout import Working
@@ -163,7 +164,8 @@ def _fewer_layers(given: Described) -> tuple[Described, Described] | None:
         )
         for layer in range(count)
     }
-    if len(kinds) > 1 or config.windows or config.linear is not None or count <= 2 * _MORE_LAYERS:
+    alike = not config.windows and config.linear is None and config.inputs == LayerInputs()
+    if len(kinds) > 1 or not alike or count <= 2 * _MORE_LAYERS:
         return None
     few, more = (
         replace(given, config=replace(config, num_layers=n)) for n in (_FEW_LAYERS, _MORE_LAYERS)
@@ -175,7 +177,7 @@ def _fewer_layers(given: Described) -> tuple[Described, Described] | None:
 def page_bytes(given: Described, page_size: int) -> int:
     """Of a page of keys and values, and of states, in all layers."""
     config, total = given.config, 0
-    for layer in range(config.num_layers):
+    for layer in range(config.num_stores):
         flow = given.precision.flow("rollout", layer, config.num_layers)
         total += new_store(config, layer, flow, 1, page_size, META, flow.kv).nbytes
     return total

@@ -142,7 +142,7 @@ def _token_by_token(
     transformer, config, size = model.transformer, model.config, 16
     flows = [
         model.precision.flow("rollout", layer, config.num_layers)
-        for layer in range(config.num_layers)
+        for layer in range(config.num_stores)
     ]
     pages, device = -(-len(tokens) // size), transformer.ops["rollout"].device
     scales = [

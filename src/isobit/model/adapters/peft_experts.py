@@ -87,7 +87,9 @@ def config_of(adapter: Adapter) -> dict[str, Any]:
     roles = _roles_of(adapter)
     if not roles:
         return {}
-    found: dict[str, Any] = {"target_parameters": [f"mlp.experts.{role}" for role in roles]}
+    module = next(_module(one) for one in adapter.projections if one.expert is not None)
+    inside = module.split(".", 3)[3]  # behind model.layers.0
+    found: dict[str, Any] = {"target_parameters": [f"{inside}.{role}" for role in roles]}
     if _ROLES[0] in roles:
         alpha = adapter.alpha * (sqrt(2) if adapter.rslora else 2)
         found |= {
@@ -104,6 +106,11 @@ def _roles_of(adapter: Adapter) -> list[str]:
 
 def _role(one: Projection) -> str:
     return f"{one.weight.rpartition('.')[2]}_proj"
+
+
+def _module(one: Projection) -> str:
+    """The module of a layer's experts, of one of their matrices."""
+    return f"{one.module.partition('.experts.')[0]}.experts"
 
 
 class _Group(NamedTuple):
@@ -136,9 +143,9 @@ def _groups(experts: Iterable[Projection], roles: Sequence[str], prefix: str) ->
         if _role(one) in roles:
             found.setdefault((one.name.split(".")[1], _role(one)), []).append(one)
     groups = []
-    for (layer, role), members in found.items():
+    for (_, role), members in found.items():
         inside = "" if role == roles[-1] else ".base_layer"
-        module = f"{prefix}model.layers.{layer}.mlp.experts{inside}"
+        module = f"{prefix}{_module(members[0])}{inside}"
         parts = sum(one.weight == members[0].weight for one in members)
         groups.append(_Group(members, parts, f"{module}.lora_A.weight", f"{module}.lora_B.weight"))
     return groups

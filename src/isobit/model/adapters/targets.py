@@ -61,7 +61,7 @@ def _is_beside_peft(weight: str, config: ModelConfig) -> bool:
 def held_together(config: ModelConfig) -> Packing | None:
     """How PEFT holds the factors of a layer's experts in one tensor, if it does."""
     mixtures = FAMILIES[config.family].mixtures
-    return None if mixtures is None else mixtures.adapters
+    return None if mixtures is None or config.experts is None else mixtures.adapters
 
 
 def targeted(config: ModelConfig, targets: Sequence[str]) -> tuple[Projection, ...]:

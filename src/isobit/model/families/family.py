@@ -67,7 +67,9 @@ class Mixtures:
     `shared_gate`: it has a gate. `biases`: routers and experts have them. `together`: how files
     that are written hold a layer's experts in one tensor, if they do (`hub/packed_experts.py`).
     `adapters`: PEFT holds experts' in one tensor too, so (`adapters/peft_experts.py`); None: each
-    by itself."""
+    by itself. `switch`: the key that says whether a model has any; they stand beside the MLP of every
+    layer then, both with norms of their own, and `shared` stands for nothing: its size is
+    intermediate_size."""
 
     count: int
     per_token: int
@@ -83,6 +85,7 @@ class Mixtures:
     biases: bool = False
     together: Packing | None = None
     adapters: Packing | None = None
+    switch: str | None = None
 
 
 @dataclass(frozen=True)
@@ -123,9 +126,10 @@ class Family:
     `layer_scalars`: a layer's sum is multiplied by a number of its own, which is not trained.
     `capped_logits`: config.json may have a cap of logits. `global_head_dim`: layers without a
     window have heads of their own (`hub/layer_heads.py`), and this stands for their width; None
-    where all layers' are alike. `checks` raise for a config.json, and its name, that has what is
-    not here. `written`: keys that a config.json needs besides, because what stands for them in
-    transformers is something else.
+    where all layers' are alike. `layer_embeddings`: layers may have
+    embeddings of their own, and read the keys of others (`hub/layer_inputs.py`), and this stands
+    for the embeddings' width; None where they do neither. `checks` raise for a config.json, and its
+    name, that has what is not here.
     """
 
     architecture: str
@@ -161,8 +165,8 @@ class Family:
     layer_scalars: bool = False
     capped_logits: bool = False
     global_head_dim: int | None = None
+    layer_embeddings: int | None = None
     checks: tuple[Callable[[Mapping[str, Any], str], None], ...] = ()
-    written: Mapping[str, Any] = field(default_factory=dict)
     wrappers: tuple[str, ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict)
     whole_heads: bool = (

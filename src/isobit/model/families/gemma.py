@@ -5,19 +5,19 @@ window, and a rotary embedding of their own. Of those that read images or hear t
 
 Gemma 3's norms multiply by 1 + weight in float32, and the scale of scores has a key of its own.
 
-Of Gemma 4 these are the dense ones (12B, 31B). Their norms multiply by the weight; values are
-normed too, and scores are not scaled. The layers without a window have wider heads and fewer of
-keys, which may be their values; of each head a quarter is rotated. A layer's sum is multiplied by a
-number, and logits are capped. Left out: embeddings of each layer and layers that read the keys of
-others (E2B, E4B), and experts beside an MLP (26B-A4B).
+Of Gemma 4 these are the dense ones (12B, 31B), 26B-A4B with experts beside the MLP of each layer,
+and E2B and E4B, whose layers have embeddings of their own, and of which the last ones read the keys
+and values of others. Norms multiply by the weight; values are normed too, and scores are not
+scaled. The layers without a window have wider heads and fewer of keys, which may be their values;
+of each head a quarter is rotated. A layer's sum is multiplied by a number, and logits are capped.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from isobit.errors import IsobitError
-from isobit.model.families.family import LLAMA_MODULES, Family, sizes
+from isobit.model.families.family import LLAMA_MODULES, Family, Mixtures, sizes
 from isobit.model.families.reading import whole
 from isobit.model.families.rope import PROPORTIONAL, Rope
 from isobit.model.families.ropes import by_layer_type, by_sections
@@ -29,9 +29,6 @@ _MODULES = LLAMA_MODULES | {
     "mlp_out_norm": ("post_feedforward_layernorm",),
 }
 _NORMS = ("input_norm", "attention_out_norm", "post_norm", "mlp_out_norm")
-_SMALL = "layers with embeddings of their own, as E2B and E4B have"
-_SHARED = "layers that read the keys and values of others"
-_BESIDE = "experts beside an MLP, as 26B-A4B has"
 
 
 def _but_every_sixth(values: Mapping[str, Any], where: str, layers: int) -> list[bool]:
@@ -43,34 +40,19 @@ def _but_every_sixth_and_the_last(values: Mapping[str, Any], where: str, layers:
     return [(layer + 1) % 6 != 0 and layer + 1 < layers for layer in range(layers)]
 
 
-def _dense(per_layer: int) -> Callable[[Mapping[str, Any], str], None]:
-    """Raises IsobitError for a Gemma 4 that is not dense, or sees later tokens; `per_layer` stands
-    for hidden_size_per_layer_input."""
-
-    def check(values: Mapping[str, Any], where: str) -> None:
-        for key, what, usual in (
-            ("hidden_size_per_layer_input", _SMALL, per_layer),
-            ("num_kv_shared_layers", _SHARED, 0),
-            ("enable_moe_block", _BESIDE, False),
-        ):
-            if values.get(key, usual):
-                raise IsobitError(
-                    f"{where}: {key} {values.get(key, usual)!r:.80} is not supported: {what}; the "
-                    "nearest that is read is a dense Gemma 4, such as 12B or 31B"
-                )
-        if (direction := values.get("use_bidirectional_attention")) not in (None, "vision"):
-            raise IsobitError(
-                f"{where}: use_bidirectional_attention {direction!r:.80} is not supported: a model "
-                "that sees later tokens has no log-probabilities to train"
-            )
-        kinds = values.get("layer_types")
-        if isinstance(kinds, list) and kinds and kinds[-1] != "full_attention":
-            raise IsobitError(
-                f"{where}: layer_types must end with full_attention in this architecture, got "
-                f"{kinds[-1]!r:.80}"
-            )
-
-    return check
+def _one_way(values: Mapping[str, Any], where: str) -> None:
+    """Raises IsobitError for a Gemma 4 that sees later tokens, or whose last layer slides."""
+    if (direction := values.get("use_bidirectional_attention")) not in (None, "vision"):
+        raise IsobitError(
+            f"{where}: use_bidirectional_attention {direction!r:.80} is not supported: a model "
+            "that sees later tokens has no log-probabilities to train"
+        )
+    kinds = values.get("layer_types")
+    if isinstance(kinds, list) and kinds and kinds[-1] != "full_attention":
+        raise IsobitError(
+            f"{where}: layer_types must end with full_attention in this architecture, got "
+            f"{kinds[-1]!r:.80}"
+        )
 
 
 _GEMMA4 = Family(
@@ -78,7 +60,21 @@ _GEMMA4 = Family(
     _MODULES
     | {
         "joint.qkv": ("self_attn.q_proj", "self_attn.k_proj"),
+        "queries.qkv": ("self_attn.q_proj",),
+        "embedded_gate": ("per_layer_input_gate",),
+        "embedded_out": ("per_layer_projection",),
+        "embedded_out_norm": ("post_per_layer_input_norm",),
         "layer_scalar": ("layer_scalar",),
+        "shared.gate_up": _MODULES["gate_up"],
+        "shared.down": _MODULES["down"],
+        "shared_out_norm": ("post_feedforward_layernorm_1",),
+        "router": ("router.proj",),
+        "router_norm": ("router.scale",),
+        "expert_scale": ("router.per_expert_scale",),
+        "experts_norm": ("pre_feedforward_layernorm_2",),
+        "experts.gate_up": ("experts.{}.gate_proj", "experts.{}.up_proj"),
+        "experts.down": ("experts.{}.down_proj",),
+        "experts_out_norm": ("post_feedforward_layernorm_2",),
     },
     norms=_NORMS,
     qk_norm=True,
@@ -91,8 +87,8 @@ _GEMMA4 = Family(
     layer_scalars=True,
     capped_logits=True,
     global_head_dim=512,
-    checks=(_dense(256),),
-    written={"hidden_size_per_layer_input": 0},
+    layer_embeddings=256,
+    checks=(_one_way,),
     windows=Windows(512, slides=_but_every_sixth_and_the_last, nullable=False),
     ropes=by_sections(Rope(1e6, PROPORTIONAL, (("partial_rotary_factor", 0.25),)), Rope(10000.0)),
     max_positions=131072,
@@ -101,6 +97,15 @@ _GEMMA4 = Family(
     nullable=(),
     tied=True,
     wrappers=("gemma4",),
+    mixtures=Mixtures(
+        128,
+        8,
+        own_keys=True,
+        shared=2112,
+        together="rows",
+        adapters="rows",
+        switch="enable_moe_block",
+    ),
     sizes=sizes(262144, 2304, 9216, 30, 8),
 )
 
@@ -132,8 +137,9 @@ FAMILIES = {
     "gemma4_unified_text": replace(
         _GEMMA4,
         architecture="Gemma4UnifiedForCausalLM",
-        checks=(_dense(0),),
-        written={},
+        layer_embeddings=0,
+        mixtures=None,
+        off=("enable_moe_block", "hidden_size_per_layer_input"),
         windows=Windows(1024, slides=_but_every_sixth_and_the_last, nullable=False),
         max_positions=262144,
         wrappers=("gemma4_unified",),

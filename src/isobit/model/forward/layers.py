@@ -5,7 +5,7 @@ outlives a forward (`transformer.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from isobit.model.forward.attend import Attended, attend, attend_linear
 from isobit.model.forward.delta import Recurrent, linear_attention
 from isobit.model.forward.kv_scales import KVScales, scales_of
 from isobit.model.forward.latent import expanded_heads
+from isobit.model.forward.layer_inputs import Keys, layer_embeddings, with_embedding
 from isobit.model.forward.linear_backward import GradientCodes
 from isobit.model.forward.mamba import mamba
 from isobit.model.forward.moe import RouteTape, mixture
@@ -53,10 +54,11 @@ class Pass:
 
     `masters` receive gradients. `stores` hold keys and values or states, one per layer; without
     them each layer has a temporary one, and states are not kept. `scales` are those of a calibrated
-    cache. `tape` follows the routers of a mixture of experts, `watch` the operators. With
-    `recompute` the backward computes each layer's activations again, or those of its MLP, and the
-    forward keeps none (`recompute.py`). While `calibrating`, queries with calibrated scales stay in
-    the compute format.
+    cache. `embedded` are the layers' own embeddings of the tokens, `keys` the keys and values that
+    other layers read; both come up in the forward. `tape` follows the routers of a mixture of
+    experts, `watch` the operators. With `recompute` the backward computes each layer's activations
+    again, or those of its MLP, and the forward keeps none (`recompute.py`). While `calibrating`,
+    queries with calibrated scales stay in the compute format.
     """
 
     config: ModelConfig
@@ -70,6 +72,8 @@ class Pass:
     watch: Watch | None = None
     recompute: Recompute = False
     calibrating: bool = False
+    embedded: Mapping[int, Tensor] = field(default_factory=dict)
+    keys: dict[int, Keys] = field(default_factory=dict)
 
     def ops_of(self, layer: int | None) -> Ops:
         """The operators of a layer, or outside the layers."""
@@ -110,6 +114,8 @@ def forward(tokens: Tensor, working: Working, ctx: Pass) -> Tensor:
     device."""
     ops, outside = ctx.ops_of(None), working.outside
     x, residual = autograd.embedding(tokens, outside.embed, ctx.config.embedding_scale, ops), None
+    if outside.layers is not None:
+        ctx = replace(ctx, embedded=layer_embeddings(tokens, x, outside.layers, ctx.config, ops))
     compute = _recomputed_layer if ctx.recompute is True else _layer
     for index, layer in enumerate(working.layers):
         x, residual = compute(x, residual, index, layer, ctx)
@@ -130,6 +136,10 @@ def _layer(
     if layer.mlp is not None:
         x, residual = _mlp(x, residual, layer, layer.mlp, ctx, ops)
         x = _added(x, layer.mlp_out_norm, ctx, ops)
+    if layer.embedded is not None:
+        assert residual is not None
+        given = ctx.embedded[index], layer.embedded, ctx.config, ops
+        x, residual = with_embedding(x, residual, *given)
     if layer.scalar is None:
         return x, residual
     assert residual is not None
@@ -165,7 +175,7 @@ def _mlp(
     if isinstance(own, Mixture):
         assert norm is not None
         normed, residual = autograd.rms_norm(x, residual, norm, eps, ops)
-        return mixture(normed, own, ops, ctx.tape, again), residual
+        return mixture(normed, residual, own, eps, ops, ctx.tape, again), residual
     weight, codes = own.gate_up, GradientCodes() if own.activation != RELU2 else None
     gate_up, residual = _norm_then_project(x, residual, norm, weight, eps, ops, codes)
     given = residual.detach(), None, norm, weight, eps, unwatched(ops)
@@ -218,11 +228,11 @@ def _linear_attention(
 
 def _attend(qkv: Tensor, index: int, layer: Layer, own: Attention, ctx: Pass, ops: Ops) -> Tensor:
     """Attention and its output projection: qkv [T, (H + 2 KV) · D], with gates [T, (2 H + 2 KV) ·
-    D], or [T, (H + KV) · D] where keys are values, to [T, hidden]."""
-    config, sizes, norms = ctx.config, ctx.config.heads_of(index), own.head_norms
+    D], or [T, (H + KV) · D] where keys are values, or [T, H · D] where keys are another layer's, to
+    [T, hidden]."""
+    config, sizes = ctx.config, ctx.config.heads_of(index)
     rope, dim = config.rope_of(index), sizes.dim
-    if config.norms_values:
-        qkv = _with_normed_values(qkv, sizes, config.rms_eps, ops)
+    qkv, norms = _with_keys(qkv, index, layer, own, ctx, ops)
     if norms is not None and config.norms_all_heads:
         qkv, norms = _normed_heads(qkv, norms, config.rms_eps, ops), None
     rotated = dim if rope is None else rope.rotated(dim)
@@ -237,6 +247,26 @@ def _attend(qkv: Tensor, index: int, layer: Layer, own: Attention, ctx: Pass, op
         return attend_linear(heads, masters, given, own.o, ops)
     out = attend(heads, masters, given, ops)
     return autograd.gated_linear(torch.cat((gate, out.flatten(1)), 1), "sigmoid", own.o, ops)
+
+
+def _with_keys(
+    qkv: Tensor, index: int, layer: Layer, own: Attention, ctx: Pass, ops: Ops
+) -> tuple[Tensor, tuple[Vector, Vector] | None]:
+    """(queries, keys and values [T, (H + 2 KV) · D] of the projection's result, values normed where
+    the architecture does that; the norms of queries and keys, if there are any). Keys and values
+    may be another layer's, or for others to read."""
+    config, sizes = ctx.config, ctx.config.heads_of(index)
+    k_norm = None if own.head_norms is None else own.head_norms[1]
+    if (source := config.keys_of(index)) != index:
+        given = ctx.keys[source]
+        qkv, k_norm = torch.cat((qkv, given.rows), dim=1), given.norm
+    elif config.norms_values:
+        qkv = _with_normed_values(qkv, sizes, config.rms_eps, ops)
+    if config.is_read(index):
+        ctx.keys[index] = Keys(qkv[:, -2 * sizes.width :], k_norm, layer)
+    if own.head_norms is None or k_norm is None:
+        return qkv, None
+    return qkv, (own.head_norms[0], k_norm)
 
 
 def _attend_latent(
@@ -263,11 +293,13 @@ def _attended(
     """What a layer's attention takes besides its rows."""
     config, table = ctx.config, ctx.table_of(index)
     working = None if norms is None else (norms[0].working, norms[1].working)
+    source = config.keys_of(index)
+    stored = source, layer if source == index else ctx.keys[source].layer
     query, query_scale = _rounding_of_queries(index, layer, ctx)
     return Attended(
         heads=Heads(working, config.rms_eps, (table.cos, table.sin)),
-        store=partial(ctx.store_of, index, layer),
-        temporary=partial(ctx.temporary_store, index, layer),
+        store=partial(ctx.store_of, *stored),
+        temporary=partial(ctx.temporary_store, *stored),
         layout=ctx.layout,
         scale=config.attention_scale,
         window=config.window(index),
@@ -326,22 +358,35 @@ def _recomputed_layer(
     x: Tensor, residual: Tensor | None, index: int, layer: Layer, ctx: Pass
 ) -> tuple[Tensor, Tensor | None]:
     """`_layer`, computed again in the backward. The tape records the first forward only; a router's
-    probabilities have a gradient, so they are among the results."""
+    probabilities have a gradient, so they are among the results, as keys are that others read."""
     tape = ctx.tape if isinstance(layer.mlp, Mixture) else None
     given = tape.given[:, len(tape.chosen)] if tape is not None and tape.given is not None else None
     chosen: list[Tensor] = []
+    source = ctx.config.keys_of(index)
+    read = None if source == index else ctx.keys[source]
 
-    def run(x: Tensor, residual: Tensor | None) -> tuple[Tensor | None, ...]:
+    def run(
+        x: Tensor, residual: Tensor | None, embedded: Tensor | None, rows: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         own = None if tape is None else RouteTape(None if given is None else given.unsqueeze(1))
-        x, residual = _layer(x, residual, index, layer, replace(ctx, tape=own))
+        keys = {} if read is None or rows is None else {source: read._replace(rows=rows)}
+        inside = {} if embedded is None else {index: embedded}
+        again = replace(ctx, tape=own, embedded=inside, keys=keys)
+        x, residual = _layer(x, residual, index, layer, again)
+        handed = again.keys[index].rows if index in again.keys else None
         if own is None:
-            return x, residual, None
+            return x, residual, None, handed
         chosen[:] = own.chosen
-        return x, residual, own.probabilities[0]
+        return x, residual, own.probabilities[0], handed
 
-    prefix = f"layers.{index}."
-    masters = [master for name, master in ctx.masters.items() if name.startswith(prefix)]
-    x, residual, probabilities = recomputed(run, x, residual, masters)
+    prefixes = f"layers.{index}.", f"layers.{source}.k_norm"
+    masters = [master for name, master in ctx.masters.items() if name.startswith(prefixes)]
+    inputs = x, residual, ctx.embedded.get(index), None if read is None else read.rows
+    x, residual, probabilities, handed = recomputed(run, inputs, masters)
+    if handed is not None:
+        assert isinstance(layer.attention, Attention)
+        norms = layer.attention.head_norms
+        ctx.keys[index] = Keys(handed, None if norms is None else norms[1], layer)
     if tape is not None:
         tape.chosen += chosen
         tape.probabilities.append(probabilities)

@@ -6,7 +6,9 @@ the lower index; their gates are p, divided by their sum where the architecture 
 (`Ops.route`: no sum depends on the number of rows); or experts have scores of their own
 (`kernels/experts/scoring.py`). The token's rows go through the experts as
 through any MLP, and gate times result is added in float32 in the order of the slots, the largest
-gate first, and rounded once; what an MLP for every token gives is added to that. So a token's bits
+gate first, and rounded once; what an MLP for every token gives is added to that. Where experts stand
+beside the MLP of a layer (Gemma 4), both sides have norms of their own, the router's input another,
+its logits are divided by the root of the width and gates times a number of the expert. So a token's bits
 depend on the token and the weights, whoever else an expert serves (`tests/model/test_moe.py`). How
 rows get to their experts is in `experts.py`.
 
@@ -29,7 +31,8 @@ from isobit.kernels import Ops, by_score, by_score_backward, unwatched
 from isobit.model.forward import autograd
 from isobit.model.forward.experts import through_experts
 from isobit.model.forward.gate import gated
-from isobit.model.weights.layout import Mixture, Mlp
+from isobit.model.weights.layout import Beside, Mixture, Mlp
+from isobit.model.weights.stored import Vector
 
 
 class RouteTape:
@@ -75,12 +78,52 @@ def decode_routes(text: str, layers: int, per_token: int) -> Tensor:
 
 
 def mixture(
-    x: Tensor, layer: Mixture, ops: Ops, tape: RouteTape | None = None, again: bool = False
+    x: Tensor,
+    summed: Tensor,
+    layer: Mixture,
+    eps: float,
+    ops: Ops,
+    tape: RouteTape | None = None,
+    again: bool = False,
 ) -> Tensor:
-    """x [T, H] through the experts that the router chooses: [T, H] in x's dtype. `again`: the
-    backward computes the experts' forward again."""
-    given = None if tape is None else tape.next_given(x.device)
+    """x [T, H], which is `summed` normed, through the experts that the router chooses: [T, H] in x's
+    dtype. `again`: the backward computes the experts' forward again."""
+    if layer.beside is not None:
+        return _beside_mlp(x, summed, layer, layer.beside, eps, ops, tape, again)
     logits = autograd.linear(x, layer.router, ops, kept=True, dtype=torch.float32)
+    routed = _routed(x, logits, layer, ops, tape, again)
+    return routed if layer.shared is None else routed + _shared(x, layer.shared, layer, ops, again)
+
+
+def _beside_mlp(
+    x: Tensor,
+    summed: Tensor,
+    layer: Mixture,
+    own: Beside,
+    eps: float,
+    ops: Ops,
+    tape: RouteTape | None,
+    again: bool,
+) -> Tensor:
+    """The MLP of x and the experts of `summed`, each with norms of its own, and their sum."""
+
+    def normed(rows: Tensor, norm: Vector) -> Tensor:
+        return autograd.rms_norm(rows, None, norm, eps, ops)[0]
+
+    assert layer.shared is not None
+    dense = normed(_shared(x, layer.shared, layer, ops, again), own.shared_out_norm)
+    rows = normed(summed, own.router_norm)
+    logits = autograd.linear(rows, layer.router, ops, kept=True, dtype=torch.float32)
+    logits = logits * x.shape[1] ** -0.5
+    routed = _routed(normed(summed, own.experts_norm), logits, layer, ops, tape, again)
+    return dense + normed(routed, own.experts_out_norm)
+
+
+def _routed(
+    x: Tensor, logits: Tensor, layer: Mixture, ops: Ops, tape: RouteTape | None, again: bool
+) -> Tensor:
+    """x [T, H] through the experts that logits [T, E] choose."""
+    given = None if tape is None else tape.next_given(x.device)
     if layer.scoring is None or layer.balance is None:
         probabilities, chosen, gates = route(logits, layer.per_token, layer.normalize, given, ops)
     else:
@@ -88,8 +131,10 @@ def mixture(
         probabilities = scores / scores.sum(1, keepdim=True)
     if tape is not None:
         tape.follow(probabilities, chosen)
-    routed = through_experts(x, gates, chosen if given is None else given, layer, ops, again)
-    return routed if layer.shared is None else routed + _shared(x, layer.shared, layer, ops, again)
+    experts = chosen if given is None else given
+    if layer.beside is not None:
+        gates = _scaled(gates, experts, layer.beside.expert_scale)
+    return through_experts(x, gates, experts, layer, ops, again)
 
 
 def _shared(x: Tensor, own: Mlp, layer: Mixture, ops: Ops, again: bool) -> Tensor:
@@ -104,6 +149,32 @@ def _shared(x: Tensor, own: Mlp, layer: Mixture, ops: Ops, again: bool) -> Tenso
         return out
     gate = autograd.linear(x, layer.shared_gate, ops, kept=True, dtype=torch.float32).to(x.dtype)
     return gated("sigmoid", torch.cat((gate.expand_as(out), out), 1), ops)
+
+
+def _scaled(gates: Tensor, experts: Tensor, scale: Vector) -> Tensor:
+    """Gates [T, k] of these experts [T, k], each times the number of its expert."""
+    if torch.is_grad_enabled():
+        return _Scaled.apply(gates, scale.master, experts, scale.working)
+    return gates * scale.working.take(experts)
+
+
+class _Scaled(Function):
+    @staticmethod
+    def forward(ctx: Any, gates: Tensor, master: Tensor, experts: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(gates, experts, scale)
+        return gates * scale.take(experts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dscaled: Tensor) -> tuple[Tensor | None, ...]:
+        """Of the scale: summed over tokens in float64, in one order."""
+        gates, experts, scale = ctx.saved_tensors
+        dscale = None
+        if ctx.needs_input_grad[1]:
+            each = gates.new_zeros(len(gates), len(scale), dtype=torch.float64)
+            each.scatter_add_(1, experts, dscaled.double() * gates)
+            dscale = each.sum(0).float()
+        return dscaled * scale.take(experts), dscale, None, None
 
 
 def route(

@@ -16,7 +16,6 @@ from isobit.errors import IsobitError
 from isobit.model.families import (
     FAMILIES,
     MOST_LAYERS,
-    Family,
     flag,
     number,
     optional_whole,
@@ -30,10 +29,12 @@ from isobit.model.families.rope import Rope
 from isobit.model.hub.experts import Experts
 from isobit.model.hub.latent import Latent
 from isobit.model.hub.layer_heads import LayerHeads
+from isobit.model.hub.layer_inputs import LayerInputs
 from isobit.model.hub.layer_kinds import FULL, LINEAR, kinds_from_hf, kinds_to_hf
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.model.hub.mamba import linear_sizes
 from isobit.model.hub.multipliers import Multipliers
+from isobit.model.hub.rotary import check_head_dim, ropes_of
 from isobit.model.hub.token_ids import first_id, special_ids
 from isobit.model.hub.unsupported import check_supported
 from isobit.model.hub.wrapped import architectures, text_of
@@ -53,7 +54,8 @@ class ModelConfig:
     none has. `multipliers`: None in a family without them. `latent`: the sizes of multi-head latent
     attention, None where it is another. `global_heads`: those of layers without a window, None
     where they are as the others'. `logit_cap`: logits are cap · tanh(logits / cap), None: they are
-    not capped. `kinds`: of each layer its one part; () where layers have attention and MLP."""
+    not capped. `inputs`: what layers take beside the hidden state. `kinds`: of each layer its one
+    part; () where layers have attention and MLP."""
 
     family: str
     vocab_size: int
@@ -84,6 +86,7 @@ class ModelConfig:
     latent: Latent | None = None
     global_heads: LayerHeads | None = None
     logit_cap: float | None = None
+    inputs: LayerInputs = field(default_factory=LayerInputs)
     kinds: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -114,7 +117,9 @@ class ModelConfig:
         family = FAMILIES[self.family]
         assert self.global_heads is None or family.global_head_dim is not None
         assert self.logit_cap is None or family.capped_logits
-        assert (self.experts is not None) == (family.mixtures is not None)
+        assert self.inputs == LayerInputs() or family.layer_embeddings is not None
+        if family.mixtures is None or family.mixtures.switch is None:
+            assert (self.experts is not None) == (family.mixtures is not None)
         if self.experts is not None and family.mixtures is not None:
             assert (self.experts.shared > 0) == (family.mixtures.shared > 0)
         assert not self.windows or (
@@ -146,10 +151,35 @@ class ModelConfig:
 
     def qkv_rows(self, layer: int) -> int:
         """Rows of a layer's projection: of queries, their gates, keys, and values that are not the
-        keys."""
+        keys; of queries alone where it reads keys."""
         heads = self.heads_of(layer)
         queries = self.num_heads * heads.dim * (2 if self.gated_attention else 1)
+        if layer >= self.num_stores:
+            return queries
         return queries + (1 if heads.joint else 2) * heads.width
+
+    @property
+    def num_stores(self) -> int:
+        """Layers, the first ones, that store keys and values or states of their own."""
+        return self.num_layers - self.inputs.reading
+
+    def keys_of(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads: itself, or the last one of its kind that
+        has any of its own."""
+        if layer < self.num_stores:
+            return layer
+        kind = self.slides(layer)
+        return next(one for one in reversed(range(self.num_stores)) if self.slides(one) == kind)
+
+    def is_read(self, layer: int) -> bool:
+        """Whether another layer reads this one's keys and values."""
+        readers = range(self.num_stores, self.num_layers)
+        return any(self.keys_of(one) == layer for one in readers) and layer < self.num_stores
+
+    def inner_of(self, layer: int) -> int:
+        """The width of a layer's MLP."""
+        wide = self.inputs.wide and layer >= self.num_stores
+        return self.intermediate_size * (2 if wide else 1)
 
     @property
     def gated_attention(self) -> bool:
@@ -264,8 +294,14 @@ class ModelConfig:
         """Whether the layer has an MLP, or experts."""
         return not self.kinds or not self.has_attention(layer)
 
+    @property
+    def experts_beside(self) -> bool:
+        """Whether experts stand beside a layer's MLP, both with norms of their own."""
+        mixtures = FAMILIES[self.family].mixtures
+        return self.experts is not None and mixtures is not None and mixtures.switch is not None
+
     def is_mixture(self, layer: int) -> bool:
-        """Whether the layer has experts in place of one MLP."""
+        """Whether the layer has experts in place of one MLP, or beside it."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
     @property
@@ -296,7 +332,7 @@ class ModelConfig:
         kinds = kinds_from_hf(values, where) if family.one_part else ()
         layers = len(kinds) or whole(values, "num_hidden_layers", where, most=MOST_LAYERS)
         max_positions = whole(values, "max_position_embeddings", where, family.max_positions)
-        rope, sliding = _ropes(values, where, family, max_positions)
+        rope, sliding = ropes_of(values, where, family, max_positions)
         latent = None if family.latent is None else Latent.from_hf(values, where, family.latent)
         if latent is None:
             head_dim = optional_whole(values, "head_dim", where, family.nullable, family.head_dim)
@@ -305,7 +341,7 @@ class ModelConfig:
         kv_heads = optional_whole(
             values, "num_key_value_heads", where, family.nullable, family.kv_heads
         )
-        _check_head_dim(where, name, rope, head_dim, hidden // num_heads)
+        check_head_dim(where, name, rope, head_dim, hidden // num_heads)
         mixtures = family.mixtures
         experts = None if mixtures is None else Experts.from_hf(values, where, mixtures, layers)
         bias = family.attention_bias and flag(values, "attention_bias", where, family.biased)
@@ -408,20 +444,25 @@ class ModelConfig:
             values |= own.to_hf()
         if family.capped_logits:
             values[_CAP] = self.logit_cap
-        return {**values, **family.written}
+        if family.layer_embeddings is not None:
+            values |= self.inputs.to_hf(self.vocab_size)
+        return values
 
 
 def _with_own_heads(config: ModelConfig, values: Mapping[str, Any], where: str) -> ModelConfig:
-    """With the heads of layers without a window, and the logits' cap, where the family has them."""
-    family, heads, cap = FAMILIES[config.family], None, None
+    """With the heads of layers without a window, the logits' cap, and what layers take beside the
+    hidden state, where the family has them."""
+    family, heads, cap, inputs = FAMILIES[config.family], None, None, LayerInputs()
+    slides = [config.slides(layer) for layer in range(config.num_layers)]
+    if (width := family.layer_embeddings) is not None:
+        inputs = LayerInputs.from_hf(values, where, slides, width, config.vocab_size)
     if family.global_head_dim is not None:
-        slides = [config.slides(layer) for layer in range(config.num_layers)]
         others = LayerHeads(config.num_kv_heads, config.head_dim)
         found = LayerHeads.from_hf(values, where, others, slides, family.global_head_dim)
         heads = None if found == others else found
     if family.capped_logits and values.get(_CAP) is not None:
         cap = number(values, _CAP, where, 1.0)
-    return replace(config, global_heads=heads, logit_cap=cap)
+    return replace(config, global_heads=heads, logit_cap=cap, inputs=inputs)
 
 
 def _family_of(values: Mapping[str, Any], where: str) -> str:
@@ -432,46 +473,3 @@ def _family_of(values: Mapping[str, Any], where: str) -> str:
         f"{where}: unsupported architecture {name or architectures(values)!r:.80}{nearest(name)}: "
         f"supported are {', '.join(FAMILIES)}"
     )
-
-
-def _ropes(
-    values: Mapping[str, Any], where: str, family: Family, max_positions: int
-) -> tuple[Rope, Rope | None]:
-    """The rotary embedding, and that of layers with a window where it may be another."""
-    if not family.rotary:
-        return Rope(), None
-    if family.ropes is not None:
-        return family.ropes.read(values, where, max_positions)
-    if family.rope_section is not None and not (
-        values.get("rope_scaling") or values.get("rope_parameters")
-    ):
-        values = {**values, "rope_scaling": family.rope_section}
-    rope = Rope.from_hf(
-        values,
-        where,
-        theta=family.rope_theta,
-        max_positions=max_positions,
-        partial=family.partial_rotary,
-        original=family.original_positions,
-        more=family.rope_more,
-    )
-    if rope.kind not in family.rope_kinds:
-        raise IsobitError(
-            f"{where}: unsupported rope scaling {rope.kind!r}: supported in this architecture is "
-            f"{' and '.join(family.rope_kinds)}"
-        )
-    return rope, None
-
-
-def _check_head_dim(where: str, name: str, rope: Rope, given: int | None, usual: int) -> None:
-    """IsobitError for one that transformers does not take in a family with the scaling; `usual` is
-    that of heads that are as wide as the model."""
-    family = FAMILIES[name]
-    if given is None and rope.kind == "yarn" and family.yarn_needs_head_dim:
-        raise IsobitError(f"{where}: rope scaling yarn needs head_dim in a {name}")
-    fixed = rope.kind == "longrope" and family.original_positions is not None
-    if fixed and (given or usual) != usual:
-        raise IsobitError(
-            f"{where}: rope scaling longrope needs a head_dim of hidden_size / "
-            f"num_attention_heads, {usual}, in a {name}"
-        )

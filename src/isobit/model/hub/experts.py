@@ -14,6 +14,7 @@ from isobit.model.hub.layer_kinds import EXPERTS, PATTERN, kinds_from_hf
 
 _SHARED = "shared_expert_intermediate_size"
 _KINDS = ("sparse", "dense")
+_BESIDE = ("num_experts", "top_k_experts", "moe_intermediate_size")
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,11 @@ class Experts:
     @staticmethod
     def from_hf(
         values: Mapping[str, Any], where: str, mixtures: Mixtures, layers: int
-    ) -> "Experts":
+    ) -> "Experts | None":
         """The number of experts is num_local_experts or num_experts: either name, in either
-        family."""
+        family. None where a key says that there are none."""
+        if mixtures.switch is not None:
+            return _beside_mlp(values, where, mixtures.switch)
         known = ("num_local_experts", "n_routed_experts" if mixtures.scoring else "num_experts")
         names = [key for key in known if key in values]
         counts = {whole(values, key, where) for key in names} or {mixtures.count}
@@ -75,6 +78,9 @@ class Experts:
 
     def to_hf(self, mixtures: Mixtures, layers: int) -> dict[str, Any]:
         """The keys of config.json."""
+        if mixtures.switch is not None:
+            sizes = self.count, self.per_token, self.intermediate_size
+            return {mixtures.switch: True, **dict(zip(_BESIDE, sizes))}
         values: dict[str, Any] = {
             "num_local_experts": self.count,
             "num_experts_per_tok": self.per_token,
@@ -106,6 +112,14 @@ class Experts:
             kinds = [_KINDS[layer in self.dense_layers] for layer in range(layers)]
             return {mixtures.dense_key: kinds}
         return {"decoder_sparse_step": 1, mixtures.dense_key: list(self.dense_layers)}
+
+
+def _beside_mlp(values: Mapping[str, Any], where: str, switch: str) -> Experts | None:
+    """The experts beside the MLP of every layer, if the `switch` says that there are any."""
+    if not flag(values, switch, where):
+        return None
+    count, per_token, size = (whole(values, key, where) for key in _BESIDE)
+    return Experts(count, per_token, size, shared=whole(values, "intermediate_size", where))
 
 
 def _shared(values: Mapping[str, Any], where: str, mixtures: Mixtures, size: int) -> int:

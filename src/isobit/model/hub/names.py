@@ -27,11 +27,18 @@ from isobit.model.hub.shapes import parameter_shapes
 
 _OUTSIDE = {
     "embed": "model.embed_tokens.weight",
+    "embed_layers": "model.embed_tokens_per_layer.weight",
+    "project_layers": "model.per_layer_model_projection.weight",
+    "project_layers_norm": "model.per_layer_projection_norm.weight",
     "final_norm": "model.norm.weight",
     "head": "lm_head.weight",
 }
-_BARE = ("sinks", "decay", "step_bias", "skip", "balance", "layer_scalar")
+_BARE = (
+    *("sinks", "decay", "step_bias", "skip", "balance", "layer_scalar"),
+    *("router_norm", "expert_scale"),
+)
 """Tensors whose names end with the module's."""
+_KEYS = tuple(f"self_attn.{one}_{part}." for one in "kv" for part in ("proj", "norm"))
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 
@@ -68,7 +75,7 @@ def split(
     inverse of `fuse`."""
     shards = Shards.of(parameter_shapes(config), ranks)
     found: dict[str, Part] = {}
-    packing = _packing(config)
+    packing = packing_of(config)
     for master, tensors in parts(config):
         if packing is not None and ".experts." in master:
             continue
@@ -127,17 +134,19 @@ def whole_masters(
     return found
 
 
-def _packing(config: ModelConfig, shapes: Iterable[str] = ()) -> Packing | None:
+def packing_of(config: ModelConfig, shapes: Iterable[str] = ()) -> Packing | None:
     """How files hold a layer's experts together, if they do: as the family's are written, or as
     these tensors' names say."""
     mixtures = FAMILIES[config.family].mixtures
-    if mixtures is None or mixtures.together is not None:
-        return None if mixtures is None else mixtures.together
+    if config.experts is None or mixtures is None:
+        return None
+    if mixtures.together is not None:
+        return mixtures.together
     return "rows" if any(name.endswith(".experts.gate_up_proj") for name in shapes) else None
 
 
 def _reader(read: Read, config: ModelConfig, shapes: Iterable[str]) -> Read:
-    packing = _packing(config, shapes)
+    packing = packing_of(config, shapes)
     return read if packing is None else apart(read, packing)
 
 
@@ -192,7 +201,7 @@ def check_shapes(shapes: Shapes, config: ModelConfig, where: str) -> None:
     """Raise IsobitError unless these tensors are those of the architecture. Takes no longer than
     they are many, however large the sizes in config.json."""
     count = 0 if config.experts is None else config.experts.count
-    packing = _packing(config, shapes)
+    packing = packing_of(config, shapes)
     most = len(shapes) if packing is None else sum(map(math.prod, shapes.values()))
     if config.num_layers > len(shapes) or config.num_mixtures * count > most:
         experts = f" of {count:,} experts" if count else ""
@@ -222,12 +231,16 @@ def check_shapes(shapes: Shapes, config: ModelConfig, where: str) -> None:
 
 
 def _ignored(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor is nothing that is read: tables of rotary embedding, and layers after the
-    last, where a family has them to predict further tokens."""
-    if not FAMILIES[config.family].predicts_more:
-        return name.endswith(_IGNORED_SUFFIXES)
-    layer = name.removeprefix("model.layers.").partition(".")[0]
-    return layer.isdecimal() and len(layer) < 6 and int(layer) >= config.num_layers
+    """Whether a tensor is nothing that is read: tables of rotary embedding, layers after the last,
+    where a family has them to predict further tokens, and keys and values of a layer that reads
+    another's."""
+    layer, _, inside = name.removeprefix("model.layers.").partition(".")
+    number = int(layer) if layer.isdecimal() and len(layer) < 6 else -1
+    if config.num_stores <= number < config.num_layers:
+        return inside.startswith(_KEYS)
+    if FAMILIES[config.family].predicts_more:
+        return number >= config.num_layers
+    return name.endswith(_IGNORED_SUFFIXES)
 
 
 def check_tied(
@@ -267,7 +280,9 @@ def parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int,
         key = f"{inside[0]}.{base}" if inside else own if linear and own in modules else base
         if config.latent is not None and config.latent.q_rank is None:
             key = f"whole.{key}" if f"whole.{key}" in modules else key
-        if key == "qkv" and config.heads_of(int(index)).joint:
+        if key == "qkv" and int(index) >= config.num_stores:
+            key = "queries.qkv"
+        elif key == "qkv" and config.heads_of(int(index)).joint:
             key = "joint.qkv"
         named = modules[key]
         heights = (shape[0],) if len(named) == 1 else _heights(base, shape[0], config, int(index))

@@ -3,7 +3,7 @@
 Of gpt-oss (`columns`) a file has `experts.gate_up_proj` [E, C, 2 I], of each expert the transposed
 matrix whose columns are a gate and its up in turn, `experts.down_proj` [E, I, C], transposed too,
 and biases `..._proj_bias` [E, 2 I] and [E, C]. Of a Qwen3.5 that was published (`rows`) it has `experts.gate_up_proj`
-[E, 2 I, C], gates before ups, and `experts.down_proj` [E, C, I]. Here expert 3 has
+[E, 2 I, C], gates before ups, and `experts.down_proj` [E, C, I], as of a Gemma 4. Here expert 3 has
 `experts.3.gate_proj.weight` [I, C], `experts.3.up_proj.weight`, `experts.3.down_proj.weight` [C,
 I], and biases.
 """
@@ -20,7 +20,7 @@ from isobit.model.families.family import Packing
 Read = Callable[[str, int, int], Tensor]
 """Rows of a Hugging Face tensor, float32, by its name, the first of them and the one after the
 last."""
-_OWN = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+_OWN = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 
 
 class Place(NamedTuple):

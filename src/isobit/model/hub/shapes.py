@@ -2,6 +2,9 @@
 
 from isobit.model.hub.config import ModelConfig
 
+_BESIDE = ("shared_out_norm", "experts_norm", "router_norm", "experts_out_norm")
+"""The norms where experts stand beside an MLP."""
+
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name to shape of every master, in order.
@@ -17,11 +20,19 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     `o`, one with latent attention `Latent.shapes`, and where attention has gates, those are rows of
     `qkv`. Of an MLP without a gate, `gate_up` is [I, C]. `balance` [E] is the bias by which experts
     are chosen that have scores.
+    Where experts stand beside an MLP, `shared_out_norm` is behind that, `router_norm` and
+    `experts_norm` are before the router and the experts and `experts_out_norm` behind these, and
+    gates are multiplied by `expert_scale` [E]. A layer that reads keys has no `k_norm`, and only
+    queries' rows in `qkv`. What embeddings of layers need is of `LayerInputs.shapes`, behind
+    `mlp_out_norm`, and `LayerInputs.shapes_outside`, behind `embed`.
     """
-    shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, config.hidden_size)}
+    whole = config.vocab_size, config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"embed": whole}
+    shapes |= config.inputs.shapes_outside(*whole, config.num_layers)
     for index in range(config.num_layers):
         inside = _attention_shapes(config, index) if config.has_attention(index) else {}
         inside |= _mlp_shapes(config, index) if config.has_mlp(index) else {}
+        inside |= config.inputs.shapes(config.hidden_size)
         inside |= {"layer_scalar": (1,)} if config.layer_scalars else {}
         shapes |= {f"layers.{index}.{name}": shape for name, shape in inside.items()}
     shapes["final_norm"] = (config.hidden_size,)
@@ -43,7 +54,8 @@ def _attention_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, .
     if config.qkv_bias:
         shapes["qkv_bias"] = (rows,)
     if config.qk_norm:
-        shapes |= {"q_norm": (heads * dim,), "k_norm": (kv_heads * dim,)}
+        shapes["q_norm"] = (heads * dim,)
+        shapes |= {"k_norm": (kv_heads * dim,)} if config.keys_of(layer) == layer else {}
     if config.sinks:
         shapes["sinks"] = (config.num_heads,)
     shapes["o"] = (hidden, config.num_heads * dim)
@@ -63,17 +75,20 @@ def _own_shapes(
 
 
 def _mlp_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    hidden, inner, mixture = config.hidden_size, config.intermediate_size, config.is_mixture(layer)
+    hidden, inner = config.hidden_size, config.inner_of(layer)
     halves = 2 if config.gated else 1
     shapes: dict[str, tuple[int, ...]] = {"post_norm": (hidden,)}
-    if mixture and config.experts is not None:
+    if config.is_mixture(layer) and config.experts is not None:
         own: dict[str, tuple[int, ...]] = {"router": (config.experts.count, hidden)}
         for number in range(config.experts.count):
             own[f"experts.{number}.gate_up"] = (halves * config.experts.intermediate_size, hidden)
             own[f"experts.{number}.down"] = (hidden, config.experts.intermediate_size)
         if config.experts.scoring is not None:
             shapes["balance"] = (config.experts.count,)
-        shapes |= _shared_shapes(config, config.experts.shared)
+        shared = inner if config.experts_beside else config.experts.shared
+        shapes |= _shared_shapes(config, shared)
+        if config.experts_beside:
+            shapes |= dict.fromkeys(_BESIDE, (hidden,)) | {"expert_scale": (config.experts.count,)}
         for name, shape in own.items():
             shapes |= {name: shape} | ({f"{name}_bias": shape[:1]} if config.experts_bias else {})
     else:
@@ -98,7 +113,15 @@ def _with_norms_of(
     config: ModelConfig, layer: int, shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
     """Without the norms that the layer does not have."""
-    kept = {"q_norm", "k_norm", "state_norm", "q_a_norm", "kv_a_norm", *config.norms_of(layer)}
+    kept = {
+        "q_norm",
+        "k_norm",
+        "state_norm",
+        "q_a_norm",
+        "kv_a_norm",
+        *_BESIDE,
+        *config.norms_of(layer),
+    }
     return {
         name: shape for name, shape in shapes.items() if not name.endswith("_norm") or name in kept
     }

@@ -40,6 +40,27 @@ class Outside:
     embed: Vector
     final_norm: Vector
     head: Weight
+    layers: "LayerEmbeddings | None" = None
+
+
+@dataclass(frozen=True, eq=False)
+class LayerEmbeddings:
+    """The embeddings of all layers side by side, and a projection of the model's own to as many
+    numbers, each layer's normed by itself; in the compute format."""
+
+    table: Vector
+    projection: Weight
+    norm: Vector
+
+
+@dataclass(frozen=True, eq=False)
+class Embedded:
+    """How a layer adds its embeddings: `gate` of the hidden state, `out` of gate times embeddings,
+    and a norm behind it; in the compute format."""
+
+    gate: Weight
+    out: Weight
+    out_norm: Vector
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,10 +73,23 @@ class Mlp:
 
 
 @dataclass(frozen=True, eq=False)
+class Beside:
+    """Of experts beside an MLP: the norms behind the MLP, before and behind the experts, and before
+    the router, and what gates are multiplied by [E], in float32."""
+
+    shared_out_norm: Vector
+    experts_norm: Vector
+    router_norm: Vector
+    experts_out_norm: Vector
+    expert_scale: Vector
+
+
+@dataclass(frozen=True, eq=False)
 class Mixture:
     """A router in FP32 and its experts; `per_token` of them serve a token, with gates that sum to 1
     if `normalize`. `shared` serves every token beside them, times the sigmoid of `shared_gate`, if
     there is one. With `scoring` experts are chosen by their scores and `balance`, in float32.
+    `beside`: `shared` and the experts have norms of their own.
 
     `gate_up` and `down` store the working weights of all experts; each expert's weights are views
     of them.
@@ -71,6 +105,7 @@ class Mixture:
     shared_gate: Weight | None = None
     scoring: Scoring | None = None
     balance: Vector | None = None
+    beside: Beside | None = None
 
     @cached_property
     def up_factors(self) -> tuple[ExpertFactors, ...]:
@@ -139,10 +174,10 @@ def with_biases(stacked: Stacked, weights: Sequence[Weight]) -> tuple[Stacked, l
 @dataclass(frozen=True, eq=False)
 class Attention:
     """Of queries and keys, whose heads are normed where the architecture does that, as there are
-    `sinks` in float32."""
+    `sinks` in float32. A layer that reads another's keys has queries and their norm alone."""
 
     qkv: Weight
-    head_norms: tuple[Vector, Vector] | None
+    head_norms: tuple[Vector, Vector | None] | None
     sinks: Vector | None
     o: Weight
 
@@ -182,7 +217,7 @@ class Layer:
     """Working weights of one layer, and the flow that they are for. Norms are before attention
     (`input_norm`) and MLP (`post_norm`), and after them (`attention_out_norm`, `mlp_out_norm`),
     where the architecture has them, as it may have the number [1] that the sum is multiplied by
-    (`scalar`). A layer of one part has attention or an MLP."""
+    (`scalar`), and embeddings of the layer. A layer of one part has attention or an MLP."""
 
     flow: Flow
     input_norm: Vector | None
@@ -192,6 +227,11 @@ class Layer:
     mlp: Mlp | Mixture | None
     mlp_out_norm: Vector | None
     scalar: Vector | None = None
+    embedded: Embedded | None = None
+
+
+_PARTS = Outside, LayerEmbeddings, Layer, Attention, Delta, LatentAttention, Mlp, Beside, Embedded
+"""What holds weights and vectors, or parts of parts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -367,10 +407,10 @@ def map_parts(value: Any, change: Callable[[Weight | Vector], Weight | Vector]) 
         return tuple(map_parts(item, change) for item in value)
     if isinstance(value, Mixture):
         experts = map_parts(value.experts, change)
-        others = ("router", "shared", "shared_gate", "balance")
+        others = ("router", "shared", "shared_gate", "balance", "beside")
         changed = {name: map_parts(getattr(value, name), change) for name in others}
         return replace(value.change(experts), **changed)
-    if isinstance(value, (Working, Outside, Layer, Attention, Delta, LatentAttention, Mlp)):
+    if isinstance(value, (Working, *_PARTS)):
         return replace(
             value, **{f.name: map_parts(getattr(value, f.name), change) for f in fields(value)}
         )
@@ -393,7 +433,7 @@ def _parts(value: object) -> Iterator[Weight | Vector]:
     elif isinstance(value, tuple):
         for item in value:
             yield from _parts(item)
-    elif isinstance(value, (Outside, Layer, Attention, Delta, LatentAttention, Mlp, Mixture)):
+    elif isinstance(value, (*_PARTS, Mixture)):
         yield from _parts(tuple(vars(value).values()))
 
 

@@ -45,7 +45,7 @@ from isobit.rl.optim.schedule import OptimizerSettings
 _BLOCK, _LEAST = MOMENT_BLOCK, 4096
 _DECADES = 7
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name to whether it is signed
-_IN_32_BITS = ("embed", "head")  # masters of `isobit.model.hub.shapes`
+_IN_32_BITS = ("embed", "embed_layers", "head")  # masters of `isobit.model.hub.shapes`
 Draw = Callable[[Tensor], Tensor]
 """Chances [n] float32 below 1 -> bool [n], true with that chance."""
 
