@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -188,3 +190,55 @@ def test_the_fingerprint_is_of_every_file(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text + "\n")
         assert recipe.digest("flag", sources=tmp_path) != recipe.digest("flag")
         (tmp_path / name).write_text(text)
+
+
+_COMPILER = """#!/bin/sh
+for last; do :; done
+case " $* " in *" --version "*) echo fake; exit;; esac
+mkdir -p {log}/now && touch {log}/now/$$ && ls {log}/now | wc -l >> {log}/most
+sleep 0.05
+rm {log}/now/$$
+case " $* " in *" -shared "*) echo linked >> {log}/linked;; esac
+touch "$last"
+"""
+
+
+def test_two_processes_compile_once_and_a_compiler_for_each_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock is a file's, so threads stand for processes. The control has no lock."""
+    program, place = tmp_path / "c++", tmp_path / "place"
+    program.write_text(_COMPILER.format(log=tmp_path))
+    program.chmod(0o755)
+    place.mkdir()
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    linked = tmp_path / "linked"
+
+    def compiled_twice() -> int:
+        with ThreadPoolExecutor(2) as pool:
+            made = [pool.submit(build.compiled, str(program), place) for _ in range(2)]
+            for path in {one.result() for one in made}:
+                path.unlink()
+        return len(linked.read_text().split())
+
+    assert compiled_twice() == 1
+    assert max(map(int, (tmp_path / "most").read_text().split())) == 3
+    linked.unlink()
+    monkeypatch.setattr(build, "_alone", lambda directory: nullcontext())
+    assert compiled_twice() == 2
+
+
+def test_where_one_file_fails_no_compiler_goes_on(tmp_path: Path) -> None:
+    """Else it would write into a folder that is gone."""
+    program = tmp_path / "c++"
+    program.write_text(
+        f"#!/bin/sh\ncase $* in *{SOURCES[0]}*) echo 'error: no' >&2; exit 1;; esac\n"
+        f"touch {tmp_path}/began.$$; sleep 20; touch {tmp_path}/ended\n"
+    )
+    program.chmod(0o755)
+    began = time.monotonic()
+    with pytest.raises(BuildFailed, match="error: no"):
+        compile_library(str(program), tmp_path / "library.so", [], [])
+    assert time.monotonic() - began < 15
+    assert not list(tmp_path.glob("build-*"))
+    assert not (tmp_path / "ended").exists()

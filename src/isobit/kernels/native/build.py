@@ -11,6 +11,7 @@ out all intrinsics.
 """
 
 import ctypes
+import fcntl
 import hashlib
 import math
 import os
@@ -19,8 +20,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -143,20 +144,40 @@ def compiled(program: str, directory: Path, sources: Path = HERE) -> Path:
     name = digest(*general, *extra, _version(program), _processor(), sources=sources)
     path = directory / f"isobit-{name}.so"
     if not path.exists():
-        clear_old(directory)
-        about = 10 * math.ceil(_CPU_SECONDS / (os.cpu_count() or 1) / 10)
-        _say(f"compiling the operators for this processor (once, about {about} s)")
-        try:
-            compile_library(program, path, general, [], sources, extra)
-        except BuildFailed as error:
-            _say(
-                f"the operators were not compiled: {error}; {_WITHOUT}; the next start tries again"
-            )
-            error.said = True
-            raise
+        with _alone(directory):
+            if not path.exists():
+                _compile(program, path, general, sources, extra)
     with suppress(OSError):  # in a folder that is only read
         os.utime(path)
     return path
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """While one process compiles, others that need the library wait for it. Raises BuildFailed."""
+    try:
+        file = (directory / "compiling.lock").open("w")
+    except OSError as error:
+        raise BuildFailed(f"cannot write to {directory}: {error.strerror}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say("waiting for another process, which compiles the operators")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(program: str, path: Path, general: list[str], sources: Path, extra: list[str]) -> None:
+    clear_old(path.parent)
+    about = 10 * math.ceil(_CPU_SECONDS / (os.cpu_count() or 1) / 10)
+    _say(f"compiling the operators for this processor (once, about {about} s)")
+    try:
+        compile_library(program, path, general, [], sources, extra)
+    except BuildFailed as error:
+        _say(f"the operators were not compiled: {error}; {_WITHOUT}; the next start tries again")
+        error.said = True
+        raise
 
 
 def clear_old(directory: Path) -> None:

@@ -9,10 +9,14 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 
 HERE = Path(__file__).parents[1]
 """Where the sources are: beside the operators that they compute, in `kernels/`."""
@@ -135,7 +139,8 @@ def compile_library(
     program: str, path: Path, general: Iterable[str], linking: Iterable[str], sources: Path = HERE,
     everywhere: Iterable[str] = (),
 ) -> None:  # fmt: skip
-    """Write the library `path`, whole or not at all: several processes may do it at once.
+    """Write the library `path`, whole or not at all: several processes may do it at once. As many
+    compilers run side by side as there are processors, since each takes up to 0.3 GB.
 
     `general` are flags of the files that are compiled for one kind of processor only; those of
     `_PATHS` have their own, and of `general` only what names no processor. `everywhere` holds in
@@ -146,63 +151,85 @@ def compile_library(
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         objects = {name: os.path.join(folder, f"{Path(name).stem}.o") for name in SOURCES}
 
-        def start(name: str, flags: Iterable[str]) -> "subprocess.Popen[str]":
-            command = [program, *FLAGS, f"-I{sources}", *flags, *everywhere]
-            return _start([*command, "-c", str(sources / name), "-o", objects[name]])
-
         paths: Mapping[str, tuple[str, ...]] = _PATHS if on_x86() else dict.fromkeys(_PATHS, ())
-        running = {n: start(n, [*plain, *paths[n]] if n in paths else general) for n in SOURCES}
-        try:
-            for name, process in running.items():
-                try:
-                    _finish(process)
-                except BuildFailed:
-                    if not paths.get(name):
-                        raise
-                    _finish(start(name, plain))
-        finally:  # where one failed, the others still write into the folder
-            for process in running.values():
-                process.kill()
-                process.wait()
+        compilers = _Compilers()
+
+        def compile_one(name: str) -> None:
+            def by(flags: Iterable[str]) -> None:
+                command = [program, *FLAGS, f"-I{sources}", *flags, *everywhere]
+                compilers.run([*command, "-c", str(sources / name), "-o", objects[name]])
+
+            try:
+                by([*plain, *paths[name]] if name in paths else general)
+            except BuildFailed:
+                if not paths.get(name):
+                    raise
+                by(plain)  # the compiler does not know the flags
+
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            waiting = [pool.submit(compile_one, name) for name in SOURCES]
+            try:
+                for compiled in waiting:
+                    compiled.result()
+            except BaseException:  # what still runs writes into the folder
+                pool.shutdown(wait=False, cancel_futures=True)
+                compilers.stop()
+                raise
         target = os.path.join(folder, path.name)
-        _finish(
-            _start(
-                [
-                    program,
-                    "-shared",
-                    "-pthread",
-                    *objects.values(),
-                    *linking,
-                    *everywhere,
-                    "-o",
-                    target,
-                ]
-            )
-        )
+        libraries = ["-shared", "-pthread", *objects.values(), *linking, *everywhere]
+        compilers.run([program, *libraries, "-o", target])
         os.replace(target, path)
 
 
-def _start(command: list[str]) -> "subprocess.Popen[str]":
-    try:
-        return subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-    except OSError as error:
-        raise BuildFailed(f"{command[0]}: {error.strerror}") from error
+class _Compilers:
+    """The compilers that run, in several threads, so that they can be stopped."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[str]] = set()
+        self._stopped = False
+        self._lock = Lock()  # so that none begins while the others are stopped
+
+    def stop(self) -> None:
+        """End those that run; no further one begins."""
+        with self._lock:
+            self._stopped = True
+            for process in self._running:
+                _kill(process)
+
+    def run(self, command: list[str]) -> None:
+        """One, to its end. Raises BuildFailed."""
+        with self._lock:
+            process = self._begin(command)
+            self._running.add(process)
+        try:
+            _, errors = process.communicate(timeout=_TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise BuildFailed(f"{command[0]} took longer than {_TIMEOUT_S} s") from error
+        finally:
+            with self._lock:
+                self._running.discard(process)
+            _kill(process)
+            process.wait()
+        if process.returncode:
+            lines = errors.splitlines()
+            said = [line for line in lines if "error:" in line] or lines[:1]
+            ended = f"{command[0]} failed (exit {process.returncode})"
+            raise BuildFailed(": ".join([ended, *said[:1]]))
+
+    def _begin(self, command: list[str]) -> "subprocess.Popen[str]":
+        if self._stopped:
+            raise BuildFailed("stopped")
+        quiet, heard = subprocess.DEVNULL, subprocess.PIPE
+        try:
+            return subprocess.Popen(
+                command, stdout=quiet, stderr=heard, text=True, start_new_session=True
+            )
+        except OSError as error:
+            raise BuildFailed(f"{command[0]}: {error.strerror}") from error
 
 
-def _finish(process: "subprocess.Popen[str]") -> None:
-    assert isinstance(process.args, list)
-    program = str(process.args[0])
-    try:
-        _, errors = process.communicate(timeout=_TIMEOUT_S)
-    except subprocess.TimeoutExpired as error:
-        process.kill()
-        raise BuildFailed(f"{program} took longer than {_TIMEOUT_S} s") from error
-    if process.returncode:
-        lines = [line for line in errors.splitlines() if "error:" in line] or errors.splitlines()[
-            :1
-        ]
-        raise BuildFailed(
-            f"{program} failed (exit {process.returncode})" + (f": {lines[0]}" if lines else "")
-        )
+def _kill(process: "subprocess.Popen[str]") -> None:
+    """A compiler with the programs that it has started, if it has not ended."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
