@@ -124,7 +124,7 @@ def _kept(node: Any) -> Iterator[tuple[str, Tensor]]:
     owner = name if weight is None else f"{name} of {weight.name.rpartition('.')[2]}"
     if name in ("Embedding", "RMSNorm"):
         owner = f"outside: {owner}"
-    tensors = list(getattr(node, "saved_tensors", ()))
+    tensors = [t for t in getattr(node, "saved_tensors", ()) if t is not None]
     for tensor in tensors:
         yield f"{owner}: {tensor[0].numel() if tensor.ndim else 1} x {_type(tensor)}", tensor
 

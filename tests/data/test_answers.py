@@ -184,6 +184,7 @@ KNOWN = {
     "rewards/built.py": {"{place}"},  # of a row, whose name is text
     "rewards/own_options.py": {"{name}"},  # of an option, which is text
     "training/recording/evaluating.py": {"{each['role']}"},  # of a message, which is text
+    "training/running/inputs.py": {"{name}"},  # of a key of a config
     "training/running/restoring.py": {"{key}"},  # of a config
 }
 """The places that may, and what is turned into text there."""

@@ -193,6 +193,9 @@ def _experts(
     chosen = rng.randint(1, min(count, 4))
     if family.mixtures is None or not family.mixtures.own_keys:
         return None if family.mixtures is None else Experts(count, chosen, inner)
+    if family.mixtures.switch is not None:  # a model may have none; its MLP is as wide as any
+        size = _size(rng) // 2
+        return Experts(count, chosen, size, shared=inner) if rng.random() < 0.5 else None
     size, shared = _size(rng) // 2, rng.choice((24, 64, 130)) if family.mixtures.shared else 0
     if not family.mixtures.dense:
         return Experts(count, chosen, size, shared=shared)

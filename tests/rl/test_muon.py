@@ -403,7 +403,7 @@ def test_a_run_goes_on_bit_for_bit_and_not_with_another_optimizer(
     with pytest.raises(
         IsobitError, match="is of a run with muon, and this run trains it with adamw"
     ):
-        resume(tmp_path / "cut/run", ["steps=5"])
+        resume(tmp_path / "cut/run", ["steps=5", "run.on_change=warn"])
 
 
 def test_matrices_move_as_much_as_under_adamw() -> None:

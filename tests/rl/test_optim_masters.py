@@ -234,7 +234,7 @@ def test_a_run_rolls_out_what_it_learns_and_goes_on_bit_for_bit(tmp_path: Path) 
         with pytest.raises(
             IsobitError, match=f"its masters are {its}, and optimizer.masters is {given}; a run"
         ):
-            resume(tmp_path / name / "run", ["steps=5"])
+            resume(tmp_path / name / "run", ["steps=5", "run.on_change=warn"])
 
 
 def test_an_adapters_factors_are_masters_too(tmp_path: Path) -> None:

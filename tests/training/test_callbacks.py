@@ -83,7 +83,7 @@ def test_what_one_raises_ends_the_run_in_one_line(tmp_path: Path, base_model: Pa
             train(load_config(path, [f"run.callbacks=[{name}]"]))
         assert "\n" not in str(caught.value)
         assert not run.exists()
-    with pytest.raises(RunFailed, match=r"ValueError: enough at 1 \(steps\.py, line 12\)") as ended:
+    with pytest.raises(RunFailed, match=r"ValueError: enough at 1 \(steps\.py, line 13\)") as ended:
         train(load_config(path, [f"run.callbacks=[{steps}:refuses]"]))
     assert "step 1 is saved; go on with: isobit train --resume" in str(ended.value)
     resume(run, ["run.callbacks=[]", "steps=2"])

@@ -109,8 +109,10 @@ def _role(one: Projection) -> str:
 
 
 def _module(one: Projection) -> str:
-    """The module of a layer's experts, of one of their matrices."""
-    return f"{one.module.partition('.experts.')[0]}.experts"
+    """The module of a layer's experts in transformers, of one of their matrices: Mixtral's has
+    another name in files."""
+    layer = one.module.partition(".experts.")[0].replace(".block_sparse_moe", ".mlp")
+    return f"{layer}.experts"
 
 
 class _Group(NamedTuple):
