@@ -242,21 +242,27 @@ def test_what_earlier_rows_left_is_read_from_where_it_is(backend: str) -> None:
 def test_gradients_in_cpp_are_as_near_to_float64_as_the_reference(
     sizes: tuple[int, int, int, int, int],
 ) -> None:
+    """The control: without one row's gradient."""
+    assert_near_to_float64(Case([50, 1, 16, 17], sizes), without=40)
+
+
+def assert_near_to_float64(case: Case, without: int) -> None:
     """Both sum in float32, in orders of their own: C++ may be twice as far from the reference's
-    recurrence in float64 as that in float32 is, all elements together. The control: without one
-    row's gradient."""
-    native = get_ops("native")
-    case = Case([50, 1, 16, 17], sizes)
-    layout = Layout.packed([50, 1, 16, 17])
+    recurrence in float64 as that in float32 is, all elements together; `without` one row's gradient
+    it is not."""
+    native, corrects = get_ops("native"), case.heads.corrects
+    layout = Layout.packed(case.lengths)
     assert isinstance(native, NativeBase)
     parts = delta.Parts(
         *(part.contiguous() for part in delta._parts(case.x, case.gates, case.heads))
     )
     dout = torch.randn(parts.v.shape, generator=torch.Generator().manual_seed(2))
-    true = delta._backward(delta.Parts(*(part.double() for part in parts)), dout.double(), layout)
-    single = delta._backward(parts, dout, layout)
-    found = in_cpp.backward(native, parts, dout, layout)
-    wrong = in_cpp.backward(native, parts, dout.index_fill(0, torch.tensor(40), 0.0), layout)
+    doubled = delta.Parts(*(part.double() for part in parts))
+    true = delta._backward(doubled, dout.double(), layout, corrects)
+    single = delta._backward(parts, dout, layout, corrects)
+    found = in_cpp.backward(native, parts, dout, layout, corrects)
+    missing = dout.index_fill(0, torch.tensor(without), 0.0)
+    wrong = in_cpp.backward(native, parts, missing, layout, corrects)
     for ours, other, theirs, exact in zip(found, wrong, single, true):
         bound = 2 * (theirs - exact).norm() + 1e-7 * exact.norm()
         assert (ours - exact).norm() <= bound

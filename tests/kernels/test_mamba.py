@@ -16,12 +16,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from isobit.kernels import DeltaHeads, Layout, Ops, StateStore, get_ops
-from isobit.kernels.delta import definition as delta
-from isobit.kernels.delta import native as in_cpp
-from isobit.kernels.native.base import NativeBase
 
 from .helpers import same, threads
-from .test_delta import BACKENDS, DTYPES, PAGE_SIZES, SIZES, SMALL, Case, Step, alike, needs_native
+from .test_delta import (
+    BACKENDS,
+    DTYPES,
+    PAGE_SIZES,
+    SIZES,
+    SMALL,
+    Case,
+    Step,
+    alike,
+    assert_near_to_float64,
+    needs_native,
+)  # fmt: skip
 
 LEAST = 0.02
 
@@ -186,23 +194,7 @@ def test_gradients_in_cpp_are_as_near_to_float64_as_the_reference(
     sizes: tuple[int, int, int, int, int],
 ) -> None:
     """As those of the delta rule (`test_delta.py`). The control: without one row's gradient."""
-    native, case = get_ops("native"), MambaCase([50, 1, 16, 17], sizes)
-    layout = Layout.packed(case.lengths)
-    assert isinstance(native, NativeBase)
-    parts = delta.Parts(
-        *(part.contiguous() for part in delta._parts(case.x, case.gates, case.heads))
-    )
-    dout = torch.randn(parts.v.shape, generator=torch.Generator().manual_seed(2))
-    doubled = delta.Parts(*(part.double() for part in parts))
-    true = delta._backward(doubled, dout.double(), layout, corrects=False)
-    single = delta._backward(parts, dout, layout, corrects=False)
-    found = in_cpp.backward(native, parts, dout, layout, corrects=False)
-    missing = dout.index_fill(0, torch.tensor(40), 0.0)
-    wrong = in_cpp.backward(native, parts, missing, layout, corrects=False)
-    for ours, other, theirs, exact in zip(found, wrong, single, true):
-        bound = 2 * (theirs - exact).norm() + 1e-7 * exact.norm()
-        assert (ours - exact).norm() <= bound
-        assert (other - exact).norm() > 100 * bound
+    assert_near_to_float64(MambaCase([50, 1, 16, 17], sizes), without=40)
 
 
 @needs_native

@@ -1,6 +1,7 @@
 """How the native library is compiled: warnings are errors for the tests and nothing to users; and
 which of a wheel's libraries a processor gets."""
 
+import errno
 import os
 import re
 import shutil
@@ -224,8 +225,29 @@ def test_two_processes_compile_once_and_a_compiler_for_each_processor(
     assert compiled_twice() == 1
     assert max(map(int, (tmp_path / "most").read_text().split())) == 3
     linked.unlink()
-    monkeypatch.setattr(build, "_alone", lambda directory: nullcontext())
+    monkeypatch.setattr(build, "alone", lambda *_: nullcontext())
     assert compiled_twice() == 2
+
+
+@NONE
+def test_where_a_file_system_has_no_locks_each_process_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: another error of the lock is one line."""
+    for code, works in ((errno.ENOLCK, True), (errno.EACCES, False)):
+
+        def refuses(lock: Path, waits: object, code: int = code) -> None:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(build, "alone", refuses)
+        monkeypatch.setattr(build, "compile_library", lambda program, path, *_: path.touch())
+        (place := tmp_path / str(code)).mkdir()
+        program = str(shutil.which(COMPILERS[0]))
+        if works:
+            assert build.compiled(program, place).is_file()
+        else:
+            with pytest.raises(BuildFailed, match=r"cannot write to .*: Permission denied"):
+                build.compiled(program, place)
 
 
 def test_where_one_file_fails_no_compiler_goes_on(tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from isobit.engine.engine import Engine
-from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.kernels import NoStore, StateStore
 from isobit.kernels.stores import KVStore
@@ -25,6 +23,7 @@ from tests.models import one_part_values, tiny_model
 
 from .helpers import directory, logits, oracle_logits, random_model, tokens
 from .test_fp8_blocks import export
+from .test_qwen3_5 import assert_goes_on_from_states
 
 _SIZES = {
     "model_type": "nemotron_h",
@@ -103,24 +102,11 @@ def test_published_sizes_have_the_parameters_that_are_published(
 def test_layers_store_what_they_are() -> None:
     """States, keys and values, or nothing; a state of another page is noticed."""
     model = tiny_model("fp8", "nemotron_h", scale=4.0)
-    prompt, sampling = [*range(3, 14), 4, 5, 6], Sampling(max_new_tokens=9, temperature=0.9, seed=2)
-
-    def generate(engine: Engine) -> list[float]:
-        return list(engine.generate([prompt], sampling)[0][0].logprobs)
-
-    alone = generate(Engine(model, kv_pages=16, page_size=4))
-    engine = Engine(model, kv_pages=16, page_size=4)
-    assert generate(engine) == alone
-    assert [type(store) for store in engine.stores] == [NoStore, StateStore, KVStore, NoStore]
-    assert generate(engine) == alone
-    assert engine.stats.cached_tokens == 12
-    states = engine.stores[1]
-    assert isinstance(states, StateStore)
+    stores = assert_goes_on_from_states(model)
+    assert [type(store) for store in stores] == [NoStore, StateStore, KVStore, NoStore]
     linear = model.config.linear
     assert linear is not None
-    assert states.nbytes == 16 * (4 * 4 * 8 * 12 + 2 * 3 * linear.channels)
-    states.states.copy_(states.states.flip(0))
-    assert generate(engine) != alone
+    assert stores[1].nbytes == 16 * (4 * 4 * 8 * 12 + 2 * 3 * linear.channels)
 
 
 def test_fp8_blocks_are_read_by_transformers(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
-from isobit.kernels import StateStore
+from isobit.kernels import StateStore, Store
 from isobit.model import Model, Tokenizer
 from isobit.model.hub.checkpoint import read_json, write_json
 from tests.models import ALPHABET, tiny_model
@@ -94,7 +94,11 @@ def test_another_tower_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_page_has_the_state_after_its_last_token() -> None:
     """Whoever shares full pages goes on from there; a state that is another's is noticed."""
-    model = tiny_model("fp8", "qwen3_5_text", scale=4.0, num_layers=3)
+    assert_goes_on_from_states(tiny_model("fp8", "qwen3_5_text", scale=4.0, num_layers=3))
+
+
+def assert_goes_on_from_states(model: Model) -> list[Store]:
+    """The stores of an engine that shares full pages, of which the control is another state."""
     prompt, sampling = [*range(3, 14), 4, 5, 6], Sampling(max_new_tokens=9, temperature=0.9, seed=2)
 
     def generate(engine: Engine) -> list[float]:
@@ -109,6 +113,7 @@ def test_a_page_has_the_state_after_its_last_token() -> None:
         if isinstance(store, StateStore):
             store.states.copy_(store.states.flip(0))
     assert generate(engine) != alone
+    return engine.stores
 
 
 def test_states_are_counted_among_the_bytes_of_pages() -> None:

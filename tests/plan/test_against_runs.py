@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from isobit.config import load_config
+from isobit.config import Config, load_config
 from isobit.config.sections import AdapterConfig
-from isobit.distributed import Ranks
+from isobit.distributed import ALONE, Ranks
 from isobit.kernels.product.ordered_native import OrderedProducts
 from isobit.model import Experts, Model
 from isobit.model.adapters.targets import NewAdapter
@@ -24,7 +24,6 @@ from isobit.run.directory import METRICS, read_jsonl
 from isobit.training.loop import training_step
 from isobit.training.objects import NO_OBJECTS
 from isobit.training.session.assembly import open_parts
-from isobit.training.session.open_run import Session
 from isobit.training.session.opening import open_session
 from isobit.training.train import train
 from tests.distributed.threads import run
@@ -233,20 +232,8 @@ def test_a_rank_takes_what_was_planned(ranks: int, family: str, tmp_path: Path) 
         write_config(tmp_path, tmp_path / "model"), [*given, f"run.dir={tmp_path / 'run'}"]
     )
 
-    def taken(each: Ranks) -> tuple[int, Session]:
-        with (
-            LiveBytes() as live,
-            open_session(config, NO_OBJECTS, quiet=True, ranks=each) as session,
-        ):
-            loaded = live.live
-            for _ in range(2):  # the first makes the moments
-                live.take()
-                training_step(session)
-            return live.take() - loaded, session
-
-    found = run(ranks, taken)
-    parts = found[0][1].parts
-    job = job_of(parts.config, HERE, parts.engine.longest_prompt)
+    found = run(ranks, lambda each: _second_step(config, each))
+    job = found[0][1]
     measured = max(most for most, _ in found)
     assert measured == pytest.approx(_of_a_step(job.on(ranks)), rel=0.1)
     assert measured != pytest.approx(_of_a_step(job.on(ranks // 2)), rel=0.1), "the control"
@@ -268,13 +255,7 @@ def test_the_gradient_of_the_entropy_takes_what_was_planned(tmp_path: Path) -> N
         "algorithm.entropy_coefficient=0.01",
     )
     config = load_config(write_config(tmp_path, tmp_path / "model"), given)
-    with LiveBytes() as live, open_session(config, NO_OBJECTS, quiet=True) as session:
-        loaded = live.live
-        for _ in range(2):  # the first makes the moments
-            live.take()
-            training_step(session)
-        measured = live.take() - loaded
-    job = job_of(session.parts.config, HERE, session.parts.engine.longest_prompt)
+    measured, job = _second_step(config)
     assert measured == pytest.approx(_of_a_step(job), rel=0.1)
     without = job.changed("algorithm.entropy_coefficient=0")
     assert measured != pytest.approx(_of_a_step(without), rel=0.1), "the control"
@@ -313,17 +294,26 @@ def test_the_head_takes_what_was_planned(
         *changes,
     )
     config = load_config(write_config(tmp_path, tmp_path / "model"), given)
-    with LiveBytes() as live, open_session(config, NO_OBJECTS, quiet=True) as session:
-        loaded = live.live
-        for _ in range(2):  # the first makes the moments
-            live.take()
-            training_step(session)
-        measured = live.take() - loaded
-    job = job_of(session.parts.config, HERE, session.parts.engine.longest_prompt)
+    measured, job = _second_step(config)
     assert measured == pytest.approx(_of_a_step(job), rel=0.1)
     other = job.changed(f"sampling.top_k={50 if kept else 0}")
     if job.model.logit_cap is None:
         assert measured != pytest.approx(_of_a_step(other), rel=0.1), "the control"
+
+
+def _second_step(config: Config, ranks: Ranks = ALONE) -> tuple[int, Job]:
+    """Bytes that a step takes of a rank beside the weights, the first of which makes the moments;
+    and what is planned."""
+    with (
+        LiveBytes() as live,
+        open_session(config, NO_OBJECTS, quiet=True, ranks=ranks) as session,
+    ):
+        loaded = live.live
+        for _ in range(2):
+            live.take()
+            training_step(session)
+        measured = live.take() - loaded
+    return measured, job_of(session.parts.config, HERE, session.parts.engine.longest_prompt)
 
 
 def _of_a_step(job: Job) -> int:

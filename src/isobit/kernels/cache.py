@@ -1,9 +1,10 @@
 """Where kernels keep on this machine what they have built and tested: folders that nobody else can
 write to."""
 
+import fcntl
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,6 +40,19 @@ def cache_directory(name: str) -> Path:
             "your own"
         )
     return path
+
+
+@contextmanager
+def alone(lock: Path, waits: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Inside, no other process is inside with the same file; `waits` is called where one is. Raises
+    OSError where the file cannot be written."""
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waits()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def unless_passed(mark: Path, test: Callable[[], _Faults], none: _Faults) -> _Faults:

@@ -235,17 +235,13 @@ def through_parts(
         soft = functional.softplus(own_gates.float()[:, -heads.value_heads :] + step_bias)
         if heads.corrects:
             q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS) for x in (q, k))
-            q, strength = (
-                q * heads.key_dim**-0.5,
-                own_gates.float()[:, : heads.value_heads].sigmoid(),
-            )
+            q = q * heads.key_dim**-0.5
+            strength = own_gates.float()[:, : heads.value_heads].sigmoid()
         else:
             soft = strength = soft.clamp(min=heads.least_step)
         parts = Parts(q, k, v, torch.exp(-decay.exp() * soft), strength)
-    detached, dout = (
-        Parts(*(part.detach().contiguous() for part in parts)),
-        dout.float().contiguous(),
-    )
+    detached = Parts(*(part.detach().contiguous() for part in parts))
+    dout = dout.float().contiguous()
     gradients = backward(detached, dout)
     if heads.skip is None:
         return torch.autograd.grad(list(parts), leaves, list(gradients))
@@ -263,22 +259,23 @@ def _backward(parts: Parts, dout: Tensor, layout: Layout, corrects: bool = True)
     dk = torch.zeros_like(k)
     found = [torch.zeros_like(x) for x in parts[2:]]
     dv, dkept, dstrength = found
+
+    def wanted_of(t: int, faded: Tensor) -> Tensor:
+        if not corrects:
+            return parts.v[t]
+        return parts.v[t] - torch.einsum("hk,hkv->hv", k[t], faded)
+
     for rows in sequences(layout):
         states = [q.new_zeros(q.shape[1], q.shape[2], parts.v.shape[2])]
         for t in range(rows.start, rows.stop):
             faded = states[-1] * parts.kept[t, :, None, None]
-            wanted = parts.v[t]
-            if corrects:
-                wanted = wanted - torch.einsum("hk,hkv->hv", k[t], faded)
-            error = wanted * parts.strength[t, :, None]
+            error = wanted_of(t, faded) * parts.strength[t, :, None]
             states.append(faded + k[t].unsqueeze(-1) * error.unsqueeze(1))
         dstate = torch.zeros_like(states[0])
         for t in reversed(range(rows.start, rows.stop)):
             before = states[t - rows.start]
             faded, strength = before * parts.kept[t, :, None, None], parts.strength[t, :, None]
-            wanted = parts.v[t]
-            if corrects:
-                wanted = wanted - torch.einsum("hk,hkv->hv", k[t], faded)
+            wanted = wanted_of(t, faded)
             dq[t] = torch.einsum("hkv,hv->hk", states[t - rows.start + 1], dout[t])
             dstate = dstate + q[t].unsqueeze(-1) * dout[t].unsqueeze(1)
             derror = torch.einsum("hk,hkv->hv", k[t], dstate)

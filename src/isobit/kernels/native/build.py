@@ -11,7 +11,7 @@ out all intrinsics.
 """
 
 import ctypes
-import fcntl
+import errno
 import hashlib
 import math
 import os
@@ -20,12 +20,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 
-from isobit.kernels.cache import CacheUnusable, unless_passed
+from isobit.kernels.cache import CacheUnusable, alone, unless_passed
 from isobit.kernels.cache import cache_directory as own_directory
 from isobit.kernels.native.heap import keep_freed_memory
 from isobit.kernels.native.interface import declare
@@ -58,6 +58,8 @@ __all__ = [
 _WITHOUT = "without them PyTorch computes, many times as slowly"
 _CPU_SECONDS = 50
 """That compilers take for all files together, about."""
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What file systems without locks say."""
 _KEPT, _UNUSED_S = 4, 24 * 3600
 """Libraries in the cache that always stay, and how long another was not loaded before it goes."""
 
@@ -144,7 +146,12 @@ def compiled(program: str, directory: Path, sources: Path = HERE) -> Path:
     name = digest(*general, *extra, _version(program), _processor(), sources=sources)
     path = directory / f"isobit-{name}.so"
     if not path.exists():
-        with _alone(directory):
+        with ExitStack() as held:
+            try:
+                held.enter_context(alone(directory / "compiling.lock", _wait))
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:  # without one, each compiles its own
+                    raise BuildFailed(f"cannot write to {directory}: {error.strerror}") from error
             if not path.exists():
                 _compile(program, path, general, sources, extra)
     with suppress(OSError):  # in a folder that is only read
@@ -152,20 +159,8 @@ def compiled(program: str, directory: Path, sources: Path = HERE) -> Path:
     return path
 
 
-@contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """While one process compiles, others that need the library wait for it. Raises BuildFailed."""
-    try:
-        file = (directory / "compiling.lock").open("w")
-    except OSError as error:
-        raise BuildFailed(f"cannot write to {directory}: {error.strerror}") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _say("waiting for another process, which compiles the operators")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _wait() -> None:
+    _say("waiting for another process, which compiles the operators")
 
 
 def _compile(program: str, path: Path, general: list[str], sources: Path, extra: list[str]) -> None:

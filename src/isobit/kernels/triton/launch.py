@@ -93,7 +93,7 @@ def _does_not_fit(kernel: Any, error: Exception) -> str | None:
     needed, limit, what = (getattr(error, name, "?") for name in ("required", "limit", "name"))
     return (
         f"this GPU cannot run {kernel.__name__.strip('_')}, which needs {needed} of {what}, and has "
-        f"{limit}: heads of the model are too wide for it in this precision; use precision: fp8 or "
+        f"{limit}: the model is too wide for it in this precision; use precision: fp8 or "
         "bf16, or backend: native"
     )
 

@@ -34,7 +34,7 @@ from isobit.model.forward.linear_backward import (
     codes_wanted,
     linear_backward,
 )
-from isobit.model.weights.stored import Vector, Weight, copy_spec, has_own_copy
+from isobit.model.weights.stored import FROZEN, Vector, Weight, copy_spec, has_own_copy
 from isobit.precision import QTensor
 
 Again = Callable[[], tuple[Tensor, Tensor]]
@@ -69,6 +69,12 @@ def rms_norm(
         return _RMSNorm.apply(x, residual, weight.master, weight.working, eps, ops)
     normed, summed, _ = ops.rms_norm(x, weight.working, eps, residual)
     return normed, summed
+
+
+def unweighted_norm(x: Tensor, width: int, eps: float, ops: Ops) -> Tensor:
+    """x [R, n · width], each `width` of its numbers normed by themselves, without a weight."""
+    one = Vector("", FROZEN, torch.ones(width, dtype=x.dtype, device=x.device))
+    return rms_norm(x.contiguous().view(-1, width), None, one, eps, ops)[0].view(x.shape)
 
 
 def norm_linear(

@@ -135,8 +135,8 @@ class _Experts(Function):
 
 
 class Results(NamedTuple):
-    """Of the rows sorted by expert: `gate_up` [T k, 2I], without gates [T k, I], `down` [T k, H], and the u of every
-    adapter's factors, those of gate_up first."""
+    """Of the rows sorted by expert: `gate_up` [T k, 2I], without gates [T k, I], `down` [T k, H],
+    and the u of every adapter's factors, those of gate_up first."""
 
     gate_up: Tensor
     down: Tensor

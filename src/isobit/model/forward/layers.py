@@ -39,7 +39,7 @@ from isobit.model.weights.layout import (
     Working,
 )
 from isobit.model.weights.permute_heads import arranged, arranged_norm
-from isobit.model.weights.stored import FROZEN, Vector, Weight
+from isobit.model.weights.stored import Vector, Weight
 from isobit.precision import QuantSpec
 
 Watch = Callable[[Ops, int | None], Any]
@@ -348,9 +348,7 @@ def _with_normed_values(qkv: Tensor, sizes: LayerHeads, eps: float, ops: Ops) ->
     """qkv [T, (H + 2 KV) · D] with its values normed, each head by itself and without a weight;
     where keys are values [T, (H + KV) · D] with values behind them."""
     others, values = qkv.split((qkv.shape[1] - sizes.width, sizes.width), dim=1)
-    one = torch.ones(sizes.dim, dtype=qkv.dtype, device=qkv.device)
-    rows, unweighted = values.contiguous().view(-1, sizes.dim), Vector("", FROZEN, one)
-    normed = autograd.rms_norm(rows, None, unweighted, eps, ops)[0].view(values.shape)
+    normed = autograd.unweighted_norm(values, sizes.dim, eps, ops)
     return torch.cat((qkv if sizes.joint else others, normed), dim=1)
 
 

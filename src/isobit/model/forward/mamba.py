@@ -16,7 +16,6 @@ from isobit.model.forward.delta import Recurrent, convolved, recurrence
 from isobit.model.forward.gate import gated, times
 from isobit.model.hub.mamba import Mamba
 from isobit.model.weights.layout import Delta
-from isobit.model.weights.stored import FROZEN, Vector
 
 
 def mamba(rows: Tensor, layer: Delta, sizes: Mamba, given: Recurrent, ops: Ops) -> Tensor:
@@ -27,7 +26,5 @@ def mamba(rows: Tensor, layer: Delta, sizes: Mamba, given: Recurrent, ops: Ops) 
     fading = layer.decay, layer.step_bias, layer.skip
     recalled = recurrence(mixed, steps.float().contiguous(), fading, given, ops)
     whole = gated("silu", torch.cat((z, recalled.flatten(1)), 1), ops)
-    groups = whole.view(-1, sizes.group)
-    one = Vector("", FROZEN, torch.ones(sizes.group, dtype=whole.dtype, device=whole.device))
-    normed = autograd.rms_norm(groups, None, one, given.eps, ops)[0].view(whole.shape)
+    normed = autograd.unweighted_norm(whole, sizes.group, given.eps, ops)
     return autograd.linear(times(normed, layer.state_norm), layer.o, ops)

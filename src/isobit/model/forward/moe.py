@@ -4,13 +4,15 @@ slot order.
 For a token: p = softmax(router logits) over all experts, rounded to float32; the k largest, ties to
 the lower index; their gates are p, divided by their sum where the architecture says so
 (`Ops.route`: no sum depends on the number of rows); or experts have scores of their own
-(`kernels/experts/scoring.py`). The token's rows go through the experts as
-through any MLP, and gate times result is added in float32 in the order of the slots, the largest
-gate first, and rounded once; what an MLP for every token gives is added to that. Where experts stand
-beside the MLP of a layer (Gemma 4), both sides have norms of their own, the router's input another,
-its logits are divided by the root of the width and gates times a number of the expert. So a token's bits
-depend on the token and the weights, whoever else an expert serves (`tests/model/test_moe.py`). How
-rows get to their experts is in `experts.py`.
+(`kernels/experts/scoring.py`). The token's rows go through the experts as through any MLP, and gate
+times result is added in float32 in the order of the slots, the largest gate first, and rounded
+once; what an MLP for every token gives is added to that. So a token's bits depend on the token and
+the weights, whoever else an expert serves (`tests/model/test_moe.py`). How rows get to their
+experts is in `experts.py`.
+
+Where experts stand beside the MLP of a layer (Gemma 4), both sides have norms of their own, and so
+has the router's input; its logits are divided by the root of the width, and gates are multiplied by
+a number of the expert.
 
 `RouteTape` records which experts a forward chose, or prescribes them (router replay, R3: Ma et al.
 2025, arXiv 2510.11370), and collects the probabilities for the load-balancing loss. Left out:

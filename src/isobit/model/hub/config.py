@@ -10,6 +10,7 @@ directory is ever executed. What is accepted has the log-probabilities of `trans
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from isobit.errors import IsobitError
@@ -163,18 +164,20 @@ class ModelConfig:
         """Layers, the first ones, that store keys and values or states of their own."""
         return self.num_layers - self.inputs.reading
 
+    @cached_property
+    def _read(self) -> Mapping[int, int]:
+        """Of each layer that reads another's keys and values, which: the last one of its kind that
+        has any of its own. Asked for in every layer of a forward, so it is found once."""
+        last = {self.slides(one): one for one in range(self.num_stores)}
+        return {one: last[self.slides(one)] for one in range(self.num_stores, self.num_layers)}
+
     def keys_of(self, layer: int) -> int:
-        """The layer whose keys and values a layer reads: itself, or the last one of its kind that
-        has any of its own."""
-        if layer < self.num_stores:
-            return layer
-        kind = self.slides(layer)
-        return next(one for one in reversed(range(self.num_stores)) if self.slides(one) == kind)
+        """The layer whose keys and values a layer reads: its own, or another's."""
+        return self._read.get(layer, layer)
 
     def is_read(self, layer: int) -> bool:
         """Whether another layer reads this one's keys and values."""
-        readers = range(self.num_stores, self.num_layers)
-        return any(self.keys_of(one) == layer for one in readers) and layer < self.num_stores
+        return layer in self._read.values()
 
     def inner_of(self, layer: int) -> int:
         """The width of a layer's MLP."""

@@ -96,8 +96,8 @@ class Archive:
                 "Content-Length": str(size),
                 "Content-Disposition": f'attachment; filename="{file}"',
             }
-            return _Download(_tar(files), "application/x-tar", headers, held.pop_all())
-        raise AssertionError("unreachable")
+            sent = held.pop_all()  # the answer closes them
+        return _Download(_tar(files), "application/x-tar", headers, sent)
 
     async def urls(self, request: Request) -> Response:
         """A link to each file of a checkpoint that was saved to be taken away."""
@@ -128,9 +128,8 @@ class Archive:
             self._take("" if run is None else run.tenant, 1, held)
             file = held.enter_context(path.open("rb"))
             headers = {"Content-Length": str(os.fstat(file.fileno()).st_size)}
-            kind = "application/octet-stream"
-            return _Download(_blocks(file), kind, headers, held.pop_all())
-        raise AssertionError("unreachable")
+            sent = held.pop_all()  # the answer closes it
+        return _Download(_blocks(file), "application/octet-stream", headers, sent)
 
     async def _paths(self, checkpoint: Checkpoint) -> dict[str, Path]:
         """A checkpoint's files, which are those that were written; a few are checked at a time, so

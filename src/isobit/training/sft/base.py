@@ -4,12 +4,12 @@ it is made from.
 It is made by a supervised run beside the cache, which goes on where it was if it is interrupted.
 """
 
-import fcntl
 import hashlib
 import json
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from typing import Any
 from isobit import __version__
 from isobit.config import SftConfig, dump_config, load_sft_config
 from isobit.errors import IsobitError
-from isobit.kernels.cache import cache_root
+from isobit.kernels.cache import alone, cache_root
 from isobit.options.consistency import resolved
 from isobit.precision import precision_from
 from isobit.run import checkpoints, durable
@@ -53,15 +53,14 @@ def cached_model(
     made = place / "config.json"
     if made.is_file():
         return place
-    try:
-        durable.make_directory(place.parent)
-        lock = (place.parent / f".{place.name}.lock").open("w")
-    except OSError as error:
-        raise IsobitError(
-            f"cannot write the cache {place.parent}: {error.strerror}; set ISOBIT_CACHE"
-        ) from None
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be making it
+    with ExitStack() as held:
+        try:
+            durable.make_directory(place.parent)
+            held.enter_context(alone(place.parent / f".{place.name}.lock"))
+        except OSError as error:
+            raise IsobitError(
+                f"cannot write the cache {place.parent}: {error.strerror}; set ISOBIT_CACHE"
+            ) from None
         if not made.is_file():
             if not quiet:
                 print(f"making the base model of {path}, once", file=sys.stderr)

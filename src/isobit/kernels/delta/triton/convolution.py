@@ -1,9 +1,10 @@
 """The short convolution before linear attention, on a GPU, and its backward.
 
 y[t, c] = silu(bias[c] + Σ_j weight[c, j] · x[t - W + 1 + j, c]) of the rows of a sequence, in
-float32: a chain of fused multiply-adds from the bias, or 0, over ascending j, then the gate's division and exponential
-(`kernels/norms/triton/gate.py`), rounded once. Elementwise over rows and channels, so a row's bits
-depend on the W inputs that it sees, whether they are rows of the batch or stored, and on no tile.
+float32: a chain of fused multiply-adds from the bias, or 0, over ascending j, then the gate's
+division and exponential (`kernels/norms/triton/gate.py`), rounded once. Elementwise over rows and
+channels, so a row's bits depend on the W inputs that it sees, whether they are rows of the batch or
+stored, and on no tile.
 Memory bounds it: an element of BF16 takes 2 bytes read and 2 written, as the W rows meet in a
 cache.
 
@@ -226,8 +227,8 @@ def short_convolution(
     touched = (layout.max_rows + layout.page_size - 2) // layout.page_size + 1
     grid = (layout.row_start.shape[0] - 1, -(-layout.max_rows // high), -(-columns // _CHANNELS))
     launch(
-        _convolve, grid, x, weight, bias, y, None if store is None else store.inputs, layout.row_start,
-        layout.context,
+        _convolve, grid, x, weight, bias, y, None if store is None else store.inputs,
+        layout.row_start, layout.context,
         layout.page_table, layout.page_size, layout.page_table.stride(0), num_warps=2,
         COLUMNS=columns, WIDTH=width, KEPT=triton.next_power_of_2(max(1, width - 1)), HIGH=high,
         WIDE=_CHANNELS,
@@ -245,8 +246,8 @@ def short_convolution_backward(
     tiles, each = -(-rows // _ROWS), width if bias is None else width + 1
     dx, parts = torch.empty_like(x), torch.empty(tiles, columns, each, device=x.device)
     launch(
-        _backward, (tiles, -(-columns // _CHANNELS)), dy, x, weight, bias, layout.positions, dx, parts,
-        rows,
+        _backward, (tiles, -(-columns // _CHANNELS)), dy, x, weight, bias, layout.positions, dx,
+        parts, rows,
         COLUMNS=columns, WIDTH=width, PARTS=each, HIGH=_ROWS, WIDE=_CHANNELS, num_warps=4,
     )  # fmt: skip
     total = added(parts)

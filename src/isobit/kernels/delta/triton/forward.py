@@ -198,7 +198,8 @@ def delta_rule(
         None if store is None else store.states,
         layout.row_start, layout.context, layout.page_table, layout.page_size,
         layout.page_table.stride(0),
-        heads.key_dim**-0.5, heads.least_step, num_warps=1, KEY_HEADS=heads.key_heads, VALUE_HEADS=heads.value_heads,
+        heads.key_dim**-0.5, heads.least_step, num_warps=1, KEY_HEADS=heads.key_heads,
+        VALUE_HEADS=heads.value_heads,
         KEY_DIM=heads.key_dim, VALUE_DIM=heads.value_dim, HIGH=high, LEVELS=high.bit_length() - 1,
         BLOCK=block,
     )  # fmt: skip
