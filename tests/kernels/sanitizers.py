@@ -4,8 +4,8 @@ address thread`.
 `address` finds reads and writes outside of tensors and scratch, and undefined behaviour. `thread`
 finds data races between the threads that share an operator. Only the operators are watched, with
 shapes of the tests: not PyTorch or Python, nor the paths of instruction sets that this processor
-lacks. Before the tests each sanitizer must report the faults that are planted in the same library
-(`sanitized.cpp`).
+lacks, but for AMX's, whose tiles `amx.h` computes on any with AVX-512. Before the tests each
+sanitizer must report the faults that are planted in the same library (`sanitized.cpp`).
 """
 
 import argparse
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isobit.kernels.native.recipe import HERE, WARNINGS, compiler
+from isobit.options.consistency import processor_features
 
 ROOT = Path(__file__).parents[2]
 _SELECTED = (
@@ -39,6 +40,12 @@ TESTS = (
     "tests/kernels/test_delta.py", "tests/kernels/test_low_rank.py",
     "-m", "not slow", "-k", _SELECTED,
 )  # fmt: skip
+EMULATED = (
+    ("-include", str(Path(__file__).with_name("amx.h")))
+    if "avx512vbmi" in processor_features()
+    else ()
+)
+"""Also where there is AMX: nothing watches what tile instructions read."""
 _BUILD = (
     "from isobit.kernels.native import build, recipe; build.compiled(recipe.compiler(), "
     "build.cache_directory())"
@@ -82,7 +89,7 @@ SANITIZERS = {
 def prepare(sanitizer: Sanitizer, folder: Path) -> dict[str, str]:
     """Compile the library into `folder`; returns the environment in which it is the one that is
     loaded."""
-    flags = ["-O1", "-g1", "-fno-omit-frame-pointer", *WARNINGS, *sanitizer.flags]
+    flags = ["-O1", "-g1", "-fno-omit-frame-pointer", *WARNINGS, *sanitizer.flags, *EMULATED]
     planted, program = folder / "sanitized.o", compiler()
     command = [
         program,
