@@ -20,15 +20,18 @@ from benchmarks.models import save_model
 from benchmarks.peer import LLAMACPP, VLLM, peers
 from isobit import Engine, Model, Sampling
 from isobit.engine.types import EngineSize
+from isobit.model.adapters.targets import NewAdapter
 
 PROMPT = 32
+FOUR_BITS = "nvfp4[activation=bf16]"
+"""Of a base that nothing trains, with two codes to a byte."""
 _FLOWS = (
     ("bf16", "fast"),
     ("bf16", "bitwise"),
     ("fp8", "bitwise"),
     ("fp8", "exact"),
     ("fp8", "fast"),
-    ("nvfp4", "bitwise"),
+    (FOUR_BITS, "bitwise"),
 )
 _FEW_FLOWS = tuple(flow for flow in _FLOWS if flow not in (("bf16", "fast"), ("fp8", "exact")))
 
@@ -37,7 +40,7 @@ _FEW_FLOWS = tuple(flow for flow in _FLOWS if flow not in (("bf16", "fast"), ("f
 class Case:
     """A model's shape and what is sampled; `over_transformers` and `over_vllm`: the aim for `fp8`
     over BF16 there, without matrix units; `over_llamacpp`: over eight bits a weight there, and for
-    `nvfp4` over four."""
+    four bits over four."""
 
     hidden: int
     layers: int
@@ -115,7 +118,7 @@ def _compete(case: Case, rounds: int, result: Result) -> None:
         ("transformers bfloat16", "fp8", case.over_transformers),
         (VLLM.name, "fp8", case.over_vllm),
         (LLAMACPP[0].name, "fp8", case.over_llamacpp),
-        (LLAMACPP[1].name, "nvfp4", case.over_llamacpp),
+        (LLAMACPP[1].name, FOUR_BITS, case.over_llamacpp),
     ):
         if peer in contestants:
             name = f"isobit {precision} bitwise"
@@ -126,7 +129,10 @@ def _compete(case: Case, rounds: int, result: Result) -> None:
 
 
 def _own(path: Path, prompts: list[list[int]], precision: str, consistency: str, new: int):  # type: ignore[no-untyped-def]
-    model = Model.load(path, precision, consistency=consistency)
+    adapter = NewAdapter(8, 16) if precision == FOUR_BITS else None
+    model = Model.load(path, precision, consistency=consistency, adapter=adapter)
+    if adapter:
+        model = model.without_adapter()
     # the same prompts in every round: with a prefix cache all but the first would find their pages
     engine = Engine.sized_for(model, prompts, len(prompts), new, EngineSize(prefix_cache=False))
     return lambda: engine.generate(prompts, Sampling(1, new, seed=0, ignore_eos=True))

@@ -24,9 +24,9 @@ pytestmark = [
 
 
 def test_its_products_have_the_bits_of_every_instruction_set(tmp_path: Path) -> None:
-    """The tests of ordered products, and of adapters over them, with the emulated set among those
+    """The tests of ordered products, of nibbles and of adapters, with the emulated set among those
     of this machine."""
-    tests = [f"tests/kernels/test_{name}.py" for name in ("ordered", "low_rank")]
+    tests = [f"tests/kernels/test_{name}.py" for name in ("ordered", "packed_fp4", "low_rank")]
     given = {"ISOBIT_CACHE": str(tmp_path), "ISOBIT_CXXFLAGS": f"-include {TILES}"}
     options = ["-q", "-rA", "-p", "no:cacheprovider", "-m", "not slow"]  # one has its own library
     command = [sys.executable, "-m", "pytest", *options, *tests]

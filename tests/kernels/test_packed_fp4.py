@@ -21,8 +21,10 @@ from isobit.kernels import (
 from isobit.kernels.backends.native import NativeOps
 from isobit.kernels.matrices import Operand
 from isobit.kernels.native import available
+from isobit.kernels.product.ordered import rounded
 from isobit.precision import E2M1, E4M3, PackedFP4, QTensor, QuantSpec, packed_fp4, quantize
 from isobit.precision.packed_fp4 import NVFP4, packed
+from tests.kernels.test_ordered import HERE
 
 from .helpers import draw, same, threads
 from .libraries import library_of
@@ -134,6 +136,32 @@ def test_every_instruction_set_has_these_bits(
             if name != "mxfp8":
                 assert same(other.product(a, found), ops.product(a, found)), name
                 assert not torch.equal(other.product(a, wrong), ops.product(a, found))
+
+
+@needs_native
+@pytest.mark.parametrize(("order", "isa"), HERE)
+@pytest.mark.parametrize("scale", [1.0, 2.0**-123])
+def test_beside_bf16_they_are_rounded_and_added_in_order(
+    scale: float, order: str, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As BF16 weights that are those numbers, on every instruction set and in PyTorch; some of them
+    are subnormal. The control's are not rounded."""
+    monkeypatch.setenv("ISOBIT_ISA", isa)
+    ops, slow = NativeOps(f"bitwise-{order}"), get_ops("reference", f"bitwise-{order}")
+    for rows, columns, inner in (*SHAPES, (1, 40, 4112), (4, 33, 528)):
+        x = draw(1, columns, inner, dtype=torch.float32, spread=2.0) * scale
+        x[columns // 2, :16] = 0
+        wide = quantize(x, NVFP4)
+        found, a, bias = packed(wide, x), draw(2, rows, inner), draw(4, columns)
+        for out in OUTPUTS:
+            ours = ops.product(a, found, bias, out)
+            assert same(ours, ops.product(a, rounded(found), bias, out))
+            assert same(ours, ops.product(a, wide, bias, out))
+            if rows * columns * inner < 1 << 17:
+                assert same(ours, slow.product(a, found, bias, out))
+        exact = get_ops("native", "exact").product(a, found, None, torch.float32)
+        assert scale < 1 or not same(ops.product(a, found, None, torch.float32), exact)
+    assert scale == 1 or ((wide.dequantize() != 0) & (rounded(found) == 0)).any()
 
 
 @pytest.mark.parametrize("consistency", ["bitwise", "exact"])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from isobit.precision import PackedFP4, QTensor, QuantSpec
-from isobit.precision.packed_fp4 import GROUP, panels, unpacked, unpacked_scales
+from isobit.precision.packed_fp4 import GROUP, NVFP4, panels, unpacked, unpacked_scales
 
 Operand = Tensor | QTensor
 Gradients = Sequence[Tensor | None]
@@ -86,6 +86,12 @@ def picked(operand: Operand, rows: Tensor) -> Operand:
 def plain(operand: StoredWeight, dtype: torch.dtype) -> Tensor:
     """A plain tensor itself, or the dequantized matrix in `dtype`."""
     return operand if isinstance(operand, Tensor) else operand.dequantize().to(dtype)
+
+
+def is_rounded(a: Operand, spec: QuantSpec | None) -> bool:
+    """Whether a product takes values of this format, NVFP4's, rounded to BF16, as `a` is BF16: as
+    its input gradient takes them."""
+    return spec == NVFP4 and isinstance(a, Tensor) and a.dtype == torch.bfloat16
 
 
 Product = Callable[[Operand, Operand, Tensor | None, torch.dtype], Tensor]

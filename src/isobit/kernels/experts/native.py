@@ -8,7 +8,6 @@ from isobit.kernels.experts import definition
 from isobit.kernels.matrices import Operand, Stacked, picked
 from isobit.kernels.native.base import NativeBase
 from isobit.kernels.product.ordered import computes
-from isobit.precision import PackedFP4
 
 
 def grouped_product(
@@ -22,11 +21,6 @@ def grouped_product(
     """As `Ops.grouped_product`."""
     a = a if rows is None else picked(a, rows)
     bounds, first = offsets.tolist(), weights.experts[0]
-    if (
-        ops.ordered is None
-        or not bounds[-1]
-        or isinstance(first, PackedFP4)
-        or not computes(a, first)
-    ):
+    if ops.ordered is None or not bounds[-1] or not computes(a, first):
         return definition.grouped_product(ops, a, weights, offsets, out)
     return ops.ordered.grouped_product(a, weights, bounds, out)

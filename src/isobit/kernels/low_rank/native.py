@@ -16,7 +16,7 @@ from isobit.kernels.native.base import NativeBase
 from isobit.kernels.native.interface import LowRankFactorsArguments
 from isobit.kernels.product.ordered import computes
 from isobit.kernels.quantize.native import dequantize
-from isobit.precision import PackedFP4, QTensor
+from isobit.precision import QTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ def adapted_product(
 ) -> Tensor:
     """As `Ops.adapted_product`."""
     packed = adapters if isinstance(adapters, Tensor) else _packed(ops, adapters, dtype)
-    if packed is None or isinstance(weight, PackedFP4) or not computes(x, weight_of(weight)):
+    if packed is None or not computes(x, weight_of(weight)):
         given = (x, weight, bias, adapters, rows, offsets, dtype)
         return definition.adapted_product(ops, *given)
     assert ops.ordered is not None

@@ -52,13 +52,13 @@ def product(
     out: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """As `Ops.product`."""
+    if ops.ordered is not None and computes(a, weight_of(b)):
+        return ops.ordered.product(a, b, bias, out)
     if isinstance(b, PackedFP4):
         return _nibble_product(ops, a, b, bias, out)
     if ops.fast:
         return _fast_product(ops, a, b, bias, out)
     if ops.ordered is not None:
-        if computes(a, weight_of(b)):
-            return ops.ordered.product(a, b, bias, out)
         b = weight_of(b) if is_packed(weight_of(b)) else b
     panels, b = b.panels if isinstance(b, Packed) else None, weight_of(b)
     if isinstance(a, QTensor) and isinstance(b, QTensor):
@@ -81,9 +81,7 @@ def gradient_product(
 
 def rounds_last(ops: NativeBase, a: Operand, b: Prepared) -> bool:
     """As `Ops.rounds_last`: where sums have an order, they are float32 ones."""
-    if isinstance(b, PackedFP4) or ops.ordered is None:
-        return False
-    return computes(a, weight_of(b))
+    return ops.ordered is not None and computes(a, weight_of(b))
 
 
 def unsupported(a: QuantSpec, b: QuantSpec, consistency: str) -> list[str]:

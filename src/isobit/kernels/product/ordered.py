@@ -1,8 +1,9 @@
 """Matrix products C = A·Bᵀ in float32 in one of two fixed orders, the definition: `consistency:
 bitwise` on a CPU.
 
-Operands are BF16 numbers; FP8 and FP4 codes under power-of-two scales are BF16 numbers too. K is
-padded with zeros to a multiple of 32.
+Operands are BF16 numbers; FP8 and FP4 codes under power-of-two scales are BF16 numbers too, and
+NVFP4 weights beside BF16 activations are rounded to such. K is padded with zeros to a multiple of
+32.
 
 `tdp32-v1`: for every 32 of K two chains of fused multiply-adds from zero, over even and odd places
 of 16 pairs, then c += even + odd:
@@ -28,14 +29,16 @@ Left out: operands that are no BF16 numbers (`computes`), whose products stay ex
 (`definition.py`).
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from isobit.kernels.codes import decode
-from isobit.kernels.matrices import Operand
+from isobit.kernels.matrices import Operand, StoredWeight, is_rounded
 from isobit.options.consistency import TDP32, VDP32
-from isobit.precision import BLOCK, QTensor, expand_scale
+from isobit.precision import BLOCK, PackedFP4, QTensor, expand_scale
 
 VERSIONS = {TDP32: "tdp32-v1", VDP32: "vdp32-v1"}
 _DEPTH = 32
@@ -44,10 +47,22 @@ _SMALLEST = 2.0**-126
 _LOST = (1 << 29) - 1  # the bits of a float64 that float32 lacks
 
 
-def computes(a: Operand, b: Operand) -> bool:
+def computes(a: Operand, b: StoredWeight) -> bool:
     """Whether the product of these has an order: both are BF16 numbers, or codes with scales for
-    blocks of 128."""
+    blocks of 128, or b has NVFP4 weights, which are rounded to BF16 numbers beside such."""
+    if not isinstance(b, Tensor) and is_rounded(a, b.spec):
+        return True
+    if isinstance(b, PackedFP4):
+        return False
     return (_is_bf16(a) and _is_bf16(b)) or has_block_scales(a, b)
+
+
+def rounded(weight: QTensor | PackedFP4) -> Tensor:
+    """Codes times scales, rounded to float32 and then to BF16, without subnormal numbers."""
+    part = weight.part() if isinstance(weight, PackedFP4) else weight
+    if part.scale.min() >= 2 * _SMALLEST:  # the smallest code is 0.5
+        return part.dequantize().bfloat16()
+    return flushed(replace(part, scale=flushed(part.scale)).dequantize()).bfloat16()
 
 
 def has_block_scales(a: Operand, b: Operand) -> bool:
@@ -74,7 +89,8 @@ def product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype, order
                 ordered_sums(left[:, block], right[:, block], order) * scale.double(), total
             )
     else:
-        total = ordered_sums(_values(a), _values(b), order)
+        right = rounded(b) if isinstance(b, QTensor) and is_rounded(a, b.spec) else b
+        total = ordered_sums(_values(a), _values(right), order)
     if bias is not None:
         total = flushed((total + bias.double()).float()).double()
     return total.float().to(out)

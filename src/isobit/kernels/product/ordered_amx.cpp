@@ -8,6 +8,7 @@
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512VBMI__)
 #include "product/ordered_amx.h"
 #include "product/ordered_kernel.h"
+#include "product/ordered_pairs.h"
 
 namespace {
 
@@ -205,10 +206,7 @@ const uint16_t* pairs_of(const Product& g, int64_t panel, int64_t first, int64_t
     }
     for (int64_t k = first; k < last; k += STEP) {
         const int64_t count = last - k < STEP ? last - k : STEP;
-        decode_b(g, panel, k, count, values);
-        for (int64_t i = 0; i < count; i += 2)
-            _mm512_storeu_si512(room + (k - first + i) * PANEL,
-                                pair_up(vload(values + i * 16), vload(values + i * 16 + 16)));
+        pairs_of_panel(g, panel, k, count, values, room + (k - first) * PANEL);
     }
     return room;
 }
@@ -289,7 +287,8 @@ void ask_for_panels(const Product& g, int64_t panel, int64_t first, int64_t coun
     lines.other = padded(g.k, DEPTH) * PANEL * size;
     lines.first = g.packed ? (const uint8_t*)g.packed + packed_offset(g, panel, first) * size
                            : (const uint8_t*)g.b + (panel * PANEL + first * g.b_column) * size;
-    lines.spread(panel * PANEL >= g.n ? 0 : g.packed ? count * size / 2 : count, steps);
+    const bool known = panel * PANEL < g.n && g.kind_b != E2M1;
+    lines.spread(!known ? 0 : g.packed ? count * size / 2 : count, steps);
 }
 
 // What `finish` will write of `rows`, one part of it beside each of `parts` of K, which has so many steps.

@@ -42,35 +42,14 @@ INLINE void tile_rows(const uint8_t* low, const uint8_t* high, int64_t stride, i
 
 // A tile of a transposed view, whose places of K are `column` apart: pairs of K, and then their 16 times 16 turned.
 INLINE void turned_tile(const uint16_t* a, int64_t column, uint16_t* out) {
-    const __m512i pairing = _mm512_setr_epi32(
-        0x00100000, 0x00110001, 0x00120002, 0x00130003, 0x00140004, 0x00150005, 0x00160006, 0x00170007, 0x00180008,
-        0x00190009, 0x001a000a, 0x001b000b, 0x001c000c, 0x001d000d, 0x001e000e, 0x001f000f);
-    __m512i x[16], y[16];
+    __m512i x[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) {
         const __m256i even = _mm256_loadu_si256((const __m256i*)(a + 2 * i * column));
         const __m256i odd = _mm256_loadu_si256((const __m256i*)(a + (2 * i + 1) * column));
-        x[i] = _mm512_permutexvar_epi16(pairing, _mm512_inserti64x4(_mm512_castsi256_si512(even), odd, 1));
+        x[i] = _mm512_permutexvar_epi16(PAIRING, _mm512_inserti64x4(_mm512_castsi256_si512(even), odd, 1));
     }
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2)
-        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]), y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4)  // x[i + j]: rows j, 4 + j, 8 + j, 12 + j of pairs i to i + 3
-        for (int j = 0; j < 2; j++) {
-            x[i + 2 * j] = _mm512_unpacklo_epi64(y[i + j], y[i + 2 + j]);
-            x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + 2 + j]);
-        }
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; j++) {
-        const __m512i low = _mm512_shuffle_i32x4(x[j], x[4 + j], 0x88), high = _mm512_shuffle_i32x4(x[j], x[4 + j], 0xdd);
-        const __m512i more = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0x88);
-        const __m512i most = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0xdd);
-        _mm512_storeu_si512(out + j * DEPTH, _mm512_shuffle_i32x4(low, more, 0x88));
-        _mm512_storeu_si512(out + (8 + j) * DEPTH, _mm512_shuffle_i32x4(low, more, 0xdd));
-        _mm512_storeu_si512(out + (4 + j) * DEPTH, _mm512_shuffle_i32x4(high, most, 0x88));
-        _mm512_storeu_si512(out + (12 + j) * DEPTH, _mm512_shuffle_i32x4(high, most, 0xdd));
-    }
+    store_turned(x, out);
 }
 
 // Rows of A from `row` on, at most 16, and [first, last) of K as tiles; what is beyond them is zero.

@@ -94,6 +94,35 @@ INLINE void decode_quad(const uint8_t* p, Vec* v) {
     return _mm512_or_si512(upper, _mm512_srli_epi32(_mm512_castps_si512(even), 16));
 }
 
+// Two of 16 numbers, one after the other, to pairs.
+#define PAIRING                                                                                                      \
+    _mm512_setr_epi32(0x00100000, 0x00110001, 0x00120002, 0x00130003, 0x00140004, 0x00150005, 0x00160006, 0x00170007, \
+                      0x00180008, 0x00190009, 0x001a000a, 0x001b000b, 0x001c000c, 0x001d000d, 0x001e000e, 0x001f000f)
+
+// 16 times 16 numbers of 32 bits, turned.
+[[maybe_unused]] INLINE void store_turned(__m512i (&x)[16], void* out) {
+    __m512i y[16], *rows = (__m512i*)out;
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2)
+        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]), y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4)  // x[i + j]: rows j, 4 + j, 8 + j, 12 + j of columns i to i + 3
+        for (int j = 0; j < 2; j++) {
+            x[i + 2 * j] = _mm512_unpacklo_epi64(y[i + j], y[i + 2 + j]);
+            x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + 2 + j]);
+        }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+        const __m512i low = _mm512_shuffle_i32x4(x[j], x[4 + j], 0x88), high = _mm512_shuffle_i32x4(x[j], x[4 + j], 0xdd);
+        const __m512i more = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0x88);
+        const __m512i most = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0xdd);
+        _mm512_storeu_si512(rows + j, _mm512_shuffle_i32x4(low, more, 0x88));
+        _mm512_storeu_si512(rows + 8 + j, _mm512_shuffle_i32x4(low, more, 0xdd));
+        _mm512_storeu_si512(rows + 4 + j, _mm512_shuffle_i32x4(high, most, 0x88));
+        _mm512_storeu_si512(rows + 12 + j, _mm512_shuffle_i32x4(high, most, 0xdd));
+    }
+}
+
 // Where a tile reads B: BF16 pairs, or codes that a table decodes with their scale.
 struct Bf16Source {
     static constexpr int64_t bytes = 2;

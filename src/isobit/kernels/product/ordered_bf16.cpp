@@ -5,6 +5,7 @@
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 #include "product/ordered_avx512.h"
 #include "product/ordered_kernel.h"
+#include "product/ordered_pairs.h"
 
 namespace {
 
@@ -98,10 +99,7 @@ void decoded(const Product& g, int64_t row, int64_t rows, int64_t panel0, int64_
         for (int64_t p = 0; p < panels; p++)
             for (int64_t k = 0; k < depth; k += STEP) {
                 const int64_t count = depth - k < STEP ? depth - k : STEP;
-                decode_b(g, panel + p, k, count, block);
-                for (int64_t i = 0; i < count; i += 2)
-                    _mm512_storeu_si512(pairs + (p * depth + k + i) * PANEL,
-                                        pair_up(vload(block + i * 16), vload(block + i * 16 + 16)));
+                pairs_of_panel(g, panel + p, k, count, block, pairs + (p * depth + k) * PANEL);
             }
         if (panels == 2) row_groups<Bf16Source, SCALED, 2>(g, row, rows, panel, (uint8_t*)pairs, a, lda, source);
         else row_groups<Bf16Source, SCALED, 1>(g, row, rows, panel, (uint8_t*)pairs, a, lda, source);

@@ -9,6 +9,7 @@
 // the same order.
 #pragma once
 
+#include "product/nibbles.h"
 #include "product/ordered.h"
 
 namespace {
@@ -59,8 +60,24 @@ void decode_a(const Product& g, int64_t row, int64_t rows, float* out, int64_t s
         }
 }
 
+// The same of nibbles: codes times scales, rounded to BF16.
+void decode_nibbles(const Product& g, int64_t panel, int64_t k, int64_t count, float* out) {
+    alignas(16) uint8_t codes[2][PANEL];
+    Nibbles nibbles;
+    read_nibbles(g, panel, k, count, nibbles);
+    for (int64_t j = 0; j < count; j += 2, out += 2 * PANEL) {
+        const u8x16 pair = load<u8x16>(nibbles.pairs[j / 2]);
+        store(codes[0], e4m3_of_e2m1(pair & 15)), store(codes[1], e4m3_of_e2m1(pair >> 4));
+        for (int64_t i = 0; i < 2; i++) {
+            vstore(out + i * PANEL, mul(decode16(codes[i], E4M3), vload(nibbles.scale[j / PANEL])));
+            store(out + i * PANEL, as_bf16(load<f32x16>(out + i * PANEL)));
+        }
+    }
+}
+
 // A panel's `count` rows of k, a multiple of 32, as float32: out[k][16]; times B's scales where they are folded.
 void decode_b(const Product& g, int64_t panel, int64_t k, int64_t count, float* out) {
+    if (g.kind_b == E2M1) return decode_nibbles(g, panel, k, count, out);
     if (g.kind_b == BF16) {
         const uint16_t* p = (const uint16_t*)g.packed + packed_offset(g, panel, k);
         for (int64_t i = 0; i < count; i += 2, p += 32) {

@@ -17,7 +17,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from isobit.errors import IsobitError
-from isobit.kernels.matrices import Operand, Packed, Prepared, Stacked, rows_of, values, weight_of
+from isobit.kernels.matrices import (
+    Operand,
+    Packed,
+    Prepared,
+    Stacked,
+    is_rounded,
+    rows_of,
+    values,
+    weight_of,
+)
 from isobit.kernels.native.build import differing, library
 from isobit.kernels.native.interface import (
     KINDS,
@@ -27,11 +36,12 @@ from isobit.kernels.native.interface import (
     LowRankPartArguments,
     ProductArguments,
     grid,
+    nibble_arguments,
     pointer,
     product_arguments,
 )
 from isobit.kernels.native.large_pages import LargePages
-from isobit.kernels.product.ordered import has_block_scales
+from isobit.kernels.product.ordered import has_block_scales, rounded
 from isobit.options.consistency import TDP32, VDP32
 from isobit.precision import PackedFP4, QTensor
 
@@ -232,17 +242,18 @@ class OrderedProducts:
         self, a: Operand, b: Prepared, bias: Tensor | None, result: Tensor
     ) -> tuple[ProductArguments, tuple[object, ...]]:
         """What C++ takes, and what must live as long."""
-        assert not isinstance(b, PackedFP4)  # their scales are no powers of two
+        if isinstance(b, PackedFP4):
+            return self._of_nibbles(a, b, bias, result)
         panels, b = b.panels if isinstance(b, Packed) else None, weight_of(b)
+        if isinstance(b, QTensor) and is_rounded(a, b.spec):
+            b = rounded(b)
         blocks = has_block_scales(a, b)
         a, b = (x if _in_steps(x) else values(x).bfloat16() for x in (a, b))
         left, right = (x.data if isinstance(x, QTensor) else x for x in (a, b))
         few = left.shape[0] <= (_FEW_OF_CODES if isinstance(b, QTensor) else 1)
         if panels is None and (few or not self._reads(left, right)):
             panels = self._pack(right)
-        bias = (
-            bias if bias is None else (bias if bias.dtype in PLAIN else bias.float()).contiguous()
-        )
+        bias = _plain(bias)
         arguments = product_arguments(left, right, panels, bias, result)
         arguments.isa = self._isa_of_few if few else self._isa
         arguments.order = self._order
@@ -253,6 +264,16 @@ class OrderedProducts:
             arguments.scale_b[:] = grid(b)
             arguments.scaled |= _BLOCKS if blocks else _FOLD_B
         return arguments, (a, b, panels, bias)
+
+    def _of_nibbles(
+        self, a: Operand, b: PackedFP4, bias: Tensor | None, result: Tensor
+    ) -> tuple[ProductArguments, tuple[object, ...]]:
+        """The same of two codes to a byte, which are rounded where they are read."""
+        assert isinstance(a, Tensor)
+        bias = _plain(bias)
+        arguments = nibble_arguments(a, b, bias, result)
+        arguments.isa, arguments.order = self._isa, self._order
+        return arguments, (a, b, bias)
 
     def _reads(self, a: Tensor, b: Tensor) -> bool:
         """Whether a product of so few rows of a takes a transposed b as it is: AMX's, which pairs
@@ -274,6 +295,11 @@ class OrderedProducts:
             torch.get_num_threads(),
         )
         return panels
+
+
+def _plain(bias: Tensor | None) -> Tensor | None:
+    """A bias as C++ reads it."""
+    return bias if bias is None else (bias if bias.dtype in PLAIN else bias.float()).contiguous()
 
 
 def _halves(a: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ void rows_of(const Product& g, int64_t row, int64_t rows, int64_t panel0, int64_
 }
 
 bool in_registers(const Product& g, int64_t row, int64_t rows, int64_t panel0, int64_t panel1, const float* a, int64_t lda) {
-    if (g.kind_b == E5M2 || rows > FEW) return false;
+    if (g.kind_b == E5M2 || g.kind_b == E2M1 || rows > FEW) return false;
     if (g.kind_b == BF16) {
         rows_of<Bf16Source, false>(g, row, rows, panel0, panel1, a, lda);
         return true;

@@ -5,7 +5,7 @@
 // into panels [N/16][K][16] of its own format, so that the inner loop reads it in order; A is decoded per call. Nibbles
 // are read as they are stored, 16 rows at a time: blocks of 16 along K against codes, values in float32 against plain A.
 #include "native/replay.h"
-#include "product/product.h"
+#include "product/nibbles.h"
 
 constexpr int64_t GROUP = 4;   // panels of B that are decoded together
 
@@ -51,41 +51,22 @@ static void decode_a(const Product& g, int64_t row, int64_t rows, int64_t k, int
     if (g.kind_a == FP32) decode_block((const float*)g.a + offset, rows, count, g.a_row, g.a_column, out);
 }
 
-// The scales of a panel's 16 rows of nibbles for the columns from k on; of rows that there are not, the last one's.
-template <class R>
-static void small_scales(const Product& g, int64_t panel, int64_t k, R* out) {
-    for (int64_t i = 0; i < PANEL; i++) {
-        const int64_t row = panel * PANEL + i < g.n ? panel * PANEL + i : g.n - 1;
-        const uint8_t code = g.small_scales[row * (g.k / PANEL) + k / PANEL];
-        out[i] = code ? decode_scalar(code) * *g.common : 1.0f;
-    }
-}
-
-// A panel's columns k to k + count, multiples of 16, of nibbles: out[count][16]; times their scales, rounded to
-// float32, where A has none.
-static void decode_nibbles(const Product& g, int64_t panel, int64_t k, int64_t count, double* out) {
-    alignas(16) uint8_t pairs[STEP / 2 * PANEL], codes[2 * PANEL];
-    alignas(64) float scale[PANEL];
-    const uint8_t* rows[PANEL];
-    for (int64_t i = 0; i < PANEL; i++) {
-        const int64_t row = panel * PANEL + i < g.n ? panel * PANEL + i : g.n - 1;
-        rows[i] = (const uint8_t*)g.packed + (row * g.k + k) / 2;
-    }
-    transpose_rows(rows, count / 2, pairs);
+// A panel's columns of nibbles, multiples of 16: out[count][16]; times their scales, rounded to float32, where A has none.
+static void decode_nibbles(const Product& g, const Nibbles& nibbles, int64_t count, double* out) {
+    alignas(16) uint8_t codes[2 * PANEL];
     for (int64_t j = 0; j < count; j += 2, out += 2 * PANEL) {
-        if (!g.scaled && j % PANEL == 0) small_scales(g, panel, k + j, scale);
-        const u8x16 pair = load<u8x16>(pairs + j / 2 * PANEL);
+        const u8x16 pair = load<u8x16>(nibbles.pairs[j / 2]);
         store(codes, e4m3_of_e2m1(pair & 15)), store(codes + PANEL, e4m3_of_e2m1(pair >> 4));
         for (int64_t i = 0; i < 2; i++) {
             const f32x16 value = decode(codes + i * PANEL);
-            put(out + i * PANEL, g.scaled ? value : value * load<f32x16>(scale));
+            put(out + i * PANEL, g.scaled ? value : value * load<f32x16>(nibbles.scale[j / PANEL]));
         }
     }
 }
 
-static void decode_b(const Product& g, int64_t panel, int64_t k, int64_t count, double* out) {
+static void decode_b(const Product& g, int64_t panel, int64_t k, int64_t count, Nibbles& nibbles, double* out) {
     int64_t offset = (panel * g.k + k) * PANEL;
-    if (g.kind_b == E2M1) decode_nibbles(g, panel, k, count, out);
+    if (g.kind_b == E2M1) read_nibbles(g, panel, k, count, nibbles), decode_nibbles(g, nibbles, count, out);
     if (g.kind_b == E4M3) decode_row((const uint8_t*)g.packed + offset, count * PANEL, out);
     if (g.kind_b == BF16) decode_row((const uint16_t*)g.packed + offset, count * PANEL, out);
     if (g.kind_b == FP32) decode_row((const float*)g.packed + offset, count * PANEL, out);
@@ -114,6 +95,7 @@ static void product_part(const Product& g, int64_t row0, int64_t row1, int64_t p
     double* decoded_a = scratch.get(chunk * (steps * STEP + blocks) + width * (STEP + 1) + chunk * width);
     double* decoded_b = decoded_a + chunk * steps * STEP;
     double *total = decoded_b + width * STEP, *scale_a = total + chunk * width, *scale_b = scale_a + chunk * blocks;
+    Nibbles nibbles[GROUP];
     for (int64_t row = row0; row < row1; row += chunk) {
         int64_t rows = row1 - row < chunk ? row1 - row : chunk;
         for (int64_t s = 0; s < steps; s++) {
@@ -127,11 +109,13 @@ static void product_part(const Product& g, int64_t row0, int64_t row1, int64_t p
             for (int64_t s = 0; s < steps; s++) {
                 int64_t k = s * STEP, count = g.k - k < STEP ? g.k - k : STEP;
                 const double* a = decoded_a + s * chunk * STEP;
-                for (int64_t p = 0; p < panels; p++) decode_b(g, panel + p, k, count, decoded_b + p * PANEL * STEP);
+                for (int64_t p = 0; p < panels; p++)
+                    decode_b(g, panel + p, k, count, nibbles[p], decoded_b + p * PANEL * STEP);
                 if (g.scaled) {
                     for (int64_t j = 0; j < count; j += block) {
                         if (g.kind_b != E2M1) g.scale_b.fill(column, panels * PANEL, g.n, k, scale_b);
-                        else for (int64_t p = 0; p < panels; p++) small_scales(g, panel + p, k + j, scale_b + p * PANEL);
+                        else for (int64_t p = 0; p < panels; p++)
+                            decode_row(nibbles[p].scale[j / PANEL], PANEL, scale_b + p * PANEL);
                         tile_product<ADD_SCALED>(rows, panels, a + j, STEP, decoded_b + j * PANEL, PANEL, PANEL * STEP,
                                                  count - j < block ? count - j : block, total, width,
                                                  {scale_a + (k + j) / block * chunk, scale_b});

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from isobit.errors import IsobitError
 from isobit.kernels.experts import definition
 from isobit.kernels.experts.triton import kernels
-from isobit.kernels.matrices import Gradients, Operand, Stacked, picked
+from isobit.kernels.matrices import Gradients, Operand, Stacked, is_rounded, picked
 from isobit.kernels.product.triton.operands import check_blocks, scale_strides
 from isobit.kernels.product.triton.product import values
 from isobit.kernels.triton.launch import launch, target
@@ -110,7 +110,7 @@ def grouped_product(
     With `rows` [R] int64, row r is a's at rows[r], loaded from there. offsets [E + 1] int64 on the
     device. Both quantized: E4M3, a with a scale per row and block of K (1x128), weights the same or
     128x128; raises IsobitError for other blocks. Else plain, a quantized one counting as its
-    values.
+    values, NVFP4's beside BF16 as values in BF16.
     """
     assert a.shape[1] == weights.shape[2], (
         f"operands of {a.shape[1]} and {weights.shape[2]} columns"
@@ -125,6 +125,8 @@ def grouped_product(
         return y
     left = a.dequantize() if isinstance(a, QTensor) else a
     right = weights if weights.spec is None else weights.map(values)
+    if is_rounded(a, weights.spec):
+        right = Stacked(right.data.bfloat16())
     if left.dtype != right.data.dtype:
         left, right = left.float(), Stacked(right.data.float())
     _plain_product(left, right.data, weights.bias, offsets, y, rows)
@@ -239,11 +241,11 @@ def _nibbles(a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) ->
             "native"
         )
     experts, columns, inner = weights.shape
-    left, parts = a.float(), []
+    parts = []
     for rows in panels(columns, experts * inner):
         bias = None if weights.bias is None else weights.bias[:, rows].contiguous()
         part = torch.empty((a.shape[0], rows.stop - rows.start), dtype=out, device=offsets.device)
-        _plain_product(left, weights.values(rows), bias, offsets, part)
+        _plain_product(a, weights.values(rows).to(a.dtype), bias, offsets, part)
         parts.append(part)
     return torch.cat(parts, 1)
 

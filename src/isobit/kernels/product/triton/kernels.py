@@ -184,8 +184,8 @@ def nibble_product(
     EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, PARTIAL: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """`plain_product` in float32 of b's values: codes two to a byte [N, K / 2] with scales [N, K /
-    16], decoded as they are loaded; a in any type."""
+    """`plain_product` of b's values in a's type, BF16 or FP32: codes two to a byte [N, K / 2] with
+    scales [N, K / 16], decoded as they are loaded."""
     tile_n, tile_m = _tile_of(tl.program_id(0), rows, columns, BLOCK_N, BLOCK_M)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -213,9 +213,8 @@ def nibble_product(
             scales = tl.load(b_scales)
         else:
             scales = tl.load(b_scales, mask=(k < inner - step * BLOCK_K)[None, :], other=0)
-        acc = numbers.dot(
-            numbers.from_nibbles(b, k[None, :], scales, common), a.to(tl.float32), acc
-        )
+        weights = numbers.from_nibbles(b, k[None, :], scales, common)
+        acc = numbers.dot(numbers.cast(weights, a.dtype), a, acc)
         b_tile += BLOCK_K // 2
         b_scales += BLOCK_K // 16
         a_tile += BLOCK_K * a_column

@@ -5,8 +5,9 @@ FP8 (`block_product`): a block of 128 along K is summed by the matrix unit from 
 Hopper's FP8 unit aligns the products of an instruction and keeps 13 to 14 bits of them (same
 section), so a block sum is not exact on a GPU. Plain operands (`plain_product`): float32 sums over
 ascending K. Long K over few columns is summed in chunks, as `plan.py` says. With one operand
-quantized and one plain, the product is that of the float32 values, as in the reference; nibbles are
-decoded as they are loaded (`nibble_product`), with the bits of `plain_product` over the values.
+quantized and one plain, the product is that of the float32 values, as in the reference, and of
+NVFP4 weights beside BF16 that of values in BF16; nibbles are decoded as they are loaded
+(`nibble_product`), with the bits of `plain_product` over the values.
 
 Tests: tests/kernels/triton/test_product.py. Left out: cuBLAS (`cublas.py`), experts (grouped
 products).
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
-from isobit.kernels.matrices import Operand, Prepared, values, weight_of
+from isobit.kernels.matrices import Operand, Prepared, is_rounded, values, weight_of
 from isobit.kernels.product.triton import cublas
 from isobit.kernels.product.triton.kernels import (
     block_product,
@@ -64,6 +65,8 @@ def product(
     if isinstance(a, QTensor) and isinstance(b, QTensor):
         return _blocks(a, b, bias, out, into)
     left, right = values(a), values(b)
+    if isinstance(b, QTensor) and is_rounded(a, b.spec):
+        right = right.bfloat16()
     if left.dtype != right.dtype:
         left, right = left.float(), right.float()
     return _plain(left, right, bias, out, into)
@@ -144,7 +147,7 @@ def _nibbles(
         )
     assert a.dtype in _OUTPUTS, f"a product of {a.dtype}"
     sizes = (a.shape[0], b.shape[0], a.shape[1])
-    chosen = plan(*sizes, torch.float32)
+    chosen = plan(*sizes, a.dtype)
     constants = {"EVEN_K": sizes[2] % chosen.step == 0, "BLOCK_K": chosen.step}
     strides = (row_stride(a), a.stride(1))
     return _run(nibble_product, chosen, (a, *b.tensors), bias, out, into, sizes, strides, constants)
