@@ -89,8 +89,8 @@ def product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype, order
                 ordered_sums(left[:, block], right[:, block], order) * scale.double(), total
             )
     else:
-        right = rounded(b) if isinstance(b, QTensor) and is_rounded(a, b.spec) else b
-        total = ordered_sums(_values(a), _values(right), order)
+        weight = rounded(b) if isinstance(b, QTensor) and is_rounded(a, b.spec) else b
+        total = ordered_sums(_values(a), _values(weight), order)
     if bias is not None:
         total = flushed((total + bias.double()).float()).double()
     return total.float().to(out)

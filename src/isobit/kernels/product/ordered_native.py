@@ -113,7 +113,7 @@ class OrderedProducts:
     def product(
         self,
         a: Operand,
-        b: Operand | Packed,
+        b: Prepared,
         bias: Tensor | None,
         out: torch.dtype,
         into: Tensor | None = None,
@@ -189,7 +189,7 @@ class OrderedProducts:
     def adapted_product(
         self,
         a: Operand,
-        b: Operand | Packed,
+        b: Prepared,
         bias: Tensor | None,
         factors: Tensor,
         rows: Tensor,
