@@ -21,6 +21,7 @@ from isobit.serve.requests import BadRequest, Fields, sampling_of, token_list
 from isobit.serve.scoring import Scoring, check_top
 from isobit.serve.snapshots import Snapshot
 from isobit.serve.state.rows import SCHEME, Checkpoint, StoredSampler
+from isobit.serve.state.state import deleted
 from isobit.serve.tinker.futures import Futures
 from isobit.serve.tinker.sessions import Session, Sessions
 from isobit.serve.tinker.wire import PROTOBUF, encoded, number_of
@@ -259,7 +260,7 @@ class Samplers:
         state = self._gateway.state
         assert state is not None
         if await in_thread(state.by_id, checkpoint.id) is None:
-            raise BadRequest(f"{checkpoint.path} was deleted", "model_path", 404)
+            raise deleted(checkpoint)
         folder = await in_thread(state.folder_of, checkpoint)
         opened = partial(self._snapshots.open, checkpoint.id, lambda: folder)
         return await self._gateway.work(tenant, opened)
