@@ -9,6 +9,7 @@ import asyncio
 import resource
 from typing import Any
 
+import h11
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http import h11_impl
@@ -39,7 +40,8 @@ class Connection(h11_impl.H11Protocol):
     def __init__(self, *given: Any, limits: Limits, most: int, **named: Any) -> None:
         super().__init__(*given, **named)
         self._limits, self._most = limits, most
-        self._head: asyncio.TimerHandle | None = None  # ends it unless a request comes
+        self._head: asyncio.TimerHandle | None = None  # ends it unless what it waits for comes
+        self._waits = ""  # for what it waits
         self._reader: asyncio.TimerHandle | None = None  # ends it unless an answer is read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -78,12 +80,18 @@ class Connection(h11_impl.H11Protocol):
         super().resume_writing()  # type: ignore[no-untyped-call]
 
     def _watch(self) -> None:
-        """Until the first lines of a request are whole their time runs on."""
-        if self.conn.their_state is not h11_impl.h11.IDLE:
-            if self._head is not None:
-                self._head.cancel()
-                self._head = None
-        elif self._head is None:
+        """Until the first lines of a request are whole their time runs on; and so does that of a
+        body that nobody reads, because its request is answered."""
+        theirs, answered = self.conn.their_state, self.conn.our_state is h11.DONE
+        waits = "head" if theirs is h11.IDLE else ""
+        if theirs is h11.SEND_BODY and answered:
+            waits = "body"
+        if waits == self._waits:
+            return
+        if self._head is not None:
+            self._head.cancel()
+        self._waits, self._head = waits, None
+        if waits:
             self._head = self.loop.call_later(self._limits.body_seconds, self._cut)
 
     def _cut(self) -> None:
