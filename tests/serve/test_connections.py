@@ -106,6 +106,13 @@ def test_a_connection_at_which_no_request_comes_is_closed(narrow: Running) -> No
             time.sleep(0.6 * LIMITS.body_seconds)
 
 
+def trickle(line: socket.socket) -> None:
+    """A byte now and then, for a minute."""
+    for _ in range(300):
+        line.sendall(b"a")
+        time.sleep(0.2 * LIMITS.body_seconds)
+
+
 def test_a_body_that_nobody_reads_does_not_hold_its_connection(narrow: Running) -> None:
     """Of a request that was answered without it, as strangers' are. In the control it ends in time,
     and the next request is answered."""
@@ -119,9 +126,7 @@ def test_a_body_that_nobody_reads_does_not_hold_its_connection(narrow: Running) 
     with opened(narrow) as line:
         assert answer(line, head).startswith(b"HTTP/1.1 401")
         with pytest.raises(ConnectionError):
-            for _ in range(300):
-                line.sendall(b"a")
-                time.sleep(0.2 * LIMITS.body_seconds)
+            trickle(line)
     settled(narrow)
 
 

@@ -33,7 +33,7 @@ def test_parts_of_characters(made: Any, by_id: bool) -> None:
     assert b"".join(bytes(each["bytes"]) for each in content) == TEXT[1:].encode()
     offsets = shown(tokenizer, tokens, tokens_by_id=by_id)["text_offset"]
     assert offsets == sorted(offsets)
-    places = {token: offset for token, offset in zip(tokens[1:], offsets)}
+    places = dict(zip(tokens[1:], offsets))
     for character in "bc":
         (token,) = tokenizer.encode(character, add_special=False)
         assert places[token] == TEXT.index(character)

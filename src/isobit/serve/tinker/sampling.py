@@ -6,6 +6,7 @@ tokens that a request names, and stability records.
 
 import asyncio
 import secrets
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -99,7 +100,11 @@ class Samplers:
                     path=sampler.path,
                     snapshot=_kept_as(sampler),
                 )
-                name = (await in_thread(self._gateway.state.add_sampler, row)).id
+                try:
+                    name = (await in_thread(self._gateway.state.add_sampler, row)).id
+                except BaseException:
+                    await self._release(sampler)
+                    raise
         if session.ended or (session.name, number) in self._numbered:
             await self._release(sampler)
             if session.ended:
@@ -154,9 +159,10 @@ class Samplers:
         count = fields.whole("num_samples", 1, 1, self._gateway.limits.samples)
         asked = self._asked(fields, count)
         if not self._futures.knows(found.tenant, future):
-            self._gateway.check_room(found.tenant, count)
-            answer = self._answer(found, future, *asked)
-            self._futures.begin(found.tenant, future, answer, cancellable=True)
+            with ExitStack() as held:  # also while the weights are read
+                held.enter_context(self._gateway.room(found.tenant, count))
+                answer, over = self._answer(found, future, *asked), held.pop_all().close
+            self._futures.begin(found.tenant, future, answer, over)
         ids = [f"{future}:{place}" for place in range(count)]
         return JSONResponse({"request_id": future, "sample_sequence_ids": ids})
 
@@ -230,7 +236,8 @@ class Samplers:
     ) -> Response:
         completions, scores = list[Completion](), None
         given = tenant, [prompt], sampling, snapshot
-        async with self._gateway.ask(*given, streamed=False, scorings=[scoring]) as events:
+        asked = self._gateway.ask(*given, streamed=False, scorings=[scoring], counted=True)
+        async with asked as events:
             async for _, event in events:
                 if isinstance(event, Done):
                     completions.append(event.completion)
