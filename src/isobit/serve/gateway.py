@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
-from isobit.errors import brief, listed
+from isobit.errors import listed
 from isobit.model.text.tool_formats.base import ToolFormat
 from isobit.serve.device import STOPPING, Deliver, Device
 from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob, Scored, WorkJob
@@ -118,9 +118,7 @@ class Gateway:
         if model in self.device.snapshots.names:
             return model
         known = listed([self.name, *self.device.snapshots.names])
-        raise BadRequest(
-            f"model {brief(repr(model))} is not served; there are {known}", "model", 404
-        )
+        raise BadRequest(f"model {model!r} is not served; there are {known}", "model", 404)
 
     @asynccontextmanager
     async def ask(
