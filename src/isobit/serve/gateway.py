@@ -137,7 +137,6 @@ class Gateway:
         have room already. Raises Refused and BadRequest, here or from the events."""
         scorings = scorings or [None] * len(prompts)
         count = 0 if counted else len(prompts) * (sampling.n if sampled else 1)
-        self.check_room(tenant, count)
         if len(prompts) > 1 and self.device.weights_change:
             raise BadRequest(
                 "prompt: give one at a time to a run that trains, so that a response is of one "
@@ -152,22 +151,22 @@ class Gateway:
             )
             for index, (prompt, scoring) in enumerate(zip(prompts, scorings, strict=True))
         ]
-        began = time.monotonic()
-        for job in jobs:
-            self.device.submit(job)
         left = {
             index: job.num_answers + (job.scoring is not None) for index, job in enumerate(jobs)
         }
-        try:
-            with self.room(tenant, count):
+        with self.room(tenant, count):
+            began = time.monotonic()
+            for job in jobs:
+                self.device.submit(job)
+            try:
                 yield Events(
                     events, left, lambda: self.metrics.first_token.observe(time.monotonic() - began)
                 )
-        finally:
-            for index, job in enumerate(jobs):
-                if left[index]:
-                    self.device.cancel(job)
-            self.metrics.whole.observe(time.monotonic() - began)
+            finally:
+                for index, job in enumerate(jobs):
+                    if left[index]:
+                        self.device.cancel(job)
+                self.metrics.whole.observe(time.monotonic() - began)
 
     async def work(self, tenant: str, work: Callable[[], _T], alone: bool = False) -> _T:
         """What the device thread makes of `work`, between two steps; `alone` as in `WorkJob`. Raises
