@@ -2,20 +2,20 @@
 take for a request's first lines, and how long an answer may wait for its reader.
 
 What is one connection too many is answered 503, and closed. Left out: bodies, whose bounds are in
-`wire.py`, and what a request costs.
+`wire.py`, unless nobody reads them, and what a request costs.
 """
 
 import asyncio
 import resource
 from typing import Any
 
-import h11
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http import h11_impl
 
 from isobit.serve.requests import Limits
 
+h11 = h11_impl.h11  # uvicorn's own
 _REFUSED = 64  # connections that are being told that they are too many
 _OWN = 256  # descriptors for files, a GPU, a run's own
 _MESSAGE = "too many connections are open; close some, or come again later"
