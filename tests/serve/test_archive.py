@@ -1,5 +1,6 @@
 """What is kept, by Tinker's own `RestClient`, unmodified."""
 
+import asyncio
 import io
 import json
 import tarfile
@@ -10,8 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from isobit.serve.state.rows import StoredRun, StoredSampler, StoredSession
+from isobit.serve.state.rows import Checkpoint, StoredRun, StoredSampler, StoredSession
 from isobit.serve.state.state import State
+from isobit.serve.tinker import archive
 
 from .helpers import KEY, Running
 
@@ -107,14 +109,55 @@ def test_an_archive_is_the_adapter(trainer: Running, kept: State, tmp_path: Path
     assert first.status_code == 200
     assert first.content == second.content
     assert len(first.content) == int(first.headers["content-length"])
-    with tarfile.open(fileobj=io.BytesIO(first.content)) as archive:
-        archive.extractall(tmp_path, filter="data")
+    with tarfile.open(fileobj=io.BytesIO(first.content)) as files:
+        files.extractall(tmp_path, filter="data")
     source = kept.folder_of(kept.checkpoint("0", f"tinker://{RUN}/weights/one"))
     names = {each.name for each in tmp_path.iterdir()}
     assert names == {"adapter_config.json", "adapter_model.safetensors"}
     for name in names:
         assert (tmp_path / name).read_bytes() == (source / name).read_bytes()
     assert json.loads((tmp_path / "adapter_config.json").read_text())["peft_type"] == "LORA"
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_is_deleted_while_it_is_asked_for_was_deleted(
+    trainer: Running, kept: State, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Before its files are checked, or after that: never a part of them, and no fault."""
+
+    def write(where: Path) -> None:
+        (where / "a").write_text("a")
+
+    checked = State.folder_of
+
+    def meanwhile(state: State, checkpoint: Checkpoint) -> Path:
+        if when == "before":
+            state.delete("0", checkpoint.path)
+        folder = checked(state, checkpoint)
+        if when == "after":
+            state.delete("0", checkpoint.path)
+        return folder
+
+    place = f"/api/v1/training_runs/{RUN}/checkpoints/external_weights/gone"
+    for archived in (True, False):
+        kept.save(RUN, "external", "gone", write)
+        (link,) = trainer.get(f"{place}/external_weights_urls").json()["urls"].values()
+        path = f"{place}/archive" if archived else link.removeprefix(trainer.url)
+        assert trainer.get(path).status_code == 200
+        with monkeypatch.context() as patch:
+            patch.setattr(State, "folder_of", meanwhile)
+            found = trainer.get(path)
+        assert found.status_code == 404, found.text
+        told = found.json()["error"]["message"]
+        assert told == f"tinker://{RUN}/external_weights/gone was deleted"
+
+
+def test_an_archive_may_have_files_of_many_gigabytes() -> None:
+    """Whose size eleven octal digits do not hold."""
+    entry = tarfile.TarInfo("model.safetensors")
+    entry.size = 9 << 30
+    head: bytes = asyncio.run(anext(archive._tar([(entry, io.BytesIO())])))
+    assert tarfile.TarInfo.frombuf(head, "utf-8", "strict").size == 9 << 30
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,30 @@ def test_a_connection_at_which_no_request_comes_is_closed(narrow: Running) -> No
             time.sleep(0.6 * LIMITS.body_seconds)
 
 
+def trickle(line: socket.socket) -> None:
+    """A byte now and then, for a minute."""
+    for _ in range(300):
+        line.sendall(b"a")
+        time.sleep(0.2 * LIMITS.body_seconds)
+
+
+def test_a_body_that_nobody_reads_does_not_hold_its_connection(narrow: Running) -> None:
+    """Of a request that was answered without it, as strangers' are. In the control it ends in time,
+    and the next request is answered."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 400\r\n\r\n"
+    with opened(narrow) as line:
+        assert answer(line, head).startswith(b"HTTP/1.1 401")
+        line.sendall(b"a" * 200)
+        time.sleep(0.3 * LIMITS.body_seconds)
+        line.sendall(b"a" * 200)
+        assert answer(line).startswith(b"HTTP/1.1 200")
+    with opened(narrow) as line:
+        assert answer(line, head).startswith(b"HTTP/1.1 401")
+        with pytest.raises(ConnectionError):
+            trickle(line)
+    settled(narrow)
+
+
 def test_who_never_reads_is_cut_off(narrow: Running) -> None:
     """What the answer holds is free again; who reads in the same time has all of it."""
     host = f"Host: a\r\nAuthorization: Bearer {narrow.token}\r\n"

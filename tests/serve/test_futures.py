@@ -72,7 +72,7 @@ def test_what_was_cancelled_or_refused_is_forgotten_too(monkeypatch: pytest.Monk
         raise Refused(503, "the server is ending")
 
     async def work(kept: Futures) -> None:
-        kept.begin("0", "cancelled", asyncio.sleep(60), cancellable=True)  # type: ignore[arg-type]
+        kept.begin("0", "cancelled", asyncio.sleep(60), lambda: None)  # type: ignore[arg-type]
         await asyncio.sleep(0)
         await kept.cancel(request("cancelled"))
         kept.begin("0", "refused", refused())
@@ -86,6 +86,22 @@ def test_what_was_cancelled_or_refused_is_forgotten_too(monkeypatch: pytest.Monk
         assert not kept.knows("0", "cancelled")
         assert not kept.knows("0", "refused")
         assert not kept._kept
+
+    within(work)
+
+
+def test_work_that_may_be_cancelled_says_when_it_is_over() -> None:
+    """Also where it was cancelled before it began; and none too early."""
+
+    async def work(kept: Futures) -> None:
+        over, works = list[str](), asyncio.sleep(60)
+        kept.begin("0", "done", said(b"a"), lambda: over.append("done"))
+        kept.begin("0", "never begun", works, lambda: over.append("never"))  # type: ignore[arg-type]
+        kept.give_up("0", "never begun")
+        assert not over
+        await asyncio.sleep(0.01)
+        works.close()
+        assert sorted(over) == ["done", "never"]
 
     within(work)
 

@@ -81,6 +81,8 @@ def test_negative_control_a_fault_of_the_server(
     response = open_server.post(*HONEST)
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "the server failed; its log says why"
+    counted = 'isobit_requests_total{route="/v1/completions",status="500",tenant="0"} 1.0'
+    assert counted in open_server.get("/metrics").text
     with httpx.Client(timeout=60) as client:
         hostile = Hostile(open_server, client, 1)
         with pytest.raises(AssertionError, match="500"):

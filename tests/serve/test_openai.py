@@ -207,6 +207,10 @@ def test_errors_in_openai_s_words(client: openai.OpenAI, server: Running) -> Non
         ({"stop": ["x" * 2000]}, "stop: expected at most 16 texts of 1,024 characters together"),
         ({"stop": ["x"] * 17}, "stop: expected at most 16 texts"),
         ({"seed": -1}, "seed: expected a whole number from 0"),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options: usage is told at the end (include_usage)",
+        ),
     ):
         with pytest.raises(openai.BadRequestError) as refused:
             create(**{"model": "tiny", "prompt": "abc", **given})
@@ -229,6 +233,10 @@ def test_errors_in_openai_s_words(client: openai.OpenAI, server: Running) -> Non
             "response_format: only {'type': 'text'} is offered",
         ),
         ({"top_logprobs": 3}, "top_logprobs: set logprobs to true beside it"),
+        (
+            {"tools": TOOLS, "parallel_tool_calls": False},
+            "parallel_tool_calls: only True is offered, got False",
+        ),
         ({"messages": [{"role": "user", "content": "~"}]}, "the tokenizer cannot encode"),
     ):
         with pytest.raises(openai.BadRequestError) as refused:

@@ -112,6 +112,28 @@ def test_a_retried_request_has_the_answer_of_the_first(trainer: Running) -> None
     assert twice == pytest.approx(2 * once, rel=1e-3)
 
 
+def test_where_there_is_no_room_for_a_sampling_client_none_is_kept(
+    trainer: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control has room."""
+    run, state = new(trainer), trainer.gateway.state
+    assert state is not None
+
+    def unnamed(number: int) -> str:
+        asked = {"model_id": run, "seq_id": number, "sampling_session_seq_id": number}
+        return answer(trainer, trainer.post("/api/v1/save_weights_for_sampler", asked)).text
+
+    def kept() -> int:
+        return len(state.samplers(run.partition(":")[0]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.gateway.device.snapshots, "most_bytes", 1)
+        assert "weights that are sampled from would have more than 1 bytes" in unnamed(1)
+    assert kept() == 0
+    assert "sampling_session_id" in unnamed(2)
+    assert kept() == 1
+
+
 def test_create_and_sampling_clients_are_made_once(trainer: Running) -> None:
     session = started(trainer)
     names = {created(trainer, session).json()["request_id"] for _ in range(3)}

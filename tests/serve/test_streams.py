@@ -101,7 +101,7 @@ def test_negative_control_text_that_is_not_held_back(monkeypatch: pytest.MonkeyP
         test_pieces_are_the_text(("ed", "was"))
     if STORIES.exists():
         monkeypatch.undo()
-        monkeypatch.setattr("isobit.serve.streams._LOST", "nothing")
+        monkeypatch.setattr("isobit.serve.streams.LOST", "nothing")
         monkeypatch.setattr(Tokenizer, "is_byte", lambda self, token: False)
         with pytest.raises(AssertionError):
             test_pieces_are_the_text(())

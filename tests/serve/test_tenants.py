@@ -14,6 +14,7 @@ import httpx
 import pytest
 from starlette.responses import Response
 
+from isobit.errors import RunFailed
 from isobit.serve import sessions as conversations
 from isobit.serve.requests import BadRequest, Limits
 from isobit.serve.sessions import Sessions, Turn
@@ -23,6 +24,7 @@ from isobit.serve.state.state import State
 from isobit.serve.tinker import archive, futures
 from isobit.serve.tinker import sessions as of_clients
 from isobit.serve.tinker.futures import Futures
+from isobit.serve.tinker.sampling import Samplers
 
 from .helpers import TOKENS, Running, serving
 
@@ -60,6 +62,72 @@ def test_who_has_as_many_answers_open_as_may_be_is_told_alone(narrow: Running) -
         assert (refused.status_code, other.status_code) == (429, 200)
         assert "2 answers of yours are open, and 2 may be" in refused.text
         assert [each.result().status_code for each in going] == [200, 200]
+
+
+@pytest.fixture
+def session(narrow: Running) -> Iterator[str]:
+    """Of the first tenant."""
+    name = asked(narrow, 0, "/api/v1/create_session", {}).json()["session_id"]
+    yield name
+    assert asked(narrow, 0, f"/api/v1/sessions/{name}/finish", {}).status_code == 200
+
+
+def sampler_of(server: Running, session: str, **given: Any) -> httpx.Response:
+    """Ask for a sampling client."""
+    begin = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny", **given}
+    return asked(server, 0, "/api/v1/create_sampling_session", begin)
+
+
+def test_samples_whose_weights_are_read_are_counted_too(
+    narrow: Running, session: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So who has too many is told to come again, and no future of theirs fails for it."""
+    name = sampler_of(narrow, session).json()["sampling_session_id"]
+    reads, awake = threading.Event(), Samplers._awake
+
+    async def slow(samplers: Samplers, sampler: Any) -> Any:
+        while not reads.is_set():
+            await asyncio.sleep(0.01)
+        return await awake(samplers, sampler)
+
+    monkeypatch.setattr(Samplers, "_awake", slow)
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}
+    sample = {"sampling_session_id": name, "prompt": prompt, "sampling_params": {"max_tokens": 2}}
+    found = [
+        asked(narrow, 0, "/api/v1/asample", {**sample, "seq_id": number}) for number in range(3)
+    ]
+    assert [each.status_code for each in found] == [200, 200, 429]
+    reads.set()
+    for each in found[:2]:
+        future = {"request_id": each.json()["request_id"]}
+        answer = asked(narrow, 0, "/api/v1/retrieve_future", future)
+        assert answer.headers["content-type"] == "application/x-protobuf", answer.text
+    until(lambda: narrow.gateway.num_samples == 0)
+    assert asked(narrow, 0, "/api/v1/asample", {**sample, "seq_id": 3}).status_code == 200
+
+
+def test_a_sampling_client_that_cannot_be_kept_holds_no_weights(
+    narrow: Running, session: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control is kept, and holds them."""
+    state, snapshots = narrow.gateway.state, narrow.gateway.device.snapshots
+    assert state is not None
+
+    def write(where: Path) -> None:
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            (where / name).write_bytes((folder / "math" / name).read_bytes())
+
+    def full(*_: object) -> None:
+        raise RunFailed("state: database or disk is full")
+
+    state.add_run(replace(RUN, id="u:train:0", session="u"))
+    path = state.save("u:train:0", "sampler", "one", write).path
+    with monkeypatch.context() as patch:
+        patch.setattr(State, "add_sampler", full)
+        assert sampler_of(narrow, session, model_path=path).status_code == 500
+    assert not snapshots._keyed
+    assert sampler_of(narrow, session, model_path=path).status_code == 200
+    assert len(snapshots._keyed) == 1
 
 
 def test_who_has_as_many_bytes_open_as_may_be_is_told_alone(narrow: Running) -> None:

@@ -108,6 +108,25 @@ def test_images_and_texts_of_a_loss_are_refused() -> None:
         wire.read_message(b"\xff" * 9)
 
 
+def test_very_many_parts_are_refused_before_they_are_read() -> None:
+    """A body within its limit may have millions of empty ones; the control has as many as a
+    request may have."""
+    messages = wire.package()
+
+    def many(count: int) -> Any:
+        request = messages.ForwardBackwardRequest()
+        chunks = request.data.add().model_input
+        for _ in range(count):
+            chunks.add().encoded_text.tokens = b""
+        return request
+
+    assert len(wire.read_batch(many(65_535)).data) == 1
+    assert len(wire.read_batch(wire.read_message(b"\x1a\x00" * 65_536)).data) == 65_536
+    for request in (many(65_536), wire.read_message(b"\x1a\x00" * 65_537)):
+        with pytest.raises(BadRequest, match="65,536 data, chunks and tensors; send fewer"):
+            wire.read_batch(request)
+
+
 def test_outputs_are_those_that_the_client_reads() -> None:
     """Of one and of several targets to a position, one after the other."""
     shapes = [(3,), (1,), (4, 2), (2, 2), (2, 5), (5,)]

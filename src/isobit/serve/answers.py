@@ -3,8 +3,9 @@
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, repeat
 from typing import Any
 
 from isobit.engine.types import Completion, Sampling, Top
@@ -15,7 +16,9 @@ from isobit.serve.chat import as_openai
 from isobit.serve.prompts import KEY, Front, Told, echoed, likely
 from isobit.serve.scoring import Scores, Scoring
 from isobit.serve.streams import TextStream
-from isobit.serve.words import token_words
+from isobit.serve.words import text_sizes, token_bytes, token_words
+
+_Shown = tuple[int, str, float]  # a token, how it is called, its log-probability
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +91,11 @@ class Asked:
     def _word(self, before: int, token: int) -> str:
         return token_words(self.tokenizer, before, [token], self.tokens_by_id)[0]
 
+    def size(self, before: int, token: int) -> int:
+        """The characters that begin in a token behind another one."""
+        words = token_words(self.tokenizer, before, [token], False)
+        return text_sizes(self.tokenizer, [token], words)[0]
+
     def index(self, prompt: int, sample: int) -> int:
         """Of a choice."""
         return prompt * self.sampling.n + sample
@@ -150,37 +158,48 @@ class Asked:
     ) -> Any:
         """Log-probabilities of tokens that follow the token `before`, at character `start` of an
         answer, and of the likeliest ones in their places if they are asked for."""
-        words = token_words(self.tokenizer, before, tokens, self.tokens_by_id)
+        by_id, tokenizer = self.tokens_by_id, self.tokenizer
+        words = token_words(tokenizer, before, tokens, by_id)
         tops = tops if self.sampling.top_logprobs else ()
         others = [
-            [(self._word(last, token), value) for token, value in top]
+            [(token, self._word(last, token), value) for token, value in top]
             for last, top in zip((before, *tokens), tops)
         ]
         if self.chat:
-            return chat_logprobs(words, logprobs, others)
-        offsets = [start + sum(map(len, words[:place])) for place in range(len(words))]
+            return self._chat_logprobs(zip(tokens, words, logprobs), others)
+        texts = token_words(tokenizer, before, tokens, False) if by_id else words
+        sizes = text_sizes(tokenizer, tokens, texts)
         return {
             "tokens": words,
             "token_logprobs": list(logprobs),
-            "top_logprobs": [dict(reversed(each)) for each in others] if tops else None,
-            "text_offset": offsets,
+            "top_logprobs": [_by_word(each) for each in others] if tops else None,
+            "text_offset": list(accumulate(sizes, initial=start))[:-1],
+        }
+
+    def _chat_logprobs(self, drawn: Iterable[_Shown], others: list[list[_Shown]]) -> dict[str, Any]:
+        """Those of the sampled tokens as chat answers have them, with the likeliest `others` in
+        their places. Of a token that is called by its id the bytes are not told."""
+
+        def one(token: int, word: str, logprob: float) -> dict[str, Any]:
+            known = None if self.tokens_by_id else token_bytes(self.tokenizer, token, word)
+            return {
+                "token": word,
+                "logprob": logprob,
+                "bytes": None if known is None else list(known),
+            }
+
+        tops = chain(others, repeat([]))
+        return {
+            "content": [
+                {**one(*each), "top_logprobs": [one(*other) for other in top]}
+                for each, top in zip(drawn, tops)
+            ]
         }
 
 
-def chat_logprobs(
-    words: Sequence[str],
-    logprobs: Sequence[float],
-    others: Sequence[Sequence[tuple[str, float]]] = (),
-) -> dict[str, Any]:
-    """Log-probabilities of the sampled tokens as chat answers have them, with the likeliest
-    `others` in their places."""
-
-    def one(word: str, logprob: float) -> dict[str, Any]:
-        return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
-
-    drawn = map(one, words, logprobs)
-    tops = [[one(*each) for each in top] for top in others] or [[] for _ in words]
-    return {"content": [{**each, "top_logprobs": top} for each, top in zip(drawn, tops)]}
+def _by_word(shown: Sequence[_Shown]) -> dict[str, float]:
+    """The log-probabilities of the likeliest tokens; of several with one text that of the first."""
+    return {word: logprob for _, word, logprob in reversed(shown)}
 
 
 class ChoiceStream:
@@ -251,9 +270,10 @@ class ChoiceStream:
         if asked.logprobs and self._tokens:
             drawn = self._tokens, self._logprobs, self._tops
             found["logprobs"] = asked.shown(self._before, *drawn, self._offset)
-            self._before = self._tokens[-1]
             if not asked.chat:
-                self._offset += sum(map(len, found["logprobs"]["tokens"]))
+                last = asked.size((self._before, *self._tokens)[-2], self._tokens[-1])
+                self._offset = found["logprobs"]["text_offset"][-1] + last
+            self._before = self._tokens[-1]
         found["finish_reason"] = reason
         if asked.token_ids:
             found["token_ids"] = self._tokens

@@ -2,7 +2,7 @@
 take for a request's first lines, and how long an answer may wait for its reader.
 
 What is one connection too many is answered 503, and closed. Left out: bodies, whose bounds are in
-`wire.py`, and what a request costs.
+`wire.py`, unless nobody reads them, and what a request costs.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from uvicorn.protocols.http import h11_impl
 
 from isobit.serve.requests import Limits
 
+h11 = h11_impl.h11  # uvicorn's own
 _REFUSED = 64  # connections that are being told that they are too many
 _OWN = 256  # descriptors for files, a GPU, a run's own
 _MESSAGE = "too many connections are open; close some, or come again later"
@@ -39,7 +40,8 @@ class Connection(h11_impl.H11Protocol):
     def __init__(self, *given: Any, limits: Limits, most: int, **named: Any) -> None:
         super().__init__(*given, **named)
         self._limits, self._most = limits, most
-        self._head: asyncio.TimerHandle | None = None  # ends it unless a request comes
+        self._head: asyncio.TimerHandle | None = None  # ends it unless what it waits for comes
+        self._waits = ""  # for what it waits
         self._reader: asyncio.TimerHandle | None = None  # ends it unless an answer is read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -78,12 +80,18 @@ class Connection(h11_impl.H11Protocol):
         super().resume_writing()  # type: ignore[no-untyped-call]
 
     def _watch(self) -> None:
-        """Until the first lines of a request are whole their time runs on."""
-        if self.conn.their_state is not h11_impl.h11.IDLE:
-            if self._head is not None:
-                self._head.cancel()
-                self._head = None
-        elif self._head is None:
+        """Until the first lines of a request are whole their time runs on; and so does that of a
+        body that nobody reads, because its request is answered."""
+        theirs, answered = self.conn.their_state, self.conn.our_state is h11.DONE
+        waits = "head" if theirs is h11.IDLE else ""
+        if theirs is h11.SEND_BODY and answered:
+            waits = "body"
+        if waits == self._waits:
+            return
+        if self._head is not None:
+            self._head.cancel()
+        self._waits, self._head = waits, None
+        if waits:
             self._head = self.loop.call_later(self._limits.body_seconds, self._cut)
 
     def _cut(self) -> None:

@@ -7,8 +7,8 @@ done, because something failed or because the client went away, cancels what is 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -130,13 +130,13 @@ class Gateway:
         streamed: bool,
         scorings: Sequence[Scoring | None] = (),
         sampled: bool = True,
+        counted: bool = False,
     ) -> "AsyncIterator[Events]":
         """Ask for answers to some prompts: events, each with the index of its prompt. `scorings`: what
-        is asked of each prompt itself; that alone, unless answers are `sampled`. Raises Refused and
-        BadRequest, here or from the events."""
+        is asked of each prompt itself; that alone, unless answers are `sampled`. `counted`: they
+        have room already. Raises Refused and BadRequest, here or from the events."""
         scorings = scorings or [None] * len(prompts)
-        count = len(prompts) * (sampling.n if sampled else 1)
-        self.check_room(tenant, count)
+        count = 0 if counted else len(prompts) * (sampling.n if sampled else 1)
         if len(prompts) > 1 and self.device.weights_change:
             raise BadRequest(
                 "prompt: give one at a time to a run that trains, so that a response is of one "
@@ -151,23 +151,22 @@ class Gateway:
             )
             for index, (prompt, scoring) in enumerate(zip(prompts, scorings, strict=True))
         ]
-        self._open_samples[tenant] += count
-        began = time.monotonic()
-        for job in jobs:
-            self.device.submit(job)
         left = {
             index: job.num_answers + (job.scoring is not None) for index, job in enumerate(jobs)
         }
-        try:
-            yield Events(
-                events, left, lambda: self.metrics.first_token.observe(time.monotonic() - began)
-            )
-        finally:
-            self._open_samples[tenant] -= count
-            for index, job in enumerate(jobs):
-                if left[index]:
-                    self.device.cancel(job)
-            self.metrics.whole.observe(time.monotonic() - began)
+        with self.room(tenant, count):
+            began = time.monotonic()
+            for job in jobs:
+                self.device.submit(job)
+            try:
+                yield Events(
+                    events, left, lambda: self.metrics.first_token.observe(time.monotonic() - began)
+                )
+            finally:
+                for index, job in enumerate(jobs):
+                    if left[index]:
+                        self.device.cancel(job)
+                self.metrics.whole.observe(time.monotonic() - began)
 
     async def work(self, tenant: str, work: Callable[[], _T], alone: bool = False) -> _T:
         """What the device thread makes of `work`, between two steps; `alone` as in `WorkJob`. Raises
@@ -190,6 +189,16 @@ class Gateway:
     def num_samples(self) -> int:
         """Answers that are open, of all tenants."""
         return self._open_samples.total()
+
+    @contextmanager
+    def room(self, tenant: str, count: int) -> Iterator[None]:
+        """So many more answers of a tenant are open. Raises as `check_room`."""
+        self.check_room(tenant, count)
+        self._open_samples[tenant] += count
+        try:
+            yield
+        finally:
+            self._open_samples[tenant] -= count
 
     def check_room(self, tenant: str, count: int) -> None:
         """Raise Refused or BadRequest unless `count` more answers of a tenant may be open. Who has

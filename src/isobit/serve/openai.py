@@ -43,6 +43,29 @@ class Found:
         """Tokens of all answers."""
         return sum(len(completion.token_ids) for _, completion in self.answers)
 
+    def choices(self, asked: Asked) -> list[dict[str, Any]]:
+        """All answers in OpenAI's words, in which each token has its own: slow where they are
+        long."""
+        return [
+            asked.choice(prompt, answer, self.fronts[prompt]) for prompt, answer in self.answers
+        ]
+
+    def token_choices(self, asked: Asked) -> list[dict[str, Any]]:
+        """All answers as vLLM's token route has them."""
+        return [
+            {
+                "index": answer.sample_index,
+                "token_ids": answer.token_ids,
+                "finish_reason": answer.finish_reason,
+                "logprobs": asked.shown(
+                    asked.prompts[prompt][-1],
+                    *(answer.token_ids, answer.logprobs, answer.top_logprobs or ()),
+                    start=0,
+                ),
+            }
+            for prompt, answer in self.answers
+        ]
+
 
 class OpenAI:
     """The routes of a gateway."""
@@ -169,21 +192,7 @@ class OpenAI:
         )
         if found is None:
             return Response(status_code=499)
-        choices = [
-            {
-                "index": completion.sample_index,
-                "token_ids": completion.token_ids,
-                "finish_reason": completion.finish_reason,
-                "logprobs": asked.shown(
-                    prompt[-1],
-                    completion.token_ids,
-                    completion.logprobs,
-                    completion.top_logprobs or (),
-                    0,
-                ),
-            }
-            for _, completion in found.answers
-        ]
+        choices = await in_thread(found.token_choices, asked)
         value = {"request_id": name or asked.id, "choices": choices, "seed": sampling.seed}
         value["weights_version"] = found.version
         return JSONResponse(value | dict(found.fronts[0].beside))
@@ -240,9 +249,7 @@ class OpenAI:
         if keep is not None:
             keep(found.answers[0][1])
         value = asked.head("chat.completion" if asked.chat else "text_completion", found.version)
-        value["choices"] = [
-            asked.choice(prompt, answer, found.fronts[prompt]) for prompt, answer in found.answers
-        ]
+        value["choices"] = await in_thread(found.choices, asked)
         value["usage"] = asked.usage(found.num_sampled)
         if asked.chat:
             value |= found.fronts[0].beside
@@ -361,7 +368,11 @@ def _stream_of(fields: Fields) -> tuple[bool, bool]:
     """Whether to stream, and whether the stream ends with the usage."""
     stream, options = fields.flag("stream"), fields.inner("stream_options")
     usage = options.flag("include_usage")
-    options.flag("continuous_usage_stats")
+    if options.flag("continuous_usage_stats"):
+        raise BadRequest(
+            "stream_options: usage is told at the end (include_usage), and not continuously",
+            "stream_options",
+        )
     options.finish()
     return stream, usage and stream
 

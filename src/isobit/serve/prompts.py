@@ -13,7 +13,7 @@ from isobit.engine.types import MOST_TOP_LOGPROBS
 from isobit.model.text.tokenizer import Tokenizer
 from isobit.serve.requests import Fields
 from isobit.serve.scoring import Scores, Scoring
-from isobit.serve.words import prompt_words, token_words
+from isobit.serve.words import prompt_words, text_sizes, token_words
 
 KEY = "prompt_logprobs"
 
@@ -81,9 +81,9 @@ def echoed(
     tokenizer: Tokenizer, tokens: Sequence[int], scores: Scores, count: int, by_id: bool
 ) -> dict[str, Any]:
     """A prompt's part of the log-probabilities of a completion, with the `count` likeliest tokens in
-    each place. A special token has no text."""
+    each place."""
     texts = prompt_words(tokenizer, tokens, False)
-    sizes = [0 if tokenizer.is_special(token) else len(text) for token, text in zip(tokens, texts)]
+    sizes = text_sizes(tokenizer, tokens, texts)
     tops: list[Any] | None = None
     if count:
         tops = [

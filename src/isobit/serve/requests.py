@@ -23,6 +23,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "min_tokens": (0,),
     "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
     "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
@@ -35,7 +36,6 @@ IGNORED = frozenset(
     (
         "cache_salt",
         "metadata",
-        "parallel_tool_calls",
         "priority",
         "prompt_cache_key",
         "prompt_cache_retention",

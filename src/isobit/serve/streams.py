@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 
 from isobit.errors import IsobitError
 from isobit.model.text.tokenizer import Tokenizer
+from isobit.serve.words import LOST
 
-_LOST = "\ufffd"
 _BEFORE = 4
 """Tokens in front of a piece that are decoded with it, at least: decoders treat the first token of
 a text differently."""
@@ -38,7 +38,7 @@ class TextStream:
         visible = [self._visible(text) for text in special]
         tail = list(prompt[-1:])
         whole = not tail or not (
-            tokenizer.is_byte(tail[0]) or tokenizer.decode(tail).endswith(_LOST)
+            tokenizer.is_byte(tail[0]) or tokenizer.decode(tail).endswith(LOST)
         )
         self._silent = any(text is None for text in visible) or not whole
         plain = [text for text in stop if text not in special]
@@ -59,7 +59,7 @@ class TextStream:
             return ""
         before = self._tokenizer.decode(self._ids[self._start : self._told])
         text = self._tokenizer.decode(self._ids[self._start :])
-        if len(text) <= len(before) or text.endswith(_LOST):
+        if len(text) <= len(before) or text.endswith(LOST):
             return ""
         self._pending += text[len(before) :]
         if self._told - self._start >= _BEFORE:
@@ -87,9 +87,7 @@ class TextStream:
     def _window(self, prompt: Sequence[int]) -> list[int]:
         """The end of the prompt, as long as it takes to have some text."""
         count = _BEFORE
-        while count < len(prompt) and not self._tokenizer.decode(prompt[-count:]).strip(
-            f" {_LOST}"
-        ):
+        while count < len(prompt) and not self._tokenizer.decode(prompt[-count:]).strip(f" {LOST}"):
             count *= 2
         return list(prompt[-count:])
 

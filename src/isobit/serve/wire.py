@@ -152,21 +152,23 @@ class Guard:
                 )
             return message
 
-        if tenant is None and path not in OPEN_TO_ALL and not path.startswith(self._links):
-            error: Exception = Refused(
-                401, "expected the server's token: Authorization: Bearer TOKEN"
-            )
-            await error_response(Request(scope), error)(scope, receive, watched)
-        else:
-            scope.setdefault("state", {})["tenant"] = tenant or ""
-            if path not in OPEN_TO_ALL:
-                await self._gateway.ready.wait()
-            try:
+        known = tenant is not None or path in OPEN_TO_ALL or path.startswith(self._links)
+        try:
+            if known:
+                scope.setdefault("state", {})["tenant"] = tenant or ""
+                if path not in OPEN_TO_ALL:
+                    await self._gateway.ready.wait()
                 await self._app(scope, counted, watched)
-            finally:
-                self._held[tenant or ""] -= held
-        known = getattr(scope.get("route"), "path", "other")
-        self._gateway.metrics.requests.labels(known, tenant or "", str(status)).inc()
+            else:
+                error = Refused(401, "expected the server's token: Authorization: Bearer TOKEN")
+                await error_response(Request(scope), error)(scope, receive, watched)
+        except Exception:  # a fault, which is answered further out
+            status = 500
+            raise
+        finally:
+            self._held[tenant or ""] -= held
+            route = getattr(scope.get("route"), "path", "other")
+            self._gateway.metrics.requests.labels(route, tenant or "", str(status)).inc()
 
 
 class EventStream(Response):

@@ -1,8 +1,16 @@
-"""How single tokens are called in answers."""
+"""How single tokens are called in answers, and the bytes and characters of text that each adds."""
 
 from collections.abc import Sequence
 
 from isobit.model.text.tokenizer import Tokenizer
+
+LOST = "\ufffd"
+"""What stands in a text for bytes that are no whole character."""
+_PLAIN = (*range(33, 127), *range(161, 173), *range(174, 256))
+_BYTES = {chr(byte): byte for byte in _PLAIN} | {
+    chr(256 + place): byte for place, byte in enumerate(sorted({*range(256)} - {*_PLAIN}))
+}
+"""How vocabularies of bytes write each, as GPT-2 did."""
 
 
 def token_words(tokenizer: Tokenizer, before: int, tokens: Sequence[int], by_id: bool) -> list[str]:
@@ -18,3 +26,33 @@ def prompt_words(tokenizer: Tokenizer, tokens: Sequence[int], by_id: bool) -> li
     """How those of a prompt are called, in front of whose first one nothing stands."""
     first = f"token_id:{tokens[0]}" if by_id else tokenizer.decode(tokens[:1], special=True)
     return [first, *token_words(tokenizer, tokens[0], tokens[1:], by_id)]
+
+
+def token_bytes(tokenizer: Tokenizer, token: int, word: str) -> bytes | None:
+    """Those of a token that is called by this text; of a part of a character its own, which make the
+    character together; None: they are not known."""
+    if word and LOST not in word:
+        return word.encode()
+    name = tokenizer.fast.id_to_token(token) or ""
+    if tokenizer.is_byte(token):
+        return bytes.fromhex(name[3:5])  # <0xE2>
+    if all(each in _BYTES for each in name):
+        found = bytes(_BYTES[each] for each in name)
+        if found.decode(errors="replace") == tokenizer.decode([token]):
+            return found
+    return None if word else b""
+
+
+def text_sizes(tokenizer: Tokenizer, tokens: Sequence[int], words: Sequence[str]) -> list[int]:
+    """The characters that begin in each of some tokens with these texts. A special token is none of
+    the text."""
+
+    def size(token: int, word: str) -> int:
+        if tokenizer.is_special(token):
+            return 0
+        found = token_bytes(tokenizer, token, word) if LOST in word else None
+        if found is None:
+            return len(word)
+        return sum(byte & 0xC0 != 0x80 for byte in found)  # the others go on with a character
+
+    return [size(token, word) for token, word in zip(tokens, words, strict=True)]

@@ -186,12 +186,15 @@ class State(Store):
             return found, self._count("checkpoints", where, *values)
 
     def folder_of(self, checkpoint: Checkpoint) -> Path:
-        """Where its files are, which are those that were written. Raises IsobitError for others."""
+        """Where its files are, which are those that were written. Raises IsobitError for others, and
+        BadRequest where it was deleted (404)."""
         folder = self._weights / checkpoint.id
         problem = "it is no folder" if folder.is_symlink() else folders.damage(folder)
         if problem is None and _digest(folder) != checkpoint.digest:
             problem = f"{_MANIFEST} is not the one that was written"
         if problem is not None:
+            if self.by_id(checkpoint.id) is None:
+                raise deleted(checkpoint)
             raise IsobitError(f"checkpoint {checkpoint.path} is damaged: {problem}")
         return folder
 
@@ -357,6 +360,11 @@ class State(Store):
                         shutil.rmtree(path, ignore_errors=True)
                     else:
                         path.unlink(missing_ok=True)
+
+
+def deleted(checkpoint: Checkpoint) -> BadRequest:
+    """What is told of a checkpoint that was there a moment ago."""
+    return BadRequest(f"{checkpoint.path} was deleted", "path", 404)
 
 
 def _digest(folder: Path) -> str:

@@ -11,8 +11,8 @@ import os
 import tarfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
-from contextlib import ExitStack
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
@@ -25,7 +25,7 @@ from isobit.errors import brief
 from isobit.serve.gateway import Gateway, Refused, in_thread
 from isobit.serve.requests import BadRequest
 from isobit.serve.state.rows import Checkpoint, CheckpointName, StoredRun
-from isobit.serve.state.state import State
+from isobit.serve.state.state import State, deleted
 from isobit.serve.tinker.links import SECONDS, Links
 from isobit.serve.tinker.wire import ttl_of
 from isobit.serve.wire import read_fields
@@ -86,10 +86,9 @@ class Archive:
         """A checkpoint's files, as a tar."""
         tenant, name = request.state.tenant, _name(request)
         checkpoint = await in_thread(self._state.checkpoint, tenant, name)
-        paths = await self._paths(checkpoint)
         with ExitStack() as held:
-            self._take(tenant, len(paths), held)
-            files = await in_thread(_opened, paths, checkpoint.created, held)
+            opened = await self._opened(tenant, checkpoint, held)
+            files = [(_entry(name, file, checkpoint), file) for name, file in opened.items()]
             size = sum(512 + -(-entry.size // 512) * 512 for entry, _ in files) + 1024
             file = f"{checkpoint.run.replace(':', '-')}-{checkpoint.name}.tar"
             headers = {
@@ -123,10 +122,9 @@ class Archive:
         if checkpoint is None:
             raise BadRequest("the checkpoint of this link was deleted", status=404)
         run = await in_thread(self._state.run, checkpoint.run)
-        path = (await self._paths(checkpoint))[name]
         with ExitStack() as held:
-            self._take("" if run is None else run.tenant, 1, held)
-            file = held.enter_context(path.open("rb"))
+            tenant = "" if run is None else run.tenant
+            (file,) = (await self._opened(tenant, checkpoint, held, name)).values()
             headers = {"Content-Length": str(os.fstat(file.fileno()).st_size)}
             sent = held.pop_all()  # the answer closes it
         return _Download(_blocks(file), "application/octet-stream", headers, sent)
@@ -136,6 +134,26 @@ class Archive:
         that other requests get to the disk too."""
         async with self._checking:
             return _files(await in_thread(self._state.folder_of, checkpoint))
+
+    async def _opened(
+        self, tenant: str, checkpoint: Checkpoint, held: ExitStack, only: str | None = None
+    ) -> dict[str, IO[bytes]]:
+        """A checkpoint's files by their names, or the `only` one: open until `held` is closed, and
+        readable when they are deleted meanwhile. Raises BadRequest where they were before, Refused
+        as `_take`."""
+        paths = await self._paths(checkpoint)
+        names = [name for name in paths if only in (None, name)]
+        self._take(tenant, len(names), held)
+
+        def opened() -> dict[str, IO[bytes]]:
+            found = dict[str, IO[bytes]]()
+            with suppress(FileNotFoundError):
+                found = {name: held.enter_context(paths[name].open("rb")) for name in names}
+            if not found or self._state.by_id(checkpoint.id) is None:  # files go after their row
+                raise deleted(checkpoint)
+            return found
+
+        return await in_thread(opened)
 
     def _take(self, tenant: str, count: int, held: ExitStack) -> None:
         """So many files of a tenant will be open until `held` is closed. Raises Refused (429) where
@@ -232,18 +250,12 @@ def _cursor(limit: int, offset: int, count: int) -> dict[str, int]:
     return {"offset": offset, "limit": limit, "total_count": count}
 
 
-def _opened(
-    paths: Mapping[str, Path], created: float, held: ExitStack
-) -> list[tuple[tarfile.TarInfo, IO[bytes]]]:
-    """Entries of an archive, and their files, which stay readable when they are deleted, and are
-    closed with `held`."""
-    found = list[tuple[tarfile.TarInfo, IO[bytes]]]()
-    for name, path in paths.items():
-        entry, file = tarfile.TarInfo(name), held.enter_context(path.open("rb"))
-        entry.size = os.fstat(file.fileno()).st_size
-        entry.mode, entry.mtime = 0o600, int(created)
-        found.append((entry, file))
-    return found
+def _entry(name: str, file: IO[bytes], checkpoint: Checkpoint) -> tarfile.TarInfo:
+    """Of an archive."""
+    entry = tarfile.TarInfo(name)
+    entry.size = os.fstat(file.fileno()).st_size
+    entry.mode, entry.mtime = 0o600, int(checkpoint.created)
+    return entry
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -284,7 +296,7 @@ def _origin(request: Request) -> str:
 
 async def _tar(files: list[tuple[tarfile.TarInfo, IO[bytes]]]) -> AsyncIterator[bytes]:
     for entry, file in files:
-        yield entry.tobuf(tarfile.USTAR_FORMAT)
+        yield entry.tobuf(tarfile.GNU_FORMAT)  # which has files of 8 GiB and more
         async for block in _blocks(file):
             yield block
         yield b"\0" * (-entry.size % 512)

@@ -6,7 +6,7 @@ in Tinker's categories: `user`, or `server`.
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from starlette.requests import Request
@@ -40,14 +40,22 @@ class Futures:
         return (tenant, name) in self._tasks
 
     def begin(
-        self, tenant: str, name: str, work: Awaitable[Response], cancellable: bool = False
+        self,
+        tenant: str,
+        name: str,
+        work: Awaitable[Response],
+        over: Callable[[], None] | None = None,
     ) -> None:
-        """Do some work, whose response answers the future of this name, which is not known."""
+        """Do some work, whose response answers the future of this name, which is not known. Work
+        that can be cancelled has an `over`, which is called when it is, whether it was begun or
+        not."""
         assert not self.knows(tenant, name)
         task = asyncio.create_task(answered(work))
         self._tasks[tenant, name] = task
-        if not cancellable:
+        if over is None:
             self._kept.add(task)
+        else:
+            task.add_done_callback(lambda _: over())
         task.add_done_callback(partial(self._over, (tenant, name)))
 
     def done(self, tenant: str, name: str, response: Response) -> None:

@@ -6,6 +6,7 @@ tokens that a request names, and stability records.
 
 import asyncio
 import secrets
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -21,6 +22,7 @@ from isobit.serve.requests import BadRequest, Fields, sampling_of, token_list
 from isobit.serve.scoring import Scoring, check_top
 from isobit.serve.snapshots import Snapshot
 from isobit.serve.state.rows import SCHEME, Checkpoint, StoredSampler
+from isobit.serve.state.state import deleted
 from isobit.serve.tinker.futures import Futures
 from isobit.serve.tinker.sessions import Session, Sessions
 from isobit.serve.tinker.wire import PROTOBUF, encoded, number_of
@@ -98,7 +100,11 @@ class Samplers:
                     path=sampler.path,
                     snapshot=_kept_as(sampler),
                 )
-                name = (await in_thread(self._gateway.state.add_sampler, row)).id
+                try:
+                    name = (await in_thread(self._gateway.state.add_sampler, row)).id
+                except BaseException:
+                    await self._release(sampler)
+                    raise
         if session.ended or (session.name, number) in self._numbered:
             await self._release(sampler)
             if session.ended:
@@ -153,9 +159,10 @@ class Samplers:
         count = fields.whole("num_samples", 1, 1, self._gateway.limits.samples)
         asked = self._asked(fields, count)
         if not self._futures.knows(found.tenant, future):
-            self._gateway.check_room(found.tenant, count)
-            answer = self._answer(found, future, *asked)
-            self._futures.begin(found.tenant, future, answer, cancellable=True)
+            with ExitStack() as held:  # also while the weights are read
+                held.enter_context(self._gateway.room(found.tenant, count))
+                answer, over = self._answer(found, future, *asked), held.pop_all().close
+            self._futures.begin(found.tenant, future, answer, over)
         ids = [f"{future}:{place}" for place in range(count)]
         return JSONResponse({"request_id": future, "sample_sequence_ids": ids})
 
@@ -229,7 +236,8 @@ class Samplers:
     ) -> Response:
         completions, scores = list[Completion](), None
         given = tenant, [prompt], sampling, snapshot
-        async with self._gateway.ask(*given, streamed=False, scorings=[scoring]) as events:
+        asked = self._gateway.ask(*given, streamed=False, scorings=[scoring], counted=True)
+        async with asked as events:
             async for _, event in events:
                 if isinstance(event, Done):
                     completions.append(event.completion)
@@ -259,7 +267,7 @@ class Samplers:
         state = self._gateway.state
         assert state is not None
         if await in_thread(state.by_id, checkpoint.id) is None:
-            raise BadRequest(f"{checkpoint.path} was deleted", "model_path", 404)
+            raise deleted(checkpoint)
         folder = await in_thread(state.folder_of, checkpoint)
         opened = partial(self._snapshots.open, checkpoint.id, lambda: folder)
         return await self._gateway.work(tenant, opened)

@@ -18,6 +18,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from isobit.errors import IsobitError
 from isobit.model.adapters.targets import NewAdapter
 from isobit.rl.stepwise import Adam, StepwiseLearner
 from isobit.serve.gateway import Gateway, in_thread
@@ -240,7 +241,11 @@ class Training:
                 answer=lambda _: (asked, answer_of(response)),
                 sampler=row,
             )
-            return snapshots.open(kept.id, run.trains.adapter)
+            try:
+                return snapshots.open(kept.id, run.trains.adapter)
+            except IsobitError:  # where there is no room for it, nothing of it is kept
+                self._state.drop_sampler(name)
+                raise
 
         snapshot = await self._runs.work(run, keep)
         made = Sampler(run.tenant, run.base, None, snapshot)

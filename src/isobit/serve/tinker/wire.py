@@ -25,8 +25,29 @@ HIGHEST_NUMBER = 2**62
 """Of a request, a run or a sampling client, as its session counts them."""
 SHORTEST_TTL, LONGEST_TTL = 3600, 3660 * 86400
 _MOST_METADATA, _LONGEST_KEY, _LONGEST_VALUE = 64, 256, 1024
-_MOST_ENTRIES = 1 << 24
-"""Of a request's tensors, written out where they are sparse."""
+_MOST_ENTRIES, _MOST_PARTS = 1 << 24, 1 << 16
+"""Of a request's tensors, written out where they are sparse; data, chunks and tensors of a request,
+of which an empty one has two bytes and takes far longer to read."""
+
+
+@dataclass
+class _Room:
+    """What the rest of a request may have."""
+
+    entries: int = _MOST_ENTRIES
+    parts: int = _MOST_PARTS
+
+    def take(self, entries: int = 0, parts: int = 0) -> None:
+        """So much less. Raises BadRequest where it is too much."""
+        self.entries, self.parts = self.entries - entries, self.parts - parts
+        if self.entries < 0:
+            raise BadRequest(
+                f"a request's tensors may have {_MOST_ENTRIES:,} entries; send fewer data"
+            )
+        if self.parts < 0:
+            raise BadRequest(
+                f"a request may have {_MOST_PARTS:,} data, chunks and tensors; send fewer data"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +135,7 @@ def read_message(body: bytes) -> Any:
 
 def read_batch(message: Any) -> Batch:
     """What a ForwardBackwardRequest asks for. Raises BadRequest."""
-    room = [_MOST_ENTRIES]
+    room = _Room()
     data = [_read_datum(each, place, room) for place, each in enumerate(message.data)]
     options = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
@@ -178,8 +199,9 @@ def _write_top(message: Any, tops: list[Top]) -> None:
     message.length, message.k = tokens.shape
 
 
-def _read_datum(message: Any, place: int, room: list[int]) -> Datum:
+def _read_datum(message: Any, place: int, room: _Room) -> Datum:
     where, tokens = f"data.{place}", list[int]()
+    room.take(parts=1 + len(message.model_input) + len(message.loss_fn_inputs))
     for chunk in message.model_input:
         if chunk.WhichOneof("chunk") != "encoded_text":
             raise BadRequest(f"{where}.model_input: only tokens are offered, no images or audio")
@@ -191,7 +213,7 @@ def _read_datum(message: Any, place: int, room: list[int]) -> Datum:
     return Datum(tuple(tokens), inputs)
 
 
-def _read_tensor(message: Any, where: str, room: list[int]) -> Tensor:
+def _read_tensor(message: Any, where: str, room: _Room) -> Tensor:
     """[N] or [N, K]; what a sparse one does not name is 0."""
     messages = package()
     kinds = {
@@ -209,9 +231,7 @@ def _read_tensor(message: Any, where: str, room: list[int]) -> Tensor:
         shape = [len(values)]
     if len(shape) not in (1, 2) or min(shape) < 0 or max(shape) > _MOST_ENTRIES:
         raise BadRequest(f"{where}: a tensor of shape {brief(shape, 80)}; expected [N] or [N, K]")
-    room[0] -= int(np.prod(shape))
-    if room[0] < 0:
-        raise BadRequest(f"a request's tensors may have {_MOST_ENTRIES:,} entries; send fewer data")
+    room.take(entries=int(np.prod(shape)))
     if sparse:
         values = _dense(message.sparse_csr, values, shape, where)
     elif len(values) != np.prod(shape):
