@@ -47,6 +47,41 @@ def latent_values(latent: Latent, heads: int, rope: Rope) -> dict[str, Any]:
     }
 
 
+_NEMOTRON = {
+    "model_type": "nemotron_h",
+    "vocab_size": 131072,
+    "num_hidden_layers": 52,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+    "mlp_hidden_act": "relu2",
+    "layer_norm_epsilon": 1e-5,
+}
+NEMOTRON_8B = _NEMOTRON | {
+    "hidden_size": 4096,
+    "intermediate_size": 21504,
+    "num_key_value_heads": 8,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+}
+NANO_3 = _NEMOTRON | {
+    "hidden_size": 2688,
+    "intermediate_size": 1856,
+    "num_key_value_heads": 2,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "routed_scaling_factor": 2.5,
+}
+"""Nemotron-H 8B, and Nemotron 3 Nano 30B-A3B."""
+
 ONE_PART = ("moe", "linear_attention", "full_attention", "mlp")
 
 

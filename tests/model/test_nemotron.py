@@ -19,45 +19,11 @@ from isobit.model.adapters.targets import projections
 from isobit.model.hub.checkpoint import read_json
 from isobit.model.hub.shapes import parameter_shapes
 from isobit.precision import QTensor
-from tests.models import one_part_values, tiny_model
+from tests.models import NANO_3, NEMOTRON_8B, one_part_values, tiny_model
 
 from .helpers import directory, logits, oracle_logits, random_model, tokens
 from .test_fp8_blocks import export
 from .test_qwen3_5 import assert_goes_on_from_states
-
-_SIZES = {
-    "model_type": "nemotron_h",
-    "vocab_size": 131072,
-    "num_hidden_layers": 52,
-    "num_attention_heads": 32,
-    "head_dim": 128,
-    "n_groups": 8,
-    "ssm_state_size": 128,
-    "conv_kernel": 4,
-    "mlp_hidden_act": "relu2",
-    "layer_norm_epsilon": 1e-5,
-}
-_8B = _SIZES | {
-    "hidden_size": 4096,
-    "intermediate_size": 21504,
-    "num_key_value_heads": 8,
-    "mamba_num_heads": 128,
-    "mamba_head_dim": 64,
-    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-}
-_NANO_3 = _SIZES | {
-    "hidden_size": 2688,
-    "intermediate_size": 1856,
-    "num_key_value_heads": 2,
-    "mamba_num_heads": 64,
-    "mamba_head_dim": 64,
-    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-    "n_routed_experts": 128,
-    "num_experts_per_tok": 6,
-    "moe_intermediate_size": 1856,
-    "moe_shared_expert_intermediate_size": 3712,
-    "routed_scaling_factor": 2.5,
-}
 
 
 def test_files_as_they_are_published_are_read(tmp_path: Path) -> None:
@@ -80,7 +46,8 @@ def test_files_as_they_are_published_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "billions", "active", "attentions"), [(_8B, 8.10, 8.10, 4), (_NANO_3, 31.6, 3.6, 6)]
+    ("values", "billions", "active", "attentions"),
+    [(NEMOTRON_8B, 8.10, 8.10, 4), (NANO_3, 31.6, 3.6, 6)],
 )
 def test_published_sizes_have_the_parameters_that_are_published(
     values: dict, billions: float, active: float, attentions: int
