@@ -184,6 +184,7 @@ _OWN: Mapping[str, Pick] = {
     "conv_kernel": _one_of(2, 4),
     "time_step_min": _one_of(0.001, 0.6, _LEFT_OUT),
     "moe_shared_expert_intermediate_size": _one_of(16, 20),
+    "moe_latent_size": _one_of(12, 20, None, _LEFT_OUT),
     "linear_num_value_heads": _one_of(2, 4),
     "linear_key_head_dim": _one_of(8, 12),
     "linear_value_head_dim": _one_of(8, 20),
