@@ -241,12 +241,14 @@ def _linear_attention(config: ModelConfig, operand: float) -> float:
 
 
 def _mlp(config: ModelConfig, layer: int, operand: float) -> float:
-    """Gates and up projections, and their product; in a mixture of all experts of a token."""
-    inner = config.inner_of(layer)
+    """Gates and up projections, and their product; in a mixture of all experts of a token, with what
+    goes into a latent and comes out of it."""
+    inner, latent = config.inner_of(layer), 0
     if config.is_mixture(layer) and config.experts is not None:
-        beside = config.experts.shared
+        beside, latent = config.experts.shared, config.experts.latent
         inner = config.experts.per_token * config.experts.intermediate_size + beside
-    return 2 * 2 * (2 if config.gated else 1) * inner + 2 * operand * inner
+    inside = 2 * (2 * 2 + 2 * operand) * latent  # both are written, read, quantized
+    return 2 * 2 * (2 if config.gated else 1) * inner + 2 * operand * inner + inside
 
 
 def _head(config: ModelConfig, rows: float, passes: float = 1) -> Work:

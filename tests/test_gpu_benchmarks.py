@@ -24,7 +24,7 @@ from isobit.model.hub.shapes import parameter_shapes
 from isobit.plan.memory import num_parameters
 from isobit.plan.meta import Described, learning_bytes, page_bytes, weight_bytes
 from isobit.precision import PRESETS
-from tests.models import NANO_3, NEMOTRON_8B
+from tests.models import NANO_3, NEMOTRON_8B, SUPER_3
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -187,12 +187,13 @@ def _one_part(pattern: str) -> ModelConfig:
 
 
 def test_floors_of_layers_of_one_part() -> None:
-    """A layer has what its part has: Nemotron-H 8B multiplies all of its weights, Nemotron 3 Nano
-    those of six of its experts; and a model takes what its layers take one by one."""
+    """A layer has what its part has: Nemotron-H 8B multiplies all of its weights, Nemotron 3 those
+    of its experts that serve a token; and a model takes what its layers take one by one."""
     bf16, tokens = PRESETS["bf16"], 1 << 20
-    for config in (ModelConfig.from_hf(NEMOTRON_8B), ModelConfig.from_hf(NANO_3)):
+    for values, share in ((NEMOTRON_8B, 1), (NANO_3, 6 / 128), (SUPER_3, 22 / 512)):
+        config = ModelConfig.from_hf(values)
         active = sum(
-            math.prod(shape) * (6 / 128 if ".experts." in name else 1)
+            math.prod(shape) * (share if ".experts." in name else 1)
             for name, shape in parameter_shapes(config).items()
             if name.startswith("layers.")
         )
