@@ -235,7 +235,8 @@ def test_the_table_names_every_format() -> None:
         ({"preset": "bf16", "wgrad": "fp8"}, "not quantized"),
         (
             {"preset": "fp8", "bf16_layers": ["out"]},
-            r"precision.bf16_layers.0: expected qkv, qkv_a, q_b, kv_b, o, gate_up, down, experts_in or experts_out, got 'out'",
+            r"precision.bf16_layers.0: expected qkv, qkv_a, q_b, kv_b, o, gate_up, down, "
+            "experts_in or experts_out, got 'out'",
         ),
         ({"preset": "fp8", "bf16_layers": []}, "expected some of qkv"),
         (

@@ -22,8 +22,8 @@ class Experts:
     """A mixture of experts: `count` MLPs of `intermediate_size`, of which `per_token` serve a
     token, with gates that sum to 1 if `normalize`; in all layers but `dense_layers`. `shared`: the
     size of an MLP that serves every token beside them, 0 if there is none. `scoring`: how experts
-    are chosen by scores of their own, None where a softmax over all gives their gates. `latent`: the
-    size of what experts are given and give, 0 if that is the hidden state's."""
+    are chosen by scores of their own, None where a softmax over all gives their gates. `latent`:
+    the size of what experts are given and give, 0 if that is the hidden state's."""
 
     count: int
     per_token: int
