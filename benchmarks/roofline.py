@@ -14,7 +14,15 @@ What is counted, and what is left out, is in `work.py`.
 import argparse
 
 from benchmarks.gpu.shapes import SHAPES
-from benchmarks.work import Rates, decode, floor, learn, prefill
+from benchmarks.work import (
+    Rates,
+    attentions,
+    decode,
+    floor,
+    learn,
+    prefill,
+    state_elements,
+)
 from isobit.model import ModelConfig
 from isobit.plan.memory import num_parameters
 from isobit.precision import PRESETS, Precision
@@ -54,7 +62,7 @@ MEMORY = 139 * 2**30
 
 
 def largest_batch(config: ModelConfig, precision: Precision, context: int) -> int:
-    """Sequences whose keys and values fit beside working weights, FP32 masters and AdamW's
+    """Sequences whose keys, values and states fit beside working weights, FP32 masters and AdamW's
     moments."""
     flow = precision.rollout
     head = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
@@ -65,8 +73,9 @@ def largest_batch(config: ModelConfig, precision: Precision, context: int) -> in
     if not precision.shared:
         weights += 2 * linear + 2 * head  # the learner has its own
     kv = 2 if flow.kv is None else 1 + 4 / config.head_dim
-    width = config.num_layers * 2 * config.num_kv_heads * config.head_dim
-    return max(0, int((0.95 * MEMORY - weights) // (width * kv * context)))
+    width = attentions(config) * 2 * config.num_kv_heads * config.head_dim
+    each = width * kv * context + 4 * state_elements(config)
+    return max(0, int((0.95 * MEMORY - weights) // each))
 
 
 BATCHES, CONTEXTS = (1, 64, 512), (1024, 8192, 32768)

@@ -9,15 +9,20 @@ the kinds of a phase follow each other. At a device's full rates that is a lower
 Counted: linear layers, experts, output head, attention with its cache, states of linear
 attention (read and written once for a sequence's rows, 7 operations a number and row), and the
 traffic of norms, gates and quantization between them. Left out: launches, waiting, sampling,
-collectives, and that linear attention goes from token to token.
+collectives, routers, and that linear attention goes from token to token.
 """
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 from isobit.model import ModelConfig
 from isobit.model.families import FAMILIES
+from isobit.model.hub.mamba import Mamba
+from isobit.model.hub.names import layer_and_role
+from isobit.model.hub.shapes import parameter_shapes
 from isobit.precision import Flow, Precision
+from isobit.precision.flow import LINEAR_LAYERS
 
 
 @dataclass(frozen=True)
@@ -88,86 +93,83 @@ def learn(config: ModelConfig, precision: Precision, tokens: float, length: floa
     }
 
 
-_MATRICES = ("qkv", "o", "gate_up", "down")
-"""Of a layer. Left out: those of latent attention."""
-
-
-def linear_sizes(config: ModelConfig, layer: int | None = None) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of a layer's products, by default of one with attention; of one expert's
-    in a mixture."""
+def linear_sizes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of the products of a layer with attention and an MLP; of one expert's in a
+    mixture. Left out: those of latent attention, and layers of one part."""
     inner = config.intermediate_size if config.routed is None else config.routed.intermediate_size
-    hidden, rows = config.hidden_size, config.qkv_rows(layer or 0)
-    heads = config.num_heads * config.heads_of(layer or 0).dim
-    if config.linear is not None and layer is not None and config.is_linear(layer):
-        heads, rows = config.linear.values, config.linear.channels + config.linear.values
+    hidden = config.hidden_size
     return {
-        "qkv": (rows, hidden),
-        "o": (hidden, heads),
+        "qkv": (config.qkv_rows(0), hidden),
+        "o": (hidden, config.num_heads * config.heads_of(0).dim),
         "gate_up": (2 * inner, hidden),
         "down": (hidden, inner),
     }
 
 
-def _elements_of_a_layer(config: ModelConfig) -> dict[str, float]:
-    """Of each matrix, on average over the layers."""
-    layers = [linear_sizes(config, layer) for layer in range(config.num_layers)]
-    return {
-        name: sum(n * k for n, k in (own[name] for own in layers)) / len(layers)
-        for name in _MATRICES
-    }
+@cache
+def _matrices(config: ModelConfig) -> dict[tuple[int, str], int]:
+    """Of each layer and role, as `layer_and_role` names it, the weights of its linear layer, or of
+    those of all its experts."""
+    found: dict[tuple[int, str], int] = {}
+    for name, shape in parameter_shapes(config).items():
+        if name.rpartition(".")[2] in LINEAR_LAYERS:
+            key = layer_and_role(name)
+            found[key] = found.get(key, 0) + math.prod(shape)
+    return found
+
+
+def _of_experts(role: str) -> bool:
+    return role.startswith("experts ")
 
 
 def elements(config: ModelConfig, tokens: float) -> tuple[float, float]:
     """Weights of the linear layers that (one token multiplies, this many tokens touch between
     them)."""
-    sizes = _elements_of_a_layer(config)
-    attention, mlp = sizes["qkv"] + sizes["o"], sizes["gate_up"] + sizes["down"]
-    used, touched = 1.0, 1.0
-    dense = (
-        3
-        * config.hidden_size
-        * config.intermediate_size
-        * (config.num_layers - config.num_mixtures)
-    )
-    mixtures = config.num_layers if config.routed is None else config.num_mixtures
-    if config.routed is None:
-        dense = 0
-    else:
-        count, used = config.routed.count, float(config.routed.per_token)
-        touched = count * (1 - (1 - used / count) ** tokens)  # of a router that chooses evenly
-    outside = config.num_layers * attention + dense
-    return outside + mixtures * used * mlp, outside + mixtures * touched * mlp
+    sizes = _matrices(config)
+    experts = sum(size for (_, role), size in sizes.items() if _of_experts(role))
+    others = sum(sizes.values()) - experts
+    used = _used(config)
+    touched = 1 - (1 - used) ** tokens  # of a router that chooses evenly
+    return others + used * experts, others + touched * experts
+
+
+def _used(config: ModelConfig) -> float:
+    """The share of the experts that serve a token."""
+    return 1.0 if config.routed is None else config.routed.per_token / config.routed.count
 
 
 def attended(config: ModelConfig, keys: float) -> float:
     """Keys that a row attends to, in all layers together, where `keys` stand before it on
     average. Where a layer has a window this is a bound: short rows see fewer."""
     if not config.windows:
-        return keys * _attentions(config)
+        return keys * attentions(config)
     return sum(keys if window is None else min(keys, window) for window in config.windows)
 
 
-def _attentions(config: ModelConfig) -> int:
+def attentions(config: ModelConfig) -> int:
     """Layers with keys and values."""
     layers = range(config.num_layers)
     return sum(config.has_attention(layer) and not config.is_linear(layer) for layer in layers)
 
 
+def state_elements(config: ModelConfig) -> int:
+    """Of a sequence's states, in all layers with linear attention together."""
+    linear = config.linear
+    return 0 if linear is None else len(linear.layers) * math.prod(linear.state)
+
+
 def quantized_share(config: ModelConfig, precision: Precision, use: str) -> float:
-    """Of the linear layers' weights, the share whose products a use runs in FP8: all but those
-    of excepted layers and of the matrices that stay in BF16."""
-    found = 0.0
-    for layer in range(config.num_layers):
-        sizes = {name: n * k for name, (n, k) in linear_sizes(config, layer).items()}
+    """Of the weights of linear layers that one token multiplies, the share whose products a use
+    runs in FP8: all but those of excepted layers and of the matrices that stay in BF16."""
+    low = whole = 0.0
+    for (layer, role), size in _matrices(config).items():
+        size = size * _used(config) if _of_experts(role) else size
         flow = precision.flow(use, layer, config.num_layers)
-        linear = {name: precision.linear_flow(flow, name) for name in _MATRICES}
-        low = [
-            name
-            for name, own in linear.items()
-            if own.weight is not None and own.activation is not None
-        ]
-        found += sum(sizes[name] for name in low) / sum(sizes.values())
-    return found / config.num_layers
+        linear = precision.linear_flow(flow, role.rpartition(" ")[2])
+        whole += size
+        if linear.weight is not None and linear.activation is not None:
+            low += size
+    return low / whole
 
 
 def _forward(
@@ -186,40 +188,67 @@ def _forward(
     width = 2 * config.num_kv_heads * config.head_dim
     seen = attended(config, keys)
     between = share * _between(config, True) + (1 - share) * _between(config, False)
-    state = (
-        0.0 if config.linear is None else len(config.linear.layers) * math.prod(config.linear.state)
-    )
+    state = state_elements(config)
     return {
         "linear": Work((1 - share) * operations, share * operations, touched * weight_bytes),
-        "between": Work(bytes=rows * config.num_layers * between),
+        "between": Work(bytes=rows * between),
         "attention": Work(
             4 * rows * seen * config.num_heads * config.head_dim + 7 * rows * state,
             0,
-            width * kv_bytes * (sequences * seen + rows * _attentions(config))
+            width * kv_bytes * (sequences * seen + rows * attentions(config))
             + 2 * 4 * sequences * state,
         ),
     }
 
 
 def _between(config: ModelConfig, quantized: bool) -> float:
-    """Bytes that a token's rows cost in one layer outside the weights: what fused kernels read
+    """Bytes that a token's rows cost in all layers outside the weights: what fused kernels read
     and write. Left out: heads that differ by layer."""
     operand = 1 + 4 / 128 if quantized else 2
-    inner = config.intermediate_size
-    if config.routed is not None:
-        inner = config.routed.per_token * config.routed.intermediate_size
-    heads = config.num_heads * config.head_dim
-    qkv = heads + 2 * config.num_kv_heads * config.head_dim
-    norms = 2 * (
-        6 * config.hidden_size + 2 * operand * config.hidden_size
-    )  # x, residual, sum; y written and read
-    norms += (len(FAMILIES[config.family].norms) - 2) * 2 * 2 * config.hidden_size  # read, written
-    attention = 2 * 2 * qkv + 2 * heads + (2 + 2 * operand) * heads
+    hidden, total = config.hidden_size, 0.0
+    norm = 6 * hidden + 2 * operand * hidden  # x, residual, sum; y written and read
+    more = len(FAMILIES[config.family].norms) - 2
+    for layer in range(config.num_layers):
+        if config.has_attention(layer):
+            linear = config.is_linear(layer)
+            total += _linear_attention(config, operand) if linear else _attention(config, operand)
+        if config.has_mlp(layer):
+            total += _mlp(config, layer, operand)
+        parts = config.has_attention(layer) + config.has_mlp(layer)
+        total += parts * (norm + 2 * hidden)  # what the part gives, written
+        total += more * 2 * 2 * hidden  # read, written
+    return total
+
+
+def _attention(config: ModelConfig, operand: float) -> float:
+    heads, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv = heads + 2 * keys
+    total = 2 * 2 * qkv + 2 * heads + (2 + 2 * operand) * heads
     if (
         config.qk_norm and config.norms_all_heads
     ):  # copied out, normed, and put back beside the values
-        attention += 2 * 2 * (3 * qkv - 2 * config.num_kv_heads * config.head_dim)
-    return norms + attention + 2 * 2 * 2 * inner + 2 * operand * inner + 2 * 2 * config.hidden_size
+        total += 2 * 2 * (3 * qkv - 2 * keys)
+    return total
+
+
+def _linear_attention(config: ModelConfig, operand: float) -> float:
+    """Projected, convolved, recalled; gated and normed."""
+    sizes = config.linear
+    assert sizes is not None
+    projected = sizes.projected if isinstance(sizes, Mamba) else sizes.channels + sizes.values
+    written = projected + sizes.channels + sizes.values
+    return 2 * 2 * written + 2 * operand * sizes.values
+
+
+def _mlp(config: ModelConfig, layer: int, operand: float) -> float:
+    """Gates and up projections, and their product; in a mixture of all experts of a token, with what
+    goes into a latent and comes out of it."""
+    inner, latent = config.inner_of(layer), 0
+    if config.is_mixture(layer) and config.experts is not None:
+        beside, latent = config.experts.shared, config.experts.latent
+        inner = config.experts.per_token * config.experts.intermediate_size + beside
+    inside = 2 * (2 * 2 + 2 * operand) * latent  # both are written, read, quantized
+    return 2 * 2 * (2 if config.gated else 1) * inner + 2 * operand * inner + inside
 
 
 def _head(config: ModelConfig, rows: float, passes: float = 1) -> Work:

@@ -47,6 +47,59 @@ def latent_values(latent: Latent, heads: int, rope: Rope) -> dict[str, Any]:
     }
 
 
+_NEMOTRON = {
+    "model_type": "nemotron_h",
+    "vocab_size": 131072,
+    "num_hidden_layers": 52,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+    "mlp_hidden_act": "relu2",
+    "layer_norm_epsilon": 1e-5,
+}
+NEMOTRON_8B = _NEMOTRON | {
+    "hidden_size": 4096,
+    "intermediate_size": 21504,
+    "num_key_value_heads": 8,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+}
+NANO_3 = _NEMOTRON | {
+    "hidden_size": 2688,
+    "intermediate_size": 1856,
+    "num_key_value_heads": 2,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "routed_scaling_factor": 2.5,
+}
+SUPER_3 = _NEMOTRON | {
+    "hidden_size": 4096,
+    "intermediate_size": 2688,
+    "num_hidden_layers": 88,
+    "num_key_value_heads": 2,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*"
+    "EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+    "num_nextn_predict_layers": 1,
+    "mtp_hybrid_override_pattern": "*E",
+    "n_routed_experts": 512,
+    "num_experts_per_tok": 22,
+    "moe_intermediate_size": 2688,
+    "moe_latent_size": 1024,
+    "moe_shared_expert_intermediate_size": 5376,
+    "routed_scaling_factor": 5.0,
+}
+"""Nemotron-H 8B, Nemotron 3 Nano 30B-A3B, and Nemotron 3 Super 120B-A12B."""
+
 ONE_PART = ("moe", "linear_attention", "full_attention", "mlp")
 
 
@@ -61,6 +114,10 @@ def one_part_values(kinds: Sequence[str]) -> dict[str, Any]:
         "linear": Mamba(mamba, 2, 4, 8, 12, 4, least_step=0.02),
         "experts": Experts(6, 2, 24, True, without, 40, Scoring(2, 1, 1.7)),
     }
+
+
+LATENT_EXPERTS = Experts(6, 2, 24, True, (1, 2, 3), 40, Scoring(2, 1, 1.7), latent=20)
+"""Of the layers of `ONE_PART`."""
 
 
 def tensor(value: object) -> Tensor:
@@ -91,6 +148,8 @@ def variant_of(family: str, inner: int) -> tuple[str, dict[str, Any]]:
     family, _, form = family.partition("-")
     if form == "experts":
         return family, {"experts": Experts(5, 2, 24, shared=inner)}
+    if form == "latent":
+        return family, {"experts": LATENT_EXPERTS}
     if form == "small":
         return family, {"num_layers": 4, "inputs": LayerInputs(12, 2, wide=True)}
     assert not form

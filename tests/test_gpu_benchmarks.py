@@ -2,6 +2,7 @@
 roofline's arithmetic."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,10 +18,13 @@ from benchmarks.gpu.shapes import SHAPES, shortened
 from benchmarks.gpu.targets import NOT_MEASURED, bits_table, ceilings_table, table, targets
 from benchmarks.gpu.tests import GROUPS
 from benchmarks.roofline import H200, grpo_step, largest_batch
-from benchmarks.work import Work, decode, floor, learn
+from benchmarks.work import Work, decode, floor, learn, prefill
+from isobit.model import ModelConfig
+from isobit.model.hub.shapes import parameter_shapes
 from isobit.plan.memory import num_parameters
 from isobit.plan.meta import Described, learning_bytes, page_bytes, weight_bytes
 from isobit.precision import PRESETS
+from tests.models import NANO_3, NEMOTRON_8B, SUPER_3
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -174,6 +178,41 @@ def test_floors_are_bytes_or_operations() -> None:
     linear = learn(config, bf16, 1 << 20, 1024)["linear"].bf16
     outside = 2 * config.vocab_size * config.hidden_size
     assert linear == pytest.approx(6 * (1 << 20) * (num_parameters(config) - outside), rel=0.01)
+
+
+def _one_part(pattern: str) -> ModelConfig:
+    """Nemotron 3 Nano with these layers."""
+    layers = {"num_hidden_layers": len(pattern), "hybrid_override_pattern": pattern}
+    return ModelConfig.from_hf(NANO_3 | layers)
+
+
+def test_floors_of_layers_of_one_part() -> None:
+    """A layer has what its part has: Nemotron-H 8B multiplies all of its weights, Nemotron 3 those
+    of its experts that serve a token; and a model takes what its layers take one by one."""
+    bf16, tokens = PRESETS["bf16"], 1 << 20
+    for values, share in ((NEMOTRON_8B, 1), (NANO_3, 6 / 128), (SUPER_3, 22 / 512)):
+        config = ModelConfig.from_hf(values)
+        active = sum(
+            math.prod(shape) * (share if ".experts." in name else 1)
+            for name, shape in parameter_shapes(config).items()
+            if name.startswith("layers.")
+        )
+        found = learn(config, bf16, tokens, 1024)["linear"].bf16
+        assert found == pytest.approx(6 * tokens * active, rel=0.01)
+    for use in (decode, prefill, learn):
+        whole, *apart = (use(_one_part(layers), bf16, 64, 900) for layers in ("MM-*E", *"MM-*E"))
+        for kind in ("linear", "between", "attention"):
+            for what in ("bf16", "bytes"):
+                alone = sum(getattr(one[kind], what) for one in apart)
+                assert getattr(whole[kind], what) == pytest.approx(alone)
+                control = alone + getattr(apart[0][kind], what)
+                assert control == 0 or getattr(whole[kind], what) != pytest.approx(control)
+    mamba, mlp, attention = (decode(_one_part(one), bf16, 64, 900)["attention"] for one in "M-*")
+    assert mlp.bytes == mlp.bf16 == 0
+    assert mamba.bytes == 64 * 2 * 4 * 64 * 64 * 128, "a state is read and written"
+    assert attention.bytes == 2 * 2 * 2 * 128 * 64 * (900 + 1), "keys and values are read"
+    states = [largest_batch(_one_part(one), bf16, 900) for one in ("MM-*E", "MM-*E*", "M-*E")]
+    assert states[1] < states[0] < states[2]
 
 
 def test_fp8_wins_at_most_what_its_bytes_and_rate_allow() -> None:

@@ -99,6 +99,7 @@ FLOWS = [
     ("fp8", "gemma4_text-experts"),
     ("fp8", "gemma4_text-small"),
     ("fp8", "gpt_oss"),
+    ("fp8", "nemotron_h-latent"),
 ]
 
 

@@ -19,6 +19,8 @@ from isobit.model.hub.linear_attention import LinearAttention
 from isobit.model.hub.multipliers import Multipliers
 from tests.models import (
     ALPHABET,
+    LATENT_EXPERTS,
+    ONE_PART,
     latent_values,
     level,
     one_part_values,
@@ -124,6 +126,10 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         one_part_values(("linear_attention", "mlp", "moe", "linear_attention", "full_attention")),
         {"rms_eps": 1e-2},
     ),
+    "nemotron_h-latent": (
+        one_part_values(ONE_PART) | {"experts": LATENT_EXPERTS},
+        {"rms_eps": 1e-2},
+    ),
     "smollm3": ({"windows": (None, 5, None), "unrotated": (1,)}, {"unrotated": ()}),
 }
 """Family to what differs from `CONFIG`, and what the control changes."""
@@ -147,10 +153,10 @@ def random_model(family: str, preset: str, backend: str) -> Model:
 
 
 BY_REFERENCE = ("mistral", "gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v3", "nemotron_h")
-BY_REFERENCE += ("gemma4_text-experts", "gemma4_text-small")
+BY_REFERENCE += ("gemma4_text-experts", "gemma4_text-small", "nemotron_h-latent")
 """What `make test` has of the reference operators, which take ten times as long: windows, a scale of
 queries, heads by layer and capped logits, sinks and experts, latent attention, experts beside an
-MLP, keys of other layers, Mamba-2."""
+MLP, keys of other layers, Mamba-2, experts in a latent."""
 
 
 @pytest.mark.parametrize(

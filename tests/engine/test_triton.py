@@ -104,6 +104,7 @@ _GROWN = Rope(
         ("deepseek_v3", {}),
         ("qwen3_5_moe_text", {"linear": LinearAttention((0,), 1, 2, 16, 16)}),
         ("nemotron_h", {"num_layers": 3, "linear": Mamba((1,), 1, 2, 16, 16, 4, 0.02)}),
+        ("nemotron_h-latent", {"num_layers": 1}),
     ],
 )
 def test_zero_bits_differ_in_other_families(family: str, own: dict[str, Any]) -> None:

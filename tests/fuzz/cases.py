@@ -209,8 +209,11 @@ def _experts(
     best = rng.randint(1, groups)
     chosen = min(chosen, best * per_group)
     scoring = Scoring(groups, best, rng.choice((1.0, 2.5)))
-    beside = shared if kinds else size
-    return Experts(groups * per_group, chosen, size, normalize, dense, beside, scoring)
+    beside, latent = size, 0
+    if kinds:
+        beside, latent = shared, rng.choice((0, 0, _size(rng) // 2))
+    count = groups * per_group
+    return Experts(count, chosen, size, normalize, dense, beside, scoring, latent)
 
 
 def _rope(rng: Random) -> Rope:

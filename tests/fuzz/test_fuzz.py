@@ -134,6 +134,7 @@ def test_cases_repeat_and_cover_what_they_should() -> None:
     assert all(case.flow.unified and case.flow.varies_with_batch() is None for case in drawn)
     assert {case.config.family for case in drawn} == set(FAMILIES)
     assert {case.weights for case in drawn} == set(KINDS)
+    assert {kind for case in drawn for kind in case.config.kinds} == {*cases.PARTS}
     kinds = {"default", "linear", "llama3", "longrope", "yarn"}
     assert {case.config.rope.kind for case in drawn} == kinds
     assert {case.flow.name.partition("[")[0] for case in drawn} == {

@@ -178,6 +178,7 @@ BASES["nemotron_h"] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "moe_shared_expert_intermediate_size": 20,
+    "moe_latent_size": None,
     "n_group": 2,
     "routed_scaling_factor": 1.5,
     "norm_topk_prob": True,
@@ -221,6 +222,7 @@ SHAPES = (
     ),
     *("layers_block_type", "hybrid_override_pattern", "mamba_num_heads", "mamba_head_dim"),
     *("ssm_state_size", "n_groups", "conv_kernel", "moe_shared_expert_intermediate_size"),
+    "moe_latent_size",
     *("linear_conv_kernel_dim", "full_attention_interval", "layer_types"),
     *("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config"),
     *("hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers"),
@@ -998,6 +1000,7 @@ def _nemotron(family: str) -> Iterator[Row]:
     yield "earlier names", {"layers_block_type": ["mamba", "mlp", "attention", "moe"]}, ""
     yield "Mamba-2 alone", {"layers_block_type": kinds[:1] * 2}, ""
     yield "attention and experts", {"layers_block_type": kinds[2:]}, ""
+    yield "no latent", {"moe_latent_size": _LEFT_OUT}, ""
     yield "no kinds", {"layers_block_type": _LEFT_OUT}, "'hybrid_override_pattern' is missing"
     yield "another kind", {"layers_block_type": ["rwkv"]}, "layers_block_type must list layers"
     yield "another letter", {**pattern, "hybrid_override_pattern": "MX"}, "a letter for each layer"
@@ -1008,14 +1011,15 @@ def _nemotron(family: str) -> Iterator[Row]:
         *(("n_groups", 1), ("n_groups", 4), ("mamba_head_dim", 20), ("ssm_state_size", 7)),
         *(("conv_kernel", 2), ("mamba_num_heads", 6), ("time_step_min", 0.0)),
         *(("time_step_limit", [0.1, 0.2]), ("chunk_size", 16), ("expand", 3)),
+        *(("moe_latent_size", 12), ("moe_latent_size", 48), ("num_nextn_predict_layers", 1)),
     ):
         yield f"{key} {value}", {key: value}, ""
     yield "time_step_min left out", {"time_step_min": _LEFT_OUT}, ""
     yield "time_step_min as text", {"time_step_min": "0.1"}, "time_step_min has the wrong type"
     yield "3 heads of Mamba-2", {"mamba_num_heads": 3}, "cannot share"
     for key, other in (
-        *(("use_bias", True), ("mamba_proj_bias", True), ("moe_latent_size", 16)),
-        *(("residual_in_fp32", True), ("num_nextn_predict_layers", 1), ("sliding_window", 8)),
+        *(("use_bias", True), ("mamba_proj_bias", True), ("moe_latent_size", 0)),
+        *(("residual_in_fp32", True), ("sliding_window", 8)),
         *(("use_conv_bias", False), ("mamba_hidden_act", "gelu"), ("mlp_hidden_act", "silu")),
         ("n_shared_experts", 2),
     ):

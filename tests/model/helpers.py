@@ -359,6 +359,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
         },
     ),
+    "nemotron-h-latent": (
+        "NemotronH",
+        {
+            **_NEMOTRON,
+            "layers_block_type": ["moe", "linear_attention", "moe", "full_attention"],
+            "moe_latent_size": 20,
+            "n_group": 2,
+        },
+    ),
     "mistral": ("Mistral", {"head_dim": 20, "sliding_window": 11}),
     "qwen3-windows": ("Qwen3", {"head_dim": 20, **_WINDOWS, "max_window_layers": 1}),
 }

@@ -8,6 +8,7 @@ from typing import Any
 from isobit.errors import IsobitError
 from isobit.model import ModelConfig
 from isobit.model.families import FAMILIES
+from isobit.model.hub.layer_kinds import LETTERS, PATTERN
 
 from .config_variants import BASES, ORIGINAL
 
@@ -107,8 +108,10 @@ def _kinds(drawn: random.Random, family: str, layers: int) -> dict[str, Any]:
         if table.windows.flag:
             found["use_sliding_window"] = drawn.random() < 0.5
     if table.one_part:
-        parts = ("linear_attention", "full_attention", "mlp", "moe")
-        found["layers_block_type"] = [drawn.choice(parts) for _ in range(layers)]
+        pattern = "".join(drawn.choice("M*-E") for _ in range(layers))
+        listed = drawn.random() < 0.5
+        kinds = [LETTERS[letter] for letter in pattern] if listed else _LEFT_OUT
+        found |= {"layers_block_type": kinds, PATTERN: _LEFT_OUT if listed else pattern}
     by_name = (not table.one_part and table.linear_attention) or (
         table.windows is not None and not table.windows.nullable
     )
@@ -173,6 +176,7 @@ _OWN: Mapping[str, Pick] = {
     "use_double_wide_mlp": _one_of(True, False, _LEFT_OUT),
     "enable_moe_block": _one_of(True, False),
     "top_k_experts": _one_of(1, 2),
+    "layer_norm_epsilon": _one_of(1e-6, 1e-5, 1e-3, 1.0, _LEFT_OUT),
     "mamba_num_heads": _one_of(2, 4),
     "mamba_head_dim": _one_of(8, 12),
     "ssm_state_size": _one_of(8, 16),
@@ -180,6 +184,7 @@ _OWN: Mapping[str, Pick] = {
     "conv_kernel": _one_of(2, 4),
     "time_step_min": _one_of(0.001, 0.6, _LEFT_OUT),
     "moe_shared_expert_intermediate_size": _one_of(16, 20),
+    "moe_latent_size": _one_of(12, 20, None, _LEFT_OUT),
     "linear_num_value_heads": _one_of(2, 4),
     "linear_key_head_dim": _one_of(8, 12),
     "linear_value_head_dim": _one_of(8, 20),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from isobit.errors import IsobitError
 from isobit.kernels import NoStore, StateStore
@@ -19,45 +19,11 @@ from isobit.model.adapters.targets import projections
 from isobit.model.hub.checkpoint import read_json
 from isobit.model.hub.shapes import parameter_shapes
 from isobit.precision import QTensor
-from tests.models import one_part_values, tiny_model
+from tests.models import NANO_3, NEMOTRON_8B, SUPER_3, one_part_values, tiny_model
 
 from .helpers import directory, logits, oracle_logits, random_model, tokens
 from .test_fp8_blocks import export
 from .test_qwen3_5 import assert_goes_on_from_states
-
-_SIZES = {
-    "model_type": "nemotron_h",
-    "vocab_size": 131072,
-    "num_hidden_layers": 52,
-    "num_attention_heads": 32,
-    "head_dim": 128,
-    "n_groups": 8,
-    "ssm_state_size": 128,
-    "conv_kernel": 4,
-    "mlp_hidden_act": "relu2",
-    "layer_norm_epsilon": 1e-5,
-}
-_8B = _SIZES | {
-    "hidden_size": 4096,
-    "intermediate_size": 21504,
-    "num_key_value_heads": 8,
-    "mamba_num_heads": 128,
-    "mamba_head_dim": 64,
-    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-}
-_NANO_3 = _SIZES | {
-    "hidden_size": 2688,
-    "intermediate_size": 1856,
-    "num_key_value_heads": 2,
-    "mamba_num_heads": 64,
-    "mamba_head_dim": 64,
-    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-    "n_routed_experts": 128,
-    "num_experts_per_tok": 6,
-    "moe_intermediate_size": 1856,
-    "moe_shared_expert_intermediate_size": 3712,
-    "routed_scaling_factor": 2.5,
-}
 
 
 def test_files_as_they_are_published_are_read(tmp_path: Path) -> None:
@@ -80,13 +46,15 @@ def test_files_as_they_are_published_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "billions", "active", "attentions"), [(_8B, 8.10, 8.10, 4), (_NANO_3, 31.6, 3.6, 6)]
+    ("values", "billions", "active", "attentions"),
+    [(NEMOTRON_8B, 8.10, 8.10, 4), (NANO_3, 31.6, 3.6, 6), (SUPER_3, 120.6, 12.7, 8)],
 )
 def test_published_sizes_have_the_parameters_that_are_published(
     values: dict, billions: float, active: float, attentions: int
 ) -> None:
-    """Of Nemotron-H 8B, and of Nemotron 3 Nano 30B-A3B, which NVIDIA gives as 31.6B of which 3.6B
-    serve a token, embeddings included."""
+    """Of Nemotron-H 8B; of Nemotron 3 Nano 30B-A3B, which NVIDIA gives as 31.6B of which 3.6B
+    serve a token, embeddings included; and of Nemotron 3 Super, 120.6B and 12.7B. Its sizes, as
+    vLLM's and others' code has them, are not of a checkpoint that was read here."""
     config = ModelConfig.from_hf(values)
     shapes = parameter_shapes(config)
     total = sum(map(math.prod, shapes.values()))
@@ -97,6 +65,38 @@ def test_published_sizes_have_the_parameters_that_are_published(
     assert (total - experts * (1 - share)) / 1e9 == pytest.approx(active, rel=1e-2)
     assert config.kinds.count("full_attention") == attentions
     assert config.attention_scale == 128**-0.5
+
+
+def test_what_predicts_further_tokens_is_not_read(tmp_path: Path) -> None:
+    """Its tensors and keys, as Nemotron 3 Super's files have them. The control: such a tensor of
+    another name."""
+    theirs, path = directory(tmp_path, "nemotron-h-latent")
+    values = json.loads((path / "config.json").read_text())
+    more = {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
+    (path / "config.json").write_text(json.dumps(values | more))
+    tensors, sequence = load_file(path / "model.safetensors"), tokens(40)
+    assert tensors["backbone.layers.0.mixer.fc1_latent_proj.weight"].shape[0] == 20
+    more = {"mtp.layers.0.eh_proj.weight": torch.ones(3, 2)}
+    save_file(tensors | more, path / "model.safetensors")
+    model = Model.load(path, "float32")
+    assert float((logits(model, sequence) - oracle_logits(theirs, sequence)).abs().max()) <= 2e-4
+    save_file(tensors | {"heads.eh_proj.weight": torch.ones(3, 2)}, path / "model.safetensors")
+    with pytest.raises(IsobitError, match=r"tensor heads.eh_proj.weight is not part"):
+        Model.load(path, "float32")
+
+
+def test_a_latent_is_in_the_flow_as_other_matrices_are() -> None:
+    """In FP8, or in BF16 where that is asked for."""
+    low = {
+        flow: {
+            weight.name.rpartition(".")[2]
+            for weight in tiny_model(flow, "nemotron_h-latent").transformer.rollout_weights()
+            if isinstance(weight.working, QTensor)
+        }
+        for flow in ("fp8", "fp8[bf16_layers=[experts_in, experts_out]]")
+    }
+    whole, less = low.values()
+    assert whole - less == {"experts_in", "experts_out"}
 
 
 def test_layers_store_what_they_are() -> None:

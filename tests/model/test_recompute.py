@@ -24,6 +24,7 @@ CASES = [
     ("fp8", "gemma4_text-experts"),
     ("fp8", "gemma4_text-small"),
     ("fp8", "nemotron_h"),
+    ("fp8", "nemotron_h-latent"),
     ("fp8[kv_cache=e4m3-calibrated]", "qwen2"),
 ]
 

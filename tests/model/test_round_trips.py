@@ -13,6 +13,7 @@ from isobit.errors import IsobitError
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
 from isobit.model.families import FAMILIES
 from isobit.model.families.rope import KINDS, PROPORTIONAL, Rope
+from isobit.model.hub.layer_kinds import LETTERS
 from isobit.training.train import train
 from tests.models import ALPHABET, tiny_model
 from tests.runs import write_config
@@ -83,6 +84,8 @@ def test_every_family_and_every_feature_is_drawn() -> None:
     )
     assert any(config.windows for config in drawn)
     assert any(config.unrotated for config in drawn)
+    assert all(len({c.rms_eps for c in drawn if c.family == family}) > 1 for family in FAMILIES)
+    assert {kind for config in drawn for kind in config.kinds} == {*LETTERS.values()}
 
 
 def test_control_a_key_that_is_left_out_is_noticed(

@@ -45,6 +45,7 @@ FLOWS = [
     ("fp8", "qwen3_5_moe_text"),
     ("fp8", "deepseek_v3"),
     ("fp8", "nemotron_h"),
+    ("fp8", "nemotron_h-latent"),
     ("fp8[query=e4m3]", "qwen2"),
     ("fp8", "olmo2"),
     ("fp8[kv_cache=e4m3-calibrated,query=e4m3-calibrated]", "qwen3"),

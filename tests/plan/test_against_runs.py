@@ -43,6 +43,7 @@ RUNS = [
     ("fp8", "gemma4_text-experts", ()),
     ("fp8", "gemma4_text-small", ()),
     ("fp8", "gpt_oss", ()),
+    ("fp8", "nemotron_h-latent", ()),
     ("fp8", "qwen3_5_text", ("evaluation.every=1", "evaluation.samples=4")),
     ("fp8", "qwen3", ("optimizer.masters=bf16", "optimizer.state=8bit")),
     ("fp8", "qwen3", ("optimizer.name=muon",)),

@@ -67,7 +67,7 @@ def test_what_is_held_and_a_layers_gradient_are_the_designs(
 @pytest.mark.parametrize(
     "family",
     ["qwen3", "qwen3_moe", "llama", "qwen2", "qwen3_5_text", "deepseek_v3"]
-    + ["gemma4_text-experts", "gemma4_text-small", "nemotron_h"],
+    + ["gemma4_text-experts", "gemma4_text-small", "nemotron_h", "nemotron_h-latent"],
 )
 @pytest.mark.parametrize("flow", FLOWS)
 def test_working_weights_have_these_bytes(flow: str, family: str) -> None:

@@ -235,12 +235,13 @@ def test_the_table_names_every_format() -> None:
         ({"preset": "bf16", "wgrad": "fp8"}, "not quantized"),
         (
             {"preset": "fp8", "bf16_layers": ["out"]},
-            r"precision.bf16_layers.0: expected qkv, qkv_a, q_b, kv_b, o, gate_up or down, got 'out'",
+            r"precision.bf16_layers.0: expected qkv, qkv_a, q_b, kv_b, o, gate_up, down, "
+            "experts_in or experts_out, got 'out'",
         ),
         ({"preset": "fp8", "bf16_layers": []}, "expected some of qkv"),
         (
             {"preset": "fp8", "bf16_layers": 2},
-            "expected qkv, qkv_a, q_b, kv_b, o, gate_up or down, got 2",
+            "expected qkv, qkv_a, q_b, kv_b, o, gate_up, down, experts_in or experts_out, got 2",
         ),
         ({"preset": "bf16", "bf16_layers": "o"}, "no linear layer"),
         ({"preset": "bf16", "weight_scale": "fp32"}, "no linear layer"),

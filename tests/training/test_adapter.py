@@ -38,7 +38,7 @@ ADAPTER = {"rank": 4, "alpha": 8}
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     gemma4 = ("gemma4_text", "gemma4_text-experts", "gemma4_text-small")
-    for family in ("qwen3", "qwen3_moe", "gemma3_text", *gemma4, "gpt_oss"):
+    for family in ("qwen3", "qwen3_moe", "gemma3_text", *gemma4, "gpt_oss", "nemotron_h-latent"):
         tiny_model(family=family, scale=4.0).save(folder / family)
     return folder
 
@@ -71,6 +71,7 @@ def _run(folder: Path, models: Path, **changes: Any) -> TrainResult:
         ("fp8", "gemma4_text-experts"),
         ("fp8", "gemma4_text-small"),
         ("fp8", "gpt_oss"),
+        ("fp8", "nemotron_h-latent"),
     ],
 )
 def test_no_token_differs_after_updates(

@@ -284,7 +284,12 @@ class _LayerMaker:
         if config.shared_gate:
             gate = _single(self.named("shared_gate"), self.sources)
         count, normalize = config.experts.per_token, config.experts.normalize
-        found = Mixture(router, experts, gate_up, down, count, normalize, shared, gate)
+        latent = None
+        if config.experts.latent:
+            latent = self.made("experts_in"), self.made("experts_out")
+        found = Mixture(
+            router, experts, gate_up, down, count, normalize, shared, gate, latent=latent
+        )
         if config.experts_beside:
             norms = {one.name: self.norm(one.name) for one in fields(Beside)[:-1]}
             beside = Beside(**norms, expert_scale=self.single("expert_scale"))

@@ -17,7 +17,10 @@ PRECISIONS = (
     "nvfp4-rollout", "mxfp8", "nvfp4",
 )  # fmt: skip
 """In the order of `PRESETS` (tests/test_completion.py)."""
-LINEAR_LAYERS = ("qkv", "qkv_a", "q_b", "kv_b", "o", "gate_up", "down")
+LINEAR_LAYERS = (
+    *("qkv", "qkv_a", "q_b", "kv_b", "o", "gate_up", "down"),
+    *("experts_in", "experts_out"),  # of a latent that experts work in
+)
 """The matrices of a layer, or of its experts, by name: those that a flow may quantize."""
 
 Scale = Literal["fp32", "ue8m0"]

@@ -12,5 +12,6 @@ PROJECTIONS = (
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # of latent attention
     *("in_proj_qkv", "in_proj_z", "in_proj", "out_proj"),  # of linear attention, and of Mamba-2
     *MLP_PROJECTIONS,
+    *("fc1_latent_proj", "fc2_latent_proj"),  # of a latent that experts work in
 )
 ALL_LINEAR = "all-linear"

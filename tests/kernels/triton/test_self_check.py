@@ -2,6 +2,7 @@
 promise that is broken."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,8 @@ def _after_stored_rows(operator: Callable[..., Any]) -> Callable[..., Any]:
     """Another result where a sequence goes on."""
 
     def call(*given: Any) -> Any:
-        y = operator(*given)
-        return _changed(y) if int(given[-1].context[0]) else y
+        y, layout = operator(*given), next(one for one in given if isinstance(one, Layout))
+        return _changed(y) if int(layout.context[0]) else y
 
     return call
 
@@ -114,8 +115,23 @@ def _quantized(ops: TritonOps) -> Any:
     return self_check._quantized(ops, self_check.SMALL.width)
 
 
-def _recurrent(ops: TritonOps) -> Any:
-    return self_check._recurrent(ops, self_check.SMALL.states)
+def _delta(ops: TritonOps) -> Any:
+    return self_check._recurrent(ops, self_check.SMALL.states, "delta rule")
+
+
+def _mamba(ops: TritonOps) -> Any:
+    return self_check._recurrent(ops, self_check.SMALL.states, "Mamba-2")
+
+
+def _without_bias(operator: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given: operator(*given[:4])
+
+
+def _without_skip(operator: Callable[..., Any]) -> Callable[..., Any]:
+    def call(qkv: Any, gates: Any, heads: Any, *rest: Any) -> Any:
+        return operator(qkv, gates, replace(heads, skip=torch.zeros_like(heads.skip)), *rest)
+
+    return call
 
 
 @pytest.mark.parametrize(
@@ -140,11 +156,15 @@ def _recurrent(ops: TritonOps) -> Any:
             _quantized,
             {"quantize": lambda operator: lambda *given: _changed(operator(*given))},
         ),
-        (_recurrent, {"short_convolution": _after_stored_rows}),
-        (_recurrent, {"short_convolution": _wrong}),
-        (_recurrent, {"delta_rule": _after_stored_rows}),
-        (_recurrent, {"delta_rule": _wrong}),
-        (_recurrent, {"delta_rule": _other_states}),
+        (_delta, {"short_convolution": _after_stored_rows}),
+        (_delta, {"short_convolution": _wrong}),
+        (_delta, {"delta_rule": _after_stored_rows}),
+        (_delta, {"delta_rule": _wrong}),
+        (_delta, {"delta_rule": _other_states}),
+        (_mamba, {"short_convolution": _without_bias}),
+        (_mamba, {"delta_rule": _after_stored_rows}),
+        (_mamba, {"delta_rule": _without_skip}),
+        (_mamba, {"delta_rule": _other_states}),
         (
             self_check._rounded,
             {"round_stochastically": lambda operator: lambda *given: _changed(operator(*given))},

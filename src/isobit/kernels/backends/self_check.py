@@ -1,10 +1,10 @@
 """Whether the kernels keep on this GPU what they promise, before a run counts on it.
 
 Nothing but a run on a GPU can show that its matrix instructions give a row the same bits alone and
-among others. So the first start on a machine computes products, attention, linear attention, the
-output head, norms and gates: rows alone, a few of them and all must agree in every bit, and be the
-reference's within a bound; and the rounding of BF16 masters, in every bit. What is compared is
-float32, with the logarithms of attention's sums: rounded to BF16, another order of a sum shows in
+among others. So the first start on a machine computes products, attention, linear attention by both
+of its rules, the output head, norms and gates: rows alone, a few of them and all must agree in every
+bit, and be the reference's within a bound; and the rounding of BF16 masters, in every bit. What is
+compared is float32, with the logarithms of attention's sums: rounded to BF16, another order of a sum shows in
 one number of hundreds (`tests/kernels/triton/test_emulated_cards.py`). Most of the time goes into
 compiling. A pass is remembered for the GPU, its driver, the versions of PyTorch and Triton, and
 what the kernels compute. Left out: whole models (`python -m benchmarks.gpu`), the backward, and
@@ -133,7 +133,8 @@ def _all(ops: "TritonOps", kind: str, sizes: Sizes) -> Iterator[Found]:
     else:
         yield from _head(ops)
         yield from _rounded(ops)
-        yield from _recurrent(ops, sizes.states)
+        yield from _recurrent(ops, sizes.states, "delta rule")
+        yield from _recurrent(ops, sizes.states, "Mamba-2")
 
 
 def _random(ops: Ops, seed: int, *shape: int) -> Tensor:
@@ -219,15 +220,19 @@ def _attention(ops: "TritonOps", kind: str, length: int) -> Iterator[Found]:
         yield _near(name, x, exact)
 
 
-def _recurrent(ops: Ops, sizes: tuple[int, int, int, int]) -> Iterator[Found]:
-    """Linear attention over a whole sequence, as a learner's, and from states that are kept: a
-    chunk, a row, the others."""
+def _recurrent(ops: Ops, sizes: tuple[int, int, int, int], rule: str) -> Iterator[Found]:
+    """Linear attention by a rule over a whole sequence, as a learner's, and from states that are
+    kept: a chunk, a row, the others. Mamba-2's convolution has a bias."""
     length, key_heads, value_heads, dim = sizes
     channels = (2 * key_heads + value_heads) * dim
     x, weight = _random(ops, 0, length, channels), _random(ops, 1, channels, 4).float()
-    gates = _random(ops, 2, length, 2 * value_heads).float()
     heads = DeltaHeads(key_heads, value_heads, dim, dim, *_random(ops, 3, 2, value_heads).float())
-    packed = Layout.packed([length])
+    bias = None
+    if rule == "Mamba-2":
+        heads = replace(heads, skip=_random(ops, 4, value_heads).float(), least_step=0.02)
+        bias = _random(ops, 5, channels).float()
+    gates = _random(ops, 2, length, heads.gates).float()
+    packed, convolution = Layout.packed([length]), f"convolution of {rule}"
     at_once, kept = (
         StateStore.allocate(
             packed.page_table.shape[1], (3, channels), (value_heads, dim, dim), BF16, ops.device
@@ -237,24 +242,35 @@ def _recurrent(ops: Ops, sizes: tuple[int, int, int, int]) -> Iterator[Found]:
 
     def run(lo: int, hi: int, store: StateStore | None) -> list[Tensor]:
         layout = Layout.build([hi - lo], [lo], packed.page_table, packed.page_size).to(ops.device)
-        mixed = ops.short_convolution(x[lo:hi], weight, store, layout)
+        mixed = ops.short_convolution(x[lo:hi], weight, store, layout, bias)
         return [mixed, ops.delta_rule(mixed, gates[lo:hi], heads, store, layout).flatten(1)]
 
     whole, middle = run(0, length, None), length // 2
     steps = ((0, middle), (middle, middle + 1), (middle + 1, length))
     parts = zip(*(run(lo, hi, kept) for lo, hi in steps))
-    for what, found, divided in zip(("convolution", "delta rule"), whole, parts):
+    for what, found, divided in zip((convolution, rule), whole, parts):
         same = _same(torch.cat(divided), found)
         yield f"{what}: a sequence in parts has other bits than the whole one", same
     run(0, length, at_once)
     same = _same(at_once.states, kept.states)
-    yield "delta rule: a sequence in parts leaves other states than the whole one", same
-    reference = ReferenceOps("exact")
-    there = replace(heads, decay=heads.decay.cpu(), step_bias=heads.step_bias.cpu())
-    convolved = reference.short_convolution(x.cpu(), weight.cpu(), None, packed)
-    yield _near("convolution", whole[0], convolved)
-    wanted = reference.delta_rule(whole[0].cpu(), gates.cpu(), there, None, packed).flatten(1)
-    yield _near("delta rule", whole[1], wanted)
+    yield f"{rule}: a sequence in parts leaves other states than the whole one", same
+    wanted = _recurrent_by_definition(x, weight, bias, whole[0], gates, heads)
+    for what, found, exact in zip((convolution, rule), whole, wanted):
+        yield _near(what, found, exact)
+
+
+def _recurrent_by_definition(
+    x: Tensor, weight: Tensor, bias: Tensor | None, mixed: Tensor, gates: Tensor, heads: DeltaHeads
+) -> tuple[Tensor, Tensor]:
+    """The convolution of x, and what is recalled of `mixed`."""
+    reference, layout = ReferenceOps("exact"), Layout.packed([len(x)])
+    skip = None if heads.skip is None else heads.skip.cpu()
+    there = replace(heads, decay=heads.decay.cpu(), step_bias=heads.step_bias.cpu(), skip=skip)
+    convolved = reference.short_convolution(
+        x.cpu(), weight.cpu(), None, layout, None if bias is None else bias.cpu()
+    )
+    recalled = reference.delta_rule(mixed.cpu(), gates.cpu(), there, None, layout)
+    return convolved, recalled.flatten(1)
 
 
 def _head(ops: Ops) -> Iterator[Found]:

@@ -8,7 +8,7 @@ tokens (MTP), whose tensors are not read, and the sparse attention of DeepSeek-V
 
 from dataclasses import replace
 
-from isobit.model.families.family import LLAMA_MODULES, Family, Mixtures
+from isobit.model.families.family import AFTER_THE_LAST, LLAMA_MODULES, Family, Mixtures
 
 _MODULES = {
     name: LLAMA_MODULES[name] for name in ("input_norm", "post_norm", "gate_up", "down")
@@ -44,7 +44,7 @@ _DEEPSEEK = Family(
     rope_kinds=("default", "yarn"),
     max_positions=4096,
     kv_heads=128,
-    predicts_more=True,
+    predicts_more=AFTER_THE_LAST,
     mixtures=Mixtures(
         256,
         8,

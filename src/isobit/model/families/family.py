@@ -20,6 +20,8 @@ MlpActivation = Activation | Literal["relu2"]
 """Of an MLP: its gate's; or relu2, the square of ReLU, of one that has no gate, whose `gate_up` is
 its up projection alone."""
 
+AFTER_THE_LAST = "after the last"
+
 Packing = Literal["columns", "rows"]
 """columns: of each expert the transposed matrix, gates and ups in turn; rows: the matrix, gates
 before ups."""
@@ -64,7 +66,8 @@ class Mixtures:
     for norm_topk_prob. `scoring`: experts have a score each, and these stand for n_group,
     topk_group and routed_scaling_factor. `shared`: the size of an MLP beside the experts, for every
     token, 0 if there is none; with `scoring` n_shared_experts, or what `shared_key` names;
-    `shared_gate`: it has a gate. `biases`: routers and experts have them. `together`: how files
+    `shared_gate`: it has a gate. `latent_key`: the key of the latent's size that experts work in,
+    where a model may have one. `biases`: routers and experts have them. `together`: how files
     that are written hold a layer's experts in one tensor, if they do (`hub/packed_experts.py`).
     `adapters`: PEFT holds experts' in one tensor too, so (`adapters/peft_experts.py`); None: each
     by itself. `switch`: the key that says whether a model has any; they stand beside the MLP of every
@@ -82,6 +85,7 @@ class Mixtures:
     shared: int = 0
     shared_key: str | None = None
     shared_gate: bool = False
+    latent_key: str | None = None
     biases: bool = False
     together: Packing | None = None
     adapters: Packing | None = None
@@ -114,9 +118,10 @@ class Family:
     `interleaved`: its neighbours are rotated with each other, (0, 1), (2, 3), ..., not its halves.
     `kv_heads` None is one for each query head; `head_dim` None is hidden_size / heads. `nullable`
     are keys of which null means the same as None here. `latent`: attention is multi-head latent
-    (`hub/latent.py`), with these sizes. `predicts_more`: files may have layers after the last,
-    which predict further tokens and are not read. `multipliers`: config.json has numbers that
-    scores, sums and logits are multiplied by (`hub/multipliers.py`). `rope_kinds`: the scalings of
+    (`hub/latent.py`), with these sizes. `predicts_more`: files may have layers that predict
+    further tokens and are not read: after the last one, or with names that begin so.
+    `multipliers`: config.json has numbers that scores, sums and
+    logits are multiplied by (`hub/multipliers.py`). `rope_kinds`: the scalings of
     rotary embeddings that transformers takes in the family; `original_positions`: what stands for
     original_max_position_embeddings beside them, and so counts more than the one inside;
     `rope_more`: their parameters that no other family has, all needed. `wrappers`: the model_types
@@ -159,7 +164,7 @@ class Family:
     gated_attention: bool = False
     multipliers: bool = False
     latent: Mapping[str, int] | None = None
-    predicts_more: bool = False
+    predicts_more: str | None = None
     norms_values: bool = False
     score_scale: float | None = None
     layer_scalars: bool = False

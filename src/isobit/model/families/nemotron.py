@@ -1,9 +1,10 @@
-"""Nemotron-H and what has its architecture: Nemotron Nano 2, and Nemotron 3 Nano with its experts.
+"""Nemotron-H and what has its architecture: Nemotron Nano 2, and Nemotron 3 with its experts.
 
 A layer has one part, named by a pattern: Mamba-2, attention without rotary embedding, an MLP
 without a gate, whose activation is the square of ReLU, or a mixture of such experts, chosen by
-scores as DeepSeek-V3's are, beside an MLP for every token. Left out: experts behind a latent
-(Nemotron 3 Super), and the layers that predict further tokens (MTP).
+scores as DeepSeek-V3's are, beside an MLP for every token. In Nemotron 3 Super experts are between
+two projections, into a latent and out of it (LatentMoE: NVIDIA 2025, arXiv 2512.20856). Left out:
+the layers that predict further tokens (MTP), which are not read.
 """
 
 from isobit.model.families.family import Family, Mixtures
@@ -29,6 +30,8 @@ FAMILIES = {
             "down": ("mixer.down_proj",),
             "router": ("mixer.gate",),
             "balance": ("mixer.gate.e_score_correction_bias",),
+            "experts_in": ("mixer.fc1_latent_proj",),
+            "experts_out": ("mixer.fc2_latent_proj",),
             "experts.gate_up": ("mixer.experts.{}.up_proj",),
             "experts.down": ("mixer.experts.{}.down_proj",),
             "shared.gate_up": ("mixer.shared_experts.up_proj",),
@@ -41,7 +44,7 @@ FAMILIES = {
         linear_attention=True,
         off=(
             *("use_bias", "mlp_bias", "attention_bias", "mamba_proj_bias", "sliding_window"),
-            *("moe_latent_size", "num_nextn_predict_layers", "residual_in_fp32"),
+            "residual_in_fp32",
             "tie_word_embeddings",  # transformers ties nothing here, whatever it says
         ),
         fixed={"mamba_hidden_act": "silu", "use_conv_bias": True, "n_shared_experts": 1},
@@ -51,6 +54,7 @@ FAMILIES = {
         kv_heads=8,
         head_dim=128,
         nullable=(),
+        predicts_more="mtp.",
         mixtures=Mixtures(
             8,
             2,
@@ -59,6 +63,7 @@ FAMILIES = {
             normalize=True,
             shared=7688,
             shared_key="moe_shared_expert_intermediate_size",
+            latent_key="moe_latent_size",
             dense_key="hybrid_override_pattern",
             scoring=(1, 1, 1.0),
         ),

@@ -14,6 +14,9 @@ Where experts stand beside the MLP of a layer (Gemma 4), both sides have norms o
 has the router's input; its logits are divided by the root of the width, and gates are multiplied by
 a number of the expert.
 
+Where experts work in a latent (Nemotron 3 Super), rows are projected into it and the experts' sum
+out of it; the router and the MLP for every token have the rows as they are.
+
 `RouteTape` records which experts a forward chose, or prescribes them (router replay, R3: Ma et al.
 2025, arXiv 2510.11370), and collects the probabilities for the load-balancing loss. Left out:
 experts over several processes, and capacity limits.
@@ -93,7 +96,12 @@ def mixture(
     if layer.beside is not None:
         return _beside_mlp(x, summed, layer, layer.beside, eps, ops, tape, again)
     logits = autograd.linear(x, layer.router, ops, kept=True, dtype=torch.float32)
-    routed = _routed(x, logits, layer, ops, tape, again)
+    if layer.latent is None:
+        routed = _routed(x, logits, layer, ops, tape, again)
+    else:
+        into, out = layer.latent
+        rows = autograd.linear(x, into, ops, kept=True)
+        routed = autograd.linear(_routed(rows, logits, layer, ops, tape, again), out, ops)
     return routed if layer.shared is None else routed + _shared(x, layer.shared, layer, ops, again)
 
 

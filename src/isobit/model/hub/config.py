@@ -123,6 +123,7 @@ class ModelConfig:
             assert (self.experts is not None) == (family.mixtures is not None)
         if self.experts is not None and family.mixtures is not None:
             assert (self.experts.shared > 0) == (family.mixtures.shared > 0)
+            assert self.experts.latent == 0 or family.mixtures.latent_key is not None
         assert not self.windows or (
             family.windows is not None and len(self.windows) == self.num_layers
         )

@@ -22,7 +22,8 @@ class Experts:
     """A mixture of experts: `count` MLPs of `intermediate_size`, of which `per_token` serve a
     token, with gates that sum to 1 if `normalize`; in all layers but `dense_layers`. `shared`: the
     size of an MLP that serves every token beside them, 0 if there is none. `scoring`: how experts
-    are chosen by scores of their own, None where a softmax over all gives their gates."""
+    are chosen by scores of their own, None where a softmax over all gives their gates. `latent`:
+    the size of what experts are given and give, 0 if that is the hidden state's."""
 
     count: int
     per_token: int
@@ -31,6 +32,7 @@ class Experts:
     dense_layers: tuple[int, ...] = ()
     shared: int = 0
     scoring: Scoring | None = None
+    latent: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.count:
@@ -74,7 +76,10 @@ class Experts:
                 whole(values, "topk_group", where, best),
                 number(values, "routed_scaling_factor", where, scale),
             )
-        return Experts(count, per_token, size, normalize, dense, shared, scoring)
+        latent = 0
+        if mixtures.latent_key is not None and values.get(mixtures.latent_key) is not None:
+            latent = whole(values, mixtures.latent_key, where)
+        return Experts(count, per_token, size, normalize, dense, shared, scoring, latent)
 
     def to_hf(self, mixtures: Mixtures, layers: int) -> dict[str, Any]:
         """The keys of config.json."""
@@ -89,6 +94,9 @@ class Experts:
             return values
         values["n_routed_experts" if self.scoring else "num_experts"] = self.count
         values["moe_intermediate_size"] = self.intermediate_size
+        if self.latent:
+            assert mixtures.latent_key is not None
+            values[mixtures.latent_key] = self.latent
         if self.scoring is not None:
             values |= {
                 "n_shared_experts": self.shared // self.intermediate_size,

@@ -12,7 +12,7 @@ from isobit.model.families import MOST_LAYERS
 
 LINEAR, FULL, MLP, EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
 PATTERN = "hybrid_override_pattern"
-_LETTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": EXPERTS}
+LETTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": EXPERTS}
 _LISTS = ("layers_block_type", "layer_types")
 _EARLIER = {"mamba": LINEAR, "attention": FULL}
 """What transformers called them before 5.20."""
@@ -43,24 +43,24 @@ def kinds_from_hf(values: Mapping[str, Any], where: str) -> tuple[str, ...]:
 
 def kinds_to_hf(kinds: Sequence[str]) -> dict[str, Any]:
     """The key of config.json that transformers, vLLM and the checkpoints' own code read."""
-    letters = {kind: letter for letter, kind in _LETTERS.items()}
+    letters = {kind: letter for letter, kind in LETTERS.items()}
     return {PATTERN: "".join(letters[kind] for kind in kinds)}
 
 
 def _listed(given: Any, key: str, where: str) -> tuple[str, ...]:
-    known = (*_LETTERS.values(), *_EARLIER)
+    known = (*LETTERS.values(), *_EARLIER)
     if not isinstance(given, list) or not all(kind in known for kind in given):
         raise IsobitError(
-            f"{where}: {key} must list layers, each {', '.join(_LETTERS.values())}, got "
+            f"{where}: {key} must list layers, each {', '.join(LETTERS.values())}, got "
             f"{given!r:.80}"
         )
     return tuple(str(_EARLIER.get(kind, kind)) for kind in given)
 
 
 def _spelled(given: Any, where: str) -> tuple[str, ...]:
-    if not isinstance(given, str) or not {*given} <= _LETTERS.keys():
+    if not isinstance(given, str) or not {*given} <= LETTERS.keys():
         raise IsobitError(
-            f"{where}: {PATTERN} must have a letter for each layer, of {' '.join(_LETTERS)}, got "
+            f"{where}: {PATTERN} must have a letter for each layer, of {' '.join(LETTERS)}, got "
             f"{given!r:.80}"
         )
-    return tuple(_LETTERS[letter] for letter in given)
+    return tuple(LETTERS[letter] for letter in given)

@@ -19,7 +19,7 @@ from isobit.distributed.shards import Rows
 from isobit.distributed.weights import Stored, share_rows
 from isobit.errors import IsobitError, brief
 from isobit.model.families import FAMILIES
-from isobit.model.families.family import Packing
+from isobit.model.families.family import AFTER_THE_LAST, Packing
 from isobit.model.hub.checkpoint import Shapes
 from isobit.model.hub.config import ModelConfig
 from isobit.model.hub.packed_experts import Place, Read, apart, in_files, joined, place
@@ -231,15 +231,18 @@ def check_shapes(shapes: Shapes, config: ModelConfig, where: str) -> None:
 
 
 def _ignored(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor is nothing that is read: tables of rotary embedding, layers after the last,
-    where a family has them to predict further tokens, and keys and values of a layer that reads
+    """Whether a tensor is nothing that is read: tables of rotary embedding, layers that predict
+    further tokens, where a family has them, and keys and values of a layer that reads
     another's."""
     layer, _, inside = name.removeprefix("model.layers.").partition(".")
     number = int(layer) if layer.isdecimal() and len(layer) < 6 else -1
     if config.num_stores <= number < config.num_layers:
         return inside.startswith(_KEYS)
-    if FAMILIES[config.family].predicts_more:
+    more = FAMILIES[config.family].predicts_more
+    if more == AFTER_THE_LAST:
         return number >= config.num_layers
+    if more is not None and name.startswith(more):
+        return True
     return name.endswith(_IGNORED_SUFFIXES)
 
 

@@ -19,7 +19,8 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     weight and `_bias`. A layer with linear attention has `LinearAttention.shapes` from `qkv` to
     `o`, one with latent attention `Latent.shapes`, and where attention has gates, those are rows of
     `qkv`. Of an MLP without a gate, `gate_up` is [I, C]. `balance` [E] is the bias by which experts
-    are chosen that have scores.
+    are chosen that have scores. Experts behind a latent have L columns in place of C, and rows, and
+    before and after them are `experts_in` [L, C] and `experts_out` [C, L].
     Where experts stand beside an MLP, `shared_out_norm` is behind that, `router_norm` and
     `experts_norm` are before the router and the experts and `experts_out_norm` behind these, and
     gates are multiplied by `expert_scale` [E]. A layer that reads keys has no `k_norm`, and only
@@ -80,9 +81,12 @@ def _mlp_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"post_norm": (hidden,)}
     if config.is_mixture(layer) and config.experts is not None:
         own: dict[str, tuple[int, ...]] = {"router": (config.experts.count, hidden)}
+        width = config.experts.latent or hidden
+        if config.experts.latent:
+            shapes |= {"experts_in": (width, hidden), "experts_out": (hidden, width)}
         for number in range(config.experts.count):
-            own[f"experts.{number}.gate_up"] = (halves * config.experts.intermediate_size, hidden)
-            own[f"experts.{number}.down"] = (hidden, config.experts.intermediate_size)
+            own[f"experts.{number}.gate_up"] = (halves * config.experts.intermediate_size, width)
+            own[f"experts.{number}.down"] = (width, config.experts.intermediate_size)
         if config.experts.scoring is not None:
             shapes["balance"] = (config.experts.count,)
         shared = inner if config.experts_beside else config.experts.shared

@@ -89,7 +89,8 @@ class Mixture:
     """A router in FP32 and its experts; `per_token` of them serve a token, with gates that sum to 1
     if `normalize`. `shared` serves every token beside them, times the sigmoid of `shared_gate`, if
     there is one. With `scoring` experts are chosen by their scores and `balance`, in float32.
-    `beside`: `shared` and the experts have norms of their own.
+    `beside`: `shared` and the experts have norms of their own. `latent`: what projects the experts'
+    rows into a latent, and what they give out of it.
 
     `gate_up` and `down` store the working weights of all experts; each expert's weights are views
     of them.
@@ -106,6 +107,7 @@ class Mixture:
     scoring: Scoring | None = None
     balance: Vector | None = None
     beside: Beside | None = None
+    latent: tuple[Weight, Weight] | None = None
 
     @cached_property
     def up_factors(self) -> tuple[ExpertFactors, ...]:
@@ -407,7 +409,7 @@ def map_parts(value: Any, change: Callable[[Weight | Vector], Weight | Vector]) 
         return tuple(map_parts(item, change) for item in value)
     if isinstance(value, Mixture):
         experts = map_parts(value.experts, change)
-        others = ("router", "shared", "shared_gate", "balance", "beside")
+        others = ("router", "shared", "shared_gate", "balance", "beside", "latent")
         changed = {name: map_parts(getattr(value, name), change) for name in others}
         return replace(value.change(experts), **changed)
     if isinstance(value, (Working, *_PARTS)):
