@@ -109,6 +109,29 @@ for (major, minor), architecture in ARCHITECTURES.items():
         rows += [kernel_table._row(kernel_table.compile_launch(each, 10 * major + minor)) for each in found]
 print(json.dumps(rows))
 """
+_GATE_BACKWARD = """
+import json, torch
+from benchmarks.cross_compile import compile_launch
+from isobit.kernels.gpu import ARCHITECTURES
+from isobit.kernels.norms.triton.gate import gate_mul_backward_quantized
+from isobit.kernels.triton.launch import compile_for, record_launches
+from isobit.precision import E4M3, QuantSpec
+
+rows = []
+for (major, minor), architecture in ARCHITECTURES.items():
+    compile_for(architecture)
+    for dtype in (torch.bfloat16, torch.float32) if architecture.fp8 else ():
+        dh, gate_up = (torch.empty(8192, n, dtype=dtype, device="meta") for n in (3072, 6144))
+        flag = torch.empty(1, dtype=torch.int32, device="meta")
+        for activation in ("silu", "gelu_pytorch_tanh", "swiglu_clamped", "sigmoid"):
+            for scale in ("ue8m0", "fp32"):
+                spec = QuantSpec(E4M3, "1x128", scale)
+                with record_launches() as found:
+                    gate_mul_backward_quantized(activation, dh, gate_up, spec, flag)
+                [made] = [compile_launch(each, 10 * major + minor) for each in found]
+                rows.append([made.kernel, made.spilled_bytes + made.stack_bytes])
+print(json.dumps(rows))
+"""
 _STOCHASTIC = """
 import json, torch
 from benchmarks.cross_compile import compile_launch
@@ -281,6 +304,15 @@ def test_weights_of_two_codes_to_a_byte_compile_too(tmp_path: Path) -> None:
     classes = [row["instruction_class"] for row in rows]
     assert set(classes) == {"HMMA", "HGMMA", "none"}
     assert classes.count("none") == 6  # of sm_100, whose matrix instructions have no name here
+
+
+@pytest.mark.slow
+def test_the_gates_backward_spills_under_no_scale_gate_or_type(tmp_path: Path) -> None:
+    """On every architecture with FP8. Scales that are no power of two divide by them, which once
+    spilled. The control: `test_the_compiler_reports_spills_and_fallbacks`."""
+    rows = json.loads(python(_GATE_BACKWARD, tmp_path))
+    assert len(rows) == 16 * sum(architecture.fp8 for architecture in ARCHITECTURES.values())
+    assert {tuple(row) for row in rows} == {("norms.gate.backward_quantized", 0)}
 
 
 @pytest.mark.slow

@@ -174,7 +174,7 @@ def test_truncated_rollout_and_learner_have_the_same_bits() -> None:
 def test_flows_without_kernels_are_refused() -> None:
     for precision, what in (
         ("mxfp8", "weights in e4m3 1x32"),
-        ("nvfp4", "weights in e2m1 1x16.* and nvfp4 under activation: bf16"),
+        ("nvfp4", r"weights in e2m1 1x16.* precision: nvfp4\[activation=bf16\]"),
         ("bf16[kv_cache=int8, query=e4m3-calibrated]", "queries in e4m3 tensor"),
         ("bf16[rollout={probabilities: e4m3}]", "probabilities in e4m3"),
     ):

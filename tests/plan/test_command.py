@@ -127,7 +127,9 @@ def test_overrides_change_the_plan(plan: Plan) -> None:
             "the KV cache holds 1,600 tokens, and the longest sequence has 2,560",
         ),
         (("engine.kv_pages=1000",), "holds 6.2 of the longest sequences, and a group has 16"),
-        (("precision=nvfp4",), "no kernel for a GPU multiplies FP4 activations yet"),
+        (("precision=nvfp4",), "no kernel for weights in e2m1 1x16 nvfp4 (preset nvfp4): it takes"),
+        (("precision=mxfp8",), "no kernel for weights in e4m3 1x32 ue8m0 (preset mxfp8)"),
+        (("--device", "a100-80"), "has weights in FP8 (preset fp8) from sm_89 on"),
         (
             ("--prompt-tokens", "40000", "optimizer.activation_checkpointing=true"),
             "leave 960 of the model's context, fewer than sampling.max_new_tokens, 2,048",
@@ -138,6 +140,8 @@ def test_it_warns(plan: Plan, words: tuple[str, ...], warning: str) -> None:
     given = words if "--gpus" in words else (*words, "--gpus", "8")
     assert warning in plan(*given)
     assert "warning" not in plan("--gpus", "8"), "the control: the plan without these"
+    old = "precision=bf16[kv_cache=int8]", "--device", "a100-80"
+    assert "warning" not in plan(*old, "--gpus", "8"), "without FP8 an A100 will do"
 
 
 def test_what_fits_barely_or_not_is_given_advice(plan: Plan) -> None:

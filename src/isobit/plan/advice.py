@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from isobit.errors import IsobitError
+from isobit.kernels.backends.formats import refused
 from isobit.model.adapters.targets import beyond_use
 from isobit.options.projections import ALL_LINEAR
 from isobit.plan.cards import gib
 from isobit.plan.job import Job
 from isobit.plan.memory import MemoryPlan, least, plan, weights_alone
-from isobit.precision import E2M1
 
 HEAD_ROOM = 0.1
 """Of the memory: what allocators keep of freed memory, the driver's and collectives' buffers are
@@ -200,13 +200,9 @@ def warnings(job: Job, found: MemoryPlan) -> list[str]:
             f"sampled on one, so {job.ranks - job.prompts} have nothing to roll out; "
             "raise prompts_per_step"
         )
-    flows = (job.precision.rollout, job.precision.learner)
-    low = [flow for flow in flows if flow.weight is not None and flow.weight.format is E2M1]
-    if not job.machine.host and any(flow.activation is not None for flow in low):
-        lines.append(
-            "no kernel for a GPU multiplies FP4 activations yet: leave them in BF16 "
-            "(precision=nvfp4[activation=bf16])"
-        )
+    if not job.machine.host:
+        line = refused(job.precision, job.machine.fp8)
+        lines += [] if line is None else [line]
     given = config.adapter
     line = None if given is None else beyond_use(job.model, given.rank, given.targets)
     return [*lines, *([] if line is None else [line]), *_cache_warnings(job, found)]

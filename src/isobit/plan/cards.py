@@ -1,7 +1,7 @@
 """Cards by name, and the memory that a program finds on each.
 
-Bytes are about what PyTorch reports of such a card, which is less than it is sold with. Nothing
-else is said of a card: how fast one is has not been measured with isobit.
+Bytes are about what PyTorch reports of such a card, which is less than it is sold with. Beside them
+stands whether it multiplies FP8, and no more: how fast a card is has not been measured with isobit.
 """
 
 import re
@@ -18,16 +18,18 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(gib|mib|gb|mb)", re.IGNORECASE)
 @dataclass(frozen=True)
 class Machine:
     """What a rank runs on: `memory` bytes of its own. `host`: it computes on a CPU, where
-    `packs`: weights are packed for products, as the C++ backend does."""
+    `packs`: weights are packed for products, as the C++ backend does. `fp8`: a GPU that multiplies
+    FP8."""
 
     name: str
     memory: int
     host: bool = False
     packs: bool = False
+    fp8: bool = True
 
 
 CARDS: Mapping[str, Machine] = {
-    name: Machine(name, int(size * GIB))
+    name: Machine(name, int(size * GIB), fp8=not name.startswith("a100"))
     for name, size in {
         "rtx4090": 23.5,
         "rtx5090": 31.4,

@@ -22,6 +22,7 @@ from isobit.errors import IsobitError
 from isobit.kernels.attention import definition as attention_definition
 from isobit.kernels.attention.triton import backward as attention_backward_kernels
 from isobit.kernels.attention.triton import forward as attention_kernels
+from isobit.kernels.backends.formats import refused
 from isobit.kernels.delta.triton import backward as delta_backward
 from isobit.kernels.delta.triton import convolution
 from isobit.kernels.delta.triton import forward as delta
@@ -48,20 +49,9 @@ from isobit.kernels.sampling import capped
 from isobit.kernels.sampling import triton as sampling
 from isobit.kernels.stores import KVStore
 from isobit.kernels.triton.launch import Faults, target
-from isobit.precision import E4M3, INT8, Format, PackedFP4, Precision, QTensor, QuantSpec
+from isobit.precision import E4M3, Format, PackedFP4, Precision, QTensor, QuantSpec
 from isobit.precision import quantize as reference_quantize
 from isobit.precision.packed_fp4 import NVFP4
-
-_CACHED = (E4M3, INT8)
-"""Formats of keys and values; of all else E4M3 alone."""
-_ALLOWED = {
-    "weights": ("128x128",),
-    "activations": ("1x128",),
-    "output gradients": ("1x128",),
-    "keys and values": ("row", "tensor"),
-    "queries": ("row",),
-}
-_BESIDES = {"weights": ", and nvfp4 under activation: bf16"}
 
 
 class TritonOps(Ops):
@@ -78,43 +68,8 @@ class TritonOps(Ops):
         self._faults = Faults(device)
 
     def check_precision(self, precision: Precision) -> None:
-        specs: list[tuple[str, QuantSpec | None]] = []
-        for flow in (precision.rollout, precision.learner):
-            if flow.probabilities is not None:
-                raise IsobitError(
-                    f"backend: triton has no kernel for probabilities in {flow.probabilities} "
-                    "(preset "
-                    f"{precision.name}); use backend: native, or leave precision.probabilities out"
-                )
-            decoded = flow.weight == NVFP4 and flow.activation is None and target().fp8
-            specs += [
-                ("weights", None if decoded else flow.weight),
-                ("activations", flow.activation),
-            ]
-            specs += [("keys and values", flow.kv), ("queries", flow.query)]
-        specs.append(("output gradients", precision.gradient))
-        for role, spec in specs:
-            if spec is None:
-                continue
-            forms = _CACHED if role == "keys and values" else (E4M3,)
-            if not target().fp8 and spec.format is not INT8:
-                raise IsobitError(
-                    f"backend: triton has {role} in FP8 (preset {precision.name}) from sm_89 on, "
-                    "and this GPU is older; use precision: bf16, or backend: native"
-                )
-            computed = (
-                spec.format in forms
-                and spec.granularity in _ALLOWED[role]
-                and spec.scale in ("fp32", "ue8m0")
-            )
-            if not computed:
-                names = " or ".join(form.name for form in forms)
-                allowed = " or ".join(_ALLOWED[role])
-                raise IsobitError(
-                    f"backend: triton has no kernel for {role} in {spec} (preset "
-                    f"{precision.name}): it takes {names}, {allowed}, with fp32 or ue8m0 "
-                    f"scales{_BESIDES.get(role, '')}; use backend: native"
-                )
+        if (line := refused(precision, target().fp8)) is not None:
+            raise IsobitError(line)
 
     def raise_faults(self) -> None:
         self._faults.raise_first()

@@ -30,7 +30,7 @@ from isobit.kernels.quantize.triton import (
     supported,
 )
 from isobit.kernels.triton.launch import launch
-from isobit.kernels.triton.numbers import cast, sigmoid, steps
+from isobit.kernels.triton.numbers import cast, sigmoid
 from isobit.precision import BLOCK, QTensor, QuantSpec
 
 _HIGH = 8
@@ -162,24 +162,27 @@ def _backward_quantized(
     COLUMNS: tl.constexpr, BESIDE: tl.constexpr, TURNED_BESIDE: tl.constexpr, UE8M0: tl.constexpr,
     BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """A tile [BLOCK, BLOCK] of both halves of the gradient, whose blocks do not cross from one to
-    the other: as codes with a scale for each row, and, transposed, for each column. One half after
-    the other, which reads again: registers do not suffice for both."""
+    """A tile [BLOCK, BLOCK] of one half of the gradient, whose blocks do not cross to the other: as
+    codes with a scale for each row, and, transposed, for each column. Registers do not suffice for
+    both halves; programs of the same place in both are neighbours, which find their operands in the
+    cache."""
     STEPS: tl.constexpr = COLUMNS // BLOCK
-    down, across = tl.program_id(0) // STEPS, tl.program_id(0) % STEPS
+    half, tile = tl.program_id(0) % 2, tl.program_id(0) // 2
+    down, across = tile // STEPS, tile % STEPS
     column = across * BLOCK + tl.arange(0, BLOCK)
     like: tl.constexpr = gate_up_ptr.dtype.element_ty
-    for half in range(steps(0), steps(2)):
+    # each half loads for itself: most gradients of up need no up, which then takes no registers
+    if half == 0:
         dh, gate, up, _, _ = _given(dh_ptr, gate_up_ptr, down * BLOCK, column, rows, COLUMNS, BLOCK)
-        if half == 0:
-            x = _gradient(dh, gate, up, False, ACTIVATION)
-        else:
-            x = _gradient(dh, gate, up, True, ACTIVATION)
-        save_both_ways(
-            cast(x, like).to(tl.float32), data_ptr, scale_ptr, turned_ptr, turned_scale_ptr,
-            flag_ptr, down, across + half * STEPS, rows, pitch, 2 * COLUMNS, like, BESIDE,
-            TURNED_BESIDE, UE8M0, BLOCK,
-        )  # fmt: skip
+        x = _gradient(dh, gate, up, False, ACTIVATION)
+    else:
+        dh, gate, up, _, _ = _given(dh_ptr, gate_up_ptr, down * BLOCK, column, rows, COLUMNS, BLOCK)
+        x = _gradient(dh, gate, up, True, ACTIVATION)
+    save_both_ways(
+        cast(x, like).to(tl.float32), data_ptr, scale_ptr, turned_ptr, turned_scale_ptr, flag_ptr,
+        down, across + half * STEPS, rows, pitch, 2 * COLUMNS, like, BESIDE, TURNED_BESIDE, UE8M0,
+        BLOCK,
+    )  # fmt: skip
 
 
 def gate_mul(activation: Activation, gate_up: Tensor) -> Tensor:
@@ -244,7 +247,7 @@ def gate_mul_backward_quantized(
         return quantize_both_ways(gate_mul_backward(activation, dh, gate_up), spec, flag)
     made, turned = empty_both_ways(rows, 2 * inner, spec, dh.device)
     launch(
-        _backward_quantized, (-(-rows // BLOCK) * (inner // BLOCK),), dh.contiguous(),
+        _backward_quantized, (2 * -(-rows // BLOCK) * (inner // BLOCK),), dh.contiguous(),
         gate_up.contiguous(), made.data.view(torch.uint8), made.scale,
         turned.data.view(torch.uint8), turned.scale, flag, rows, turned.data.stride(0),
         COLUMNS=inner, BESIDE=lies_beside(made), TURNED_BESIDE=lies_beside(turned),
