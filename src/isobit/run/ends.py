@@ -13,8 +13,9 @@ from isobit.data.foreign import exists
 from isobit.errors import IsobitError
 from isobit.run import certificate, completions
 from isobit.run.certificate import CERTIFICATE
+from isobit.run.checkpoints import all_checkpoints, step_of
 from isobit.run.completions import COMPLETIONS, HELD_OUT
-from isobit.run.directory import METRICS, NOTHING_WRITTEN, read_jsonl
+from isobit.run.directory import CHECKPOINTS, METRICS, NOTHING_WRITTEN, in_use, read_jsonl
 from isobit.run.rows import BadRow, end_of_lines, kept_until, metric_row, next_line
 
 
@@ -80,6 +81,21 @@ def last_step(directory: Path) -> int:
         except (IsobitError, IndexError):
             steps.append(1)  # it is one, though nobody can read which
     return max(steps)
+
+
+def cut_short(directory: Path) -> str | None:
+    """A line where the metrics of a run on which no process works end before its newest
+    checkpoint; else None."""
+    path, saved = directory / METRICS, all_checkpoints(directory / CHECKPOINTS)
+    if not saved or not exists(path) or in_use(directory):
+        return None
+    last = max((int(row["step"]) for row in read_jsonl(path, lambda line: None)), default=0)
+    if last >= step_of(saved[-1]):
+        return None
+    return (
+        f"{path} ends at step {last}, and {saved[-1].name} is a checkpoint: the rows between are "
+        "missing"
+    )
 
 
 def row_at(path: Path, offset: int) -> tuple[dict[str, Any], int] | None:
