@@ -301,6 +301,26 @@ def test_the_head_takes_what_was_planned(
         assert measured != pytest.approx(_of_a_step(other), rel=0.1), "the control"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("filters", ["top_k: 50", "top_p: 0.9", "min_p: 0.1, top_k: 50"])
+def test_filtered_logits_take_what_was_planned(filters: str, tmp_path: Path) -> None:
+    """To 10 %, of what sorts the logits too. The control plans a run without filters."""
+    letters = "0123456789+-*= " + "".join(chr(0x20000 + i) for i in range(16384))
+    tiny_model("fp8", alphabet=letters, hidden_size=512).save(tmp_path / "model")
+    given = (
+        f"sampling={{group_size: 8, max_new_tokens: 16, ignore_eos: true, {filters}}}",
+        "optimizer.share_prompts=false",
+        "optimizer.micro_batch_tokens=4096",
+        "prompts_per_step=16",
+        "evaluation.every=0",
+    )
+    config = load_config(write_config(tmp_path, tmp_path / "model"), given)
+    measured, job = _second_step(config)
+    assert measured == pytest.approx(_of_a_step(job), rel=0.1)
+    without = job.changed("sampling.top_k=0", "sampling.top_p=1", "sampling.min_p=0")
+    assert measured != pytest.approx(_of_a_step(without), rel=0.1), "the control"
+
+
 def _second_step(config: Config, ranks: Ranks = ALONE) -> tuple[int, Job]:
     """Bytes that a step takes of a rank beside the weights, the first of which makes the moments;
     and what is planned."""

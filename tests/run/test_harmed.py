@@ -70,8 +70,11 @@ COMMANDS: dict[str, Callable[[Path, Path], tuple[object, ...]]] = {
 }  # those that write into the run last
 
 
-WITHOUT = {("report", name) for name in ("quantization.jsonl", "resolved.json")}
-"""A page has no section of what was never recorded."""
+WITHOUT = {
+    *(("report", name) for name in ("quantization.jsonl", "resolved.json", "held_out.jsonl.gz")),
+    ("watch", "completions.jsonl.gz"),
+}
+"""Nothing is shown of what was never recorded."""
 
 
 class Result(NamedTuple):
@@ -161,13 +164,13 @@ def test_a_harmed_file_is_said_or_harmless(
 
 
 def test_control_other_numbers_are_seen(place: Path, controls: Mapping[str, Result]) -> None:
-    """Of the other run, whose files all belong together, each command says something else; but for
-    its best model, that of both runs' beginning."""
+    """Of the other run, whose files all belong together, each command says something else; its best model
+    may be the same, that of their beginning."""
     shutil.rmtree(place / "run", ignore_errors=True)
     shutil.copytree(place / "other", place / "run")
     for command, control in controls.items():
         found = _run(command, place / "run", place / "out")
-        assert (found == control) == ("--best" in command), command
+        assert found != control or "--best" in command, command
 
 
 def _bytes(path: Path) -> bytes | None:

@@ -148,7 +148,7 @@ def watch(directory: Path, once: bool = False) -> None:
         warn(
             f"{directory / METRICS}: rows that cannot be read: {watched.lost:,}; they are left out"
         )
-    if not watched.worked_on:
+    if watched.history.step and not watched.worked_on:
         for line in (cut_short(directory), cut_off(directory / COMPLETIONS)):
             if line is not None:
                 warn(line)

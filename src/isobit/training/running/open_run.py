@@ -218,7 +218,7 @@ class OpenRun:
         """Save what is not saved, write the report, and say how to go on."""
         if self.saver.saved_step != self.state.step:
             self.saver.save()
-        if self._report and self.ranks.first:
+        if self._report and self.ranks.first and self.run.written()["rows"]:
             path = write_report([self.run.directory], self.run.directory / runs.REPORT)
             self.display.note(f"report: {path}")
         if self.recorder.ended is not None:
