@@ -181,7 +181,9 @@ def test_a_mistake_gives_one_line(config_file: Path, override: str, message: str
 def test_a_section_does_not_drop_its_keys(config_file: Path) -> None:
     """Which were given before it; after it they change it, and the last of two is taken."""
     section, key = "sampling={top_k: 3, group_size: 2}", "sampling.top_k=4"
-    with pytest.raises(IsobitError, match="takes the place of 'sampling.top_k=4'.*give sampling first"):
+    with pytest.raises(
+        IsobitError, match=r"takes the place of 'sampling.top_k=4'.*give sampling first"
+    ):
         load_config(config_file, [key, section])
     assert load_config(config_file, [section, key]).sampling.top_k == 4
     assert load_config(config_file, [key, "sampling.top_k=5"]).sampling.top_k == 5

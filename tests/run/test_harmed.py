@@ -59,7 +59,15 @@ COMMANDS: dict[str, Callable[[Path, Path], tuple[object, ...]]] = {
     "report": lambda run, out: ("report", run, "--out", out),
     "watch": lambda run, out: ("watch", run, "--once"),
     "verify": lambda run, out: ("verify", run),
-    "generate": lambda run, out: ("generate", run, "--prompt", "1+1=", "--json", "--max-new-tokens", 3),
+    "generate": lambda run, out: (
+        "generate",
+        run,
+        "--prompt",
+        "1+1=",
+        "--json",
+        "--max-new-tokens",
+        3,
+    ),
     "eval": lambda run, out: ("eval", run, "-n", 1),
     "eval --best": lambda run, out: ("eval", run, "--best", "-n", 1),
     "export": lambda run, out: ("export", run, "--to", out),
@@ -89,9 +97,13 @@ class Result(NamedTuple):
 def _run(command: str, run: Path, out: Path) -> Result:
     words = [str(word) for word in COMMANDS[command](run, out)]
     printed, said = StringIO(), StringIO()
-    with patch.object(sys, "argv", ["isobit", *words]), redirect_stdout(printed):
-        with redirect_stderr(said), pytest.raises(SystemExit) as end:
-            main()
+    with (
+        patch.object(sys, "argv", ["isobit", *words]),
+        redirect_stdout(printed),
+        redirect_stderr(said),
+        pytest.raises(SystemExit) as end,
+    ):
+        main()
     code, made = int(end.value.code or 0), None
     if code == 0 and command in ("resume", "extend", "replay"):
         made = fingerprint(out if command == "replay" else run)
@@ -135,8 +147,9 @@ def controls(place: Path) -> Mapping[str, Result]:
     ("name", "harm"),
     slow_where(
         [(name, harm) for name in FILES for harm in HARMS],
-        lambda name, harm: list(HARMS)[FILES.index(name) % len(HARMS)] != harm
-        or FILES.index(name) % 4 != 0,
+        lambda name, harm: (
+            list(HARMS)[FILES.index(name) % len(HARMS)] != harm or FILES.index(name) % 4 != 0
+        ),
     ),
 )
 def test_a_harmed_file_is_said_or_harmless(

@@ -21,7 +21,11 @@ from tests.runs import fingerprint, write_config
 SETTINGS = {"evaluation": {"every": 2, "samples": 2}, "run": {"report": True}}
 SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 PHASES = [
-    *[(phase, count) for phase in ("sync", "rollout", "score", "learn", "save") for count in (1, 2)],
+    *[
+        (phase, count)
+        for phase in ("sync", "rollout", "score", "learn", "save")
+        for count in (1, 2)
+    ],
     *[("evaluate", count) for count in (1, 2, 3)],  # before the first step, between, and at the end
     ("report", 1),
 ]

@@ -157,7 +157,9 @@ def _set(values: dict[str, Any], key: str, value: Any, what: str) -> None:
         child = node.get(parent) if isinstance(node, dict) else None
         if parent == "precision" and isinstance(child, str):
             child = {"preset": child}
-        if isinstance(child, (list, tuple)) or (not child and (*parents, last)[place + 1].isdigit()):
+        if isinstance(child, (list, tuple)) or (
+            not child and (*parents, last)[place + 1].isdigit()
+        ):
             named = ".".join(parents[: place + 1])
             raise IsobitError(f"{what}: {named} is a list, which is given whole: {named}=[...]")
         if child is None:

@@ -164,7 +164,9 @@ def _resolved(directory: Path) -> dict[str, str]:
     if found == {}:
         warn(f"{directory / RESOLVED} cannot be read: what the config left open is not on the page")
     return {
-        name: brief(value) for name, value in (found or {}).items() if not isinstance(value, (dict, list))
+        name: brief(value)
+        for name, value in (found or {}).items()
+        if not isinstance(value, (dict, list))
     }
 
 

@@ -91,9 +91,7 @@ def open_parts(
         base = base_of(config, began, quiet)
         if before_weights is not None:
             before_weights(task, base, processes.tools)
-        elif (
-            checkpoint is None and ranks.first and not is_adapter(base)
-        ):  # which is refused
+        elif checkpoint is None and ranks.first and not is_adapter(base):  # which is refused
             _say_what_cannot_fit(config, base)
         models = _open_models(config, task, processes, base, began, checkpoint, ranks)
         return _put_together(config, processes, models, ranks, recorded)
