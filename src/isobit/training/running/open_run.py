@@ -98,14 +98,8 @@ class OpenRun:
         self._check_memory = config.run.check_memory
         self._ends = isinstance(config, Config) and not config.sampling.ignore_eos
         details = f"{details}{self.model.precision.name}, {config.consistency}"
-        self.display = Display(
-            config.steps,
-            quiet,
-            state.step,
-            run.directory.name,
-            details,
-            speaks=self.ranks.first,
-        )
+        name, speaks = run.directory.name, self.ranks.first
+        self.display = Display(config.steps, quiet, state.step, name, details, speaks)
         self.trackers = Trackers(
             plain(config.tracking) | ({} if self.ranks.first else {"trackers": ()}),
             plain(config),
