@@ -5,7 +5,9 @@ Weights are sound or not by their own checksums: what became of a log costs its 
 a line each.
 """
 
+import hashlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,16 +87,43 @@ def last_step(directory: Path) -> int:
 
 def cut_short(directory: Path) -> str | None:
     """A line where the metrics of a run on which no process works end before its newest
-    checkpoint; else None."""
+    checkpoint, or are not those of its certificate; else None."""
     path, saved = directory / METRICS, all_checkpoints(directory / CHECKPOINTS)
     if not saved or not exists(path) or in_use(directory):
         return None
-    last = max((int(row["step"]) for row in read_jsonl(path, lambda line: None)), default=0)
+    rows = {int(row["step"]): row for row in read_jsonl(path, lambda line: None)}
+    last = max(rows, default=0)
     if last >= step_of(saved[-1]):
-        return None
+        return _another(
+            path, {step: certificate.of_metrics(rows[step]) for step in rows}, "metrics"
+        )
     return (
         f"{path} ends at step {last}, and {saved[-1].name} is a checkpoint: the rows between are "
         "missing"
+    )
+
+
+def other_completions(directory: Path) -> str | None:
+    """A line where the completions of a run are not those of its certificate; else None."""
+    path, found = directory / COMPLETIONS, dict[int, str]()
+    for member in completions.members(path):
+        with suppress(IsobitError, IndexError):  # a step that is damaged is said by who reads it
+            lines = completions.lines(path, member)
+            digest = hashlib.sha256(b"".join(line + b"\n" for line in lines)).hexdigest()
+            found[int(completions.parse(lines[0])["step"])] = digest
+    return _another(path, found, "rollouts")
+
+
+def _another(path: Path, found: Mapping[int, str], what: str) -> str | None:
+    """A line about the first step whose hash is not the one that the certificate has."""
+    chain = certificate.read_chain(path.parent / CERTIFICATE)
+    held = {} if chain is None else {step: row[what] for step, row in chain.rows.items() if step}
+    other = next((step for step in found if step in held and held[step] != found[step]), None)
+    if other is None:
+        return None
+    return (
+        f"{path}: what it has of step {other} is not what was recorded ({CERTIFICATE}); isobit "
+        f"verify {path.parent} says what else is not"
     )
 
 

@@ -109,8 +109,9 @@ def open_replay(
     steps = _recorded_steps(recorded)
     if steps == 0:
         raise IsobitError(f"{recorded}: no step was recorded")
-    if (line := files.cut_short(recorded)) is not None:
-        warn(line)
+    for line in (files.cut_short(recorded), files.other_completions(recorded)):
+        if line is not None:
+            warn(line)
     began = load_run_config(recorded)
     recorded_groups(recorded, began)  # refuses one that has not all of them
     config = load_run_config(recorded, [f"steps={steps}", *overrides, override("run.dir", out)])
