@@ -37,6 +37,7 @@ def ends(directory: Path, state: Mapping[str, Any]) -> tuple[dict[str, int], lis
             packed = name in (COMPLETIONS, HELD_OUT)
             found[name] = completions.end(path) if packed else end_of_lines(path)
             lost.append(f"{name} has {size:,} bytes, and had {offset:,} at step {state['step']}")
+    lost += [] if (line := _other_metrics(directory)) is None else [line]
     lost += damaged_steps(directory / COMPLETIONS, found[COMPLETIONS])
     return found, [
         f"{directory}: {line}; the run goes on, and its weights are sound" for line in lost
@@ -91,16 +92,20 @@ def cut_short(directory: Path) -> str | None:
     path, saved = directory / METRICS, all_checkpoints(directory / CHECKPOINTS)
     if not saved or not exists(path) or in_use(directory):
         return None
-    rows = {int(row["step"]): row for row in read_jsonl(path, lambda line: None)}
-    last = max(rows, default=0)
+    last = max((int(row["step"]) for row in read_jsonl(path, lambda line: None)), default=0)
     if last >= step_of(saved[-1]):
-        return _another(
-            path, {step: certificate.of_metrics(rows[step]) for step in rows}, "metrics"
-        )
+        return _other_metrics(directory)
     return (
         f"{path} ends at step {last}, and {saved[-1].name} is a checkpoint: the rows between are "
         "missing"
     )
+
+
+def _other_metrics(directory: Path) -> str | None:
+    path = directory / METRICS
+    rows = read_jsonl(path, lambda line: None) if exists(path) else ()
+    found = {int(row["step"]): certificate.of_metrics(row) for row in rows}
+    return _another(path, found, "metrics")
 
 
 def other_completions(directory: Path) -> str | None:
