@@ -162,6 +162,13 @@ def test_configs_are_frozen(config_file: Path) -> None:
         ("use_vllm=true", "unknown key 'use_vllm': isobit has no counterpart of it"),
         ("tempreture=1", "unknown key 'tempreture' (did you mean 'sampling.temperature'?)"),
         ("zzz=1", "unknown key 'zzz'; known here: model, task"),
+        ("STEPS=1", "unknown key 'STEPS' (did you mean 'steps'?)"),
+        (
+            "rewards.functions.0.weight=2",
+            "rewards.functions is a list, which is given whole: rewards.functions=[...]",
+        ),
+        ("sampling.stop.0=a", "sampling.stop is a list, which is given whole: sampling.stop=[...]"),
+        ("optimizer.betas.1=0.9", "optimizer.betas is a list, which is given whole"),
     ],
 )
 def test_a_mistake_gives_one_line(config_file: Path, override: str, message: str) -> None:
@@ -169,6 +176,23 @@ def test_a_mistake_gives_one_line(config_file: Path, override: str, message: str
         load_config(config_file, [override])
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_section_does_not_drop_its_keys(config_file: Path) -> None:
+    """Which were given before it; after it they change it, and the last of two is taken."""
+    section, key = "sampling={top_k: 3, group_size: 2}", "sampling.top_k=4"
+    with pytest.raises(
+        IsobitError, match=r"takes the place of 'sampling.top_k=4'.*give sampling first"
+    ):
+        load_config(config_file, [key, section])
+    assert load_config(config_file, [section, key]).sampling.top_k == 4
+    assert load_config(config_file, [key, "sampling.top_k=5"]).sampling.top_k == 5
+
+
+def test_a_dotted_key_in_a_file_is_told_where_it_stands(config_file: Path) -> None:
+    config_file.write_text(config_file.read_text() + "\nengine.kv_pages: 3\n")
+    with pytest.raises(IsobitError, match=r"'engine.kv_pages': .* engine: \{kv_pages: \.\.\.\}"):
+        load_config(config_file)
 
 
 @pytest.mark.parametrize(

@@ -287,6 +287,34 @@ def keeper(folder: Path, text: Callable[[], str] = lambda: "weights") -> Best:
     return Best(folder, "m", lambda to: (to / "model.safetensors").write_text(text()) and None)
 
 
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (lambda best: (best / "model.safetensors").unlink(), "model.safetensors is missing"),
+        (lambda best: (best / "model.safetensors").write_text("x"), "does not match its checksum"),
+        (shutil.rmtree, "manifest.json is missing"),
+        (lambda best: checkpoints.replace(best, lambda to: None), "names no files"),
+    ],
+)
+def test_a_best_model_that_is_not_whole_is_said(
+    tmp_path: Path, harm: Callable[[Path], None], reason: str
+) -> None:
+    """The control is whole, or none was kept."""
+    best = keeper(tmp_path)
+    assert best.problem(None) is None
+    best.consider(1, {"m": 0.1})
+    saved = best.to_json()
+    assert best.problem(saved) is None
+    assert "is damaged (its best.json is not that of step 2)" in str(
+        best.problem({**(saved or {}), "step": 2})
+    )
+    harm(tmp_path / "best")
+    line = best.problem(saved)
+    assert line is not None
+    assert line.startswith(f"warning: {tmp_path / 'best'} is damaged (")
+    assert reason in line
+
+
 def test_ties_and_nan_keep_the_earlier(tmp_path: Path) -> None:
     best = keeper(tmp_path)
     for step, value in enumerate([math.nan, 0.2, 0.2, math.nan, 0.1]):

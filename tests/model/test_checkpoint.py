@@ -168,6 +168,23 @@ _DEFECTS = {
         lambda p: (p / "generation_config.json").write_text('{"eos_token_id": 61}'),
         "end-of-sequence id 61 is not in the model's vocabulary of 61",
     ),
+    **{
+        f"eos {token}, of config.json": (
+            lambda p, token=token: _config(p, eos_token_id=[2, token]),
+            f"config.json: eos_token_id {token} is not in the vocabulary: vocab_size is 61, so ids "
+            "are from 0 to 60",
+        )
+        for token in (61, -1, 1 << 70)
+    },
+    **{
+        f"eos {token}": (
+            lambda p, token=token: (p / "generation_config.json").write_text(
+                json.dumps({"eos_token_id": [2, token]})
+            ),
+            f"generation_config.json: eos_token_id: {token} is not a token id",
+        )
+        for token in (-1, 1 << 70)
+    },
     "generation config": (
         lambda p: (p / "generation_config.json").write_text("{"),
         "generation_config.json, line 1",

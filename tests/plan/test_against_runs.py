@@ -281,11 +281,8 @@ def test_the_head_takes_what_was_planned(
     control plans the other."""
     letters = "0123456789+-*= " + "".join(chr(0x20000 + i) for i in range(16384))
     tiny_model("fp8", family, alphabet=letters, hidden_size=512).save(tmp_path / "model")
-    (tmp_path / "every_other.py").write_text(
-        "def earns(completions, **_):\n    return [float(i % 2) for i, _ in enumerate(completions)]\n"
-    )
     given = (
-        f"rewards.functions=[{tmp_path / 'every_other.py'}:earns]",
+        _every_other_earns(tmp_path),
         "optimizer.share_prompts=false",
         "prompts_per_step=16",
         "sampling.group_size=8",
@@ -300,6 +297,35 @@ def test_the_head_takes_what_was_planned(
     other = job.changed(f"sampling.top_k={50 if kept else 0}")
     if job.model.logit_cap is None:
         assert measured != pytest.approx(_of_a_step(other), rel=0.1), "the control"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("filters", ["top_k: 50", "top_p: 0.9", "min_p: 0.1, top_k: 50"])
+def test_filtered_logits_take_what_was_planned(filters: str, tmp_path: Path) -> None:
+    """To 10 %, of what sorts the logits too. The control plans a run without filters."""
+    letters = "0123456789+-*= " + "".join(chr(0x20000 + i) for i in range(16384))
+    tiny_model("fp8", alphabet=letters, hidden_size=512).save(tmp_path / "model")
+    given = (
+        _every_other_earns(tmp_path),
+        f"sampling={{group_size: 8, max_new_tokens: 16, ignore_eos: true, {filters}}}",
+        "optimizer.share_prompts=false",
+        "optimizer.micro_batch_tokens=4096",
+        "prompts_per_step=16",
+        "evaluation.every=0",
+    )
+    config = load_config(write_config(tmp_path, tmp_path / "model"), given)
+    measured, job = _second_step(config)
+    assert measured == pytest.approx(_of_a_step(job), rel=0.1)
+    without = job.changed("sampling.top_k=0", "sampling.top_p=1", "sampling.min_p=0")
+    assert measured != pytest.approx(_of_a_step(without), rel=0.1), "the control"
+
+
+def _every_other_earns(folder: Path) -> str:
+    """A key of a config by which every group is learned from."""
+    (folder / "every_other.py").write_text(
+        "def earns(completions, **_):\n    return [float(i % 2) for i, _ in enumerate(completions)]\n"
+    )
+    return f"rewards.functions=[{folder / 'every_other.py'}:earns]"
 
 
 def _second_step(config: Config, ranks: Ranks = ALONE) -> tuple[int, Job]:

@@ -14,7 +14,10 @@ import json
 import os
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from threading import current_thread, main_thread
+from types import FrameType
 from typing import Any, NoReturn
 
 import typer
@@ -68,8 +71,32 @@ _LESS_MEMORY = (
 def main() -> None:
     """Entry point of the `isobit` command."""
     _open_what_is_closed()
-    with outlived_stderr():
+    with outlived_stderr(), _interruption_is_said():
         _main()
+
+
+@contextmanager
+def _interruption_is_said() -> Iterator[None]:
+    """Inside, a command that SIGINT ends says so in a line, unless it has handlers of its own."""
+    before, came = signal.getsignal(signal.SIGINT), False
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        nonlocal came
+        came = True
+        raise KeyboardInterrupt
+
+    mine = before is signal.default_int_handler and current_thread() is main_thread()
+    if mine:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    except SystemExit as end:
+        if came and end.code == 128 + signal.SIGINT:
+            print("isobit: interrupted", file=sys.stderr)
+        raise
+    finally:
+        if mine:
+            signal.signal(signal.SIGINT, before)
 
 
 def _open_what_is_closed() -> None:

@@ -35,7 +35,7 @@ Overrides = Annotated[
         autocompletion=completion.overrides,
     ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", help="no progress display")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="no progress display, warnings alone")]
 Precision = Annotated[
     str,
     typer.Option(

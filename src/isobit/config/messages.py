@@ -50,7 +50,12 @@ def _unknown(error: UnknownOption, schema: type) -> str:
                 "isobit has no counterpart of it (docs/from-trl.md and its neighbours)",
             )
             return f"unknown key {brief(name)!r}: {reason}"
-    if close := get_close_matches(last, error.known, 1):
+    if not above and "." in last and last in everywhere:
+        section, _, inner = last.partition(".")
+        return (
+            f"unknown key {given!r}: a key of a section stands in it: {section}: {{{inner}: ...}}"
+        )
+    if close := get_close_matches(last.lower(), error.known, 1):
         meant = ".".join((*(part for part in above if not part.isdigit()), close[0]))
         return f"unknown key {given!r} (did you mean {meant!r}?)"
     if same := [path for path in everywhere if path.rpartition(".")[2] == last]:

@@ -55,7 +55,8 @@ def read_source(source: Source, overrides: Sequence[str]) -> tuple[dict[str, Any
         )  # a run's own config, which says every part of its preset
     changed = {each.partition("=")[0] for each in overrides} & {"steps", "epochs"}
     before = {key: values.pop(key, None) for key in _OTHER if changed == {_OTHER[key]}}
-    for each in overrides:
+    for place, each in enumerate(overrides):
+        _refuse_to_drop(each, overrides[:place])
         _override(values, each)
     if "epochs" in changed and values["epochs"] is None and before.get("steps") is not None:
         values["steps"] = before["steps"]
@@ -95,6 +96,16 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise IsobitError(f"{path}: expected a mapping of keys, got {type(values).__name__}")
     return values
+
+
+def _refuse_to_drop(given: str, before: Sequence[str]) -> None:
+    """Raise IsobitError where a section is given whole after one of its keys."""
+    key = given.partition("=")[0]
+    if dropped := next((each for each in before if each.startswith(f"{key}.")), None):
+        raise IsobitError(
+            f"override {brief(given)!r} takes the place of {brief(dropped)!r}, which comes before "
+            f"it; give {key} first"
+        )
 
 
 def _override(values: dict[str, Any], given: str) -> None:
@@ -142,10 +153,15 @@ def _set(values: dict[str, Any], key: str, value: Any, what: str) -> None:
     as they are."""
     *parents, last = key.split(".")
     node: Any = values
-    for parent in parents:
+    for place, parent in enumerate(parents):
         child = node.get(parent) if isinstance(node, dict) else None
         if parent == "precision" and isinstance(child, str):
             child = {"preset": child}
+        if isinstance(child, (list, tuple)) or (
+            not child and (*parents, last)[place + 1].isdigit()
+        ):
+            named = ".".join(parents[: place + 1])
+            raise IsobitError(f"{what}: {named} is a list, which is given whole: {named}=[...]")
         if child is None:
             child = {}
         if not isinstance(child, dict):

@@ -198,7 +198,15 @@ def top_of_draws(
 
 
 def filtered_logits(logits: Tensor, draws: Draws) -> Tensor:
-    """Logits [R, V] with -inf where top-k, top-p or min-p leaves a token out."""
+    """Logits [R, V] with -inf where top-k, top-p or min-p leaves a token out; as many rows at a
+    time as the learner filters."""
+    rows = max(1, filtering.LOGITS_AT_ONCE // logits.shape[1])
+    found = torch.empty_like(logits)
+    for kept, part, each in zip(found.split(rows), logits.split(rows), draws.split(rows)):
+        kept.copy_(filtering.filter_logits(part, each.temperature, _limits(each)))
+    return found
+
+
+def _limits(draws: Draws) -> Limits:
     _, top_k, top_p, min_p = draws.settings.unbind(1)
-    limits = Limits(top_k, top_p, min_p, draws.kinds.most_k, draws.kinds.nucleus)
-    return filtering.filter_logits(logits, draws.temperature, limits)
+    return Limits(top_k, top_p, min_p, draws.kinds.most_k, draws.kinds.nucleus)

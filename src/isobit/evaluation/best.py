@@ -95,6 +95,18 @@ class Best:
         if (found := _description(self.directory)) is not None:
             self._know(found)
 
+    def problem(self, saved: Mapping[str, Any] | None) -> str | None:
+        """A warning where `best/` is not whole, or not what a checkpoint has `saved` of it."""
+        if not self._metrics or (saved is None and not self.directory.exists()):
+            return None
+        found = checkpoints.damage(self.directory)
+        if found is None and saved is not None and _description(self.directory) != saved:
+            found = f"its {DESCRIPTION} is not that of step {saved['step']}"
+        return found and (
+            f"warning: {self.directory} is damaged ({found}): the best model so far is lost, and a "
+            "better one takes its place"
+        )
+
     def _know(self, saved: Mapping[str, Any]) -> None:
         values = saved.get("values", {saved["metric"]: saved["value"]})
         self.step = saved["step"]

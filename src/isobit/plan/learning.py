@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import Layout
+from isobit.kernels.sampling.filtering import LOGITS_AT_ONCE, Context, Filtering
 from isobit.model import ModelConfig
 from isobit.model.forward.accumulate_grad import adding_in_place
 from isobit.model.forward.head import head_rows
@@ -60,20 +61,31 @@ class Phase:
 class LearningMemory:
     """What one micro-batch takes, besides its gradients or with them. `phases`: the forward, the
     output head with few rows of logits at a time, and the layers' backward; `logits`: what the head
-    alone takes by the rows of logits at a time, of which there are at most `head_rows`."""
+    alone takes by the rows of logits at a time, of which there are at most `head_rows`; `filtered`:
+    the same where they are filtered, at most `filtered_rows` at a time."""
 
     phases: tuple[Phase, ...]
     logits: Phase
     head_rows: int
+    filtered: Phase | None = None
+    filtered_rows: int = 0
 
     def at(self, tokens: int, exchanged: int = 0, kept: int = 0, added: int | None = None) -> int:
         """`exchanged`: bytes that a layer's gradients take besides while ranks send them; `kept`:
         of logits that the head's backward finds; `added`: where these become their gradient in
         place, what of the head's gradient and its packed weight is never there at once."""
         forward, head, layers = (phase.at(tokens) for phase in self.phases)
-        more = self.logits.at(min(tokens, self.head_rows)) - self.logits.at(_FEW)
+        more = self._logits_at(min(tokens, self.head_rows)) - self.logits.at(_FEW)
         head += more if added is None else -added
         return max(forward + kept, head + kept, layers + exchanged)
+
+    def _logits_at(self, rows: int) -> int:
+        """What the head takes of so many rows of logits at a time: the rows that are not being
+        filtered lie there as they do before and after."""
+        plain, sorts = self.logits.at(rows), min(rows, self.filtered_rows)
+        if self.filtered is None:
+            return plain
+        return max(plain, self.filtered.at(sorts) + plain - self.logits.at(sorts))
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,7 @@ class Passes:
     few: tuple[list[int], ...]
     more: tuple[list[int], ...]
     logits: Phase = Phase((LinearBytes(0.0, 0.0),))
+    filtered: Phase | None = None
 
     def of_layers(self, others: "Passes", times: float) -> "Passes":
         """Of a model with more layers of one kind than this one's: `others` are of one with some
@@ -93,7 +106,7 @@ class Passes:
             tuple(_beyond(a, b, times) for a, b in zip(mine, theirs))
             for mine, theirs in ((self.few, others.few), (self.more, others.more))
         )
-        return Passes(few, more, others.logits)
+        return Passes(few, more, others.logits, others.filtered)
 
 
 def _beyond(fewer: list[int], more: list[int], times: float) -> list[int]:
@@ -117,10 +130,11 @@ def passes(
     kept: bool = False,
     entropy: bool = False,
     tied: bool = False,
+    filtering: Filtering | None = None,
 ) -> Passes:
     """A forward and a backward of few tokens, and of more; gradients are `kept`, or dropped as they
     come; the loss is of log-probabilities alone, or of their `entropy` too. `tied`: embedding and
-    head are one master, to which both add."""
+    head are one master, to which both add; `filtering`: of the distribution."""
     short, long = _lengths(transformer.config)
     _forward(
         transformer, long
@@ -128,7 +142,8 @@ def passes(
     few, more = (
         _pass(transformer, tokens, recompute, kept, entropy, tied) for tokens in (short, long)
     )
-    return Passes(tuple(few), tuple(more), _by_rows_of_logits(transformer, entropy))
+    filtered = None if filtering is None else _by_rows_of_logits(transformer, entropy, filtering)
+    return Passes(tuple(few), tuple(more), _by_rows_of_logits(transformer, entropy), filtered)
 
 
 def carried(found: Passes, config: ModelConfig, *, host: bool) -> LearningMemory:
@@ -136,7 +151,8 @@ def carried(found: Passes, config: ModelConfig, *, host: bool) -> LearningMemory
     GPU."""
     short, long = _lengths(config)
     phases = tuple(_phase(a, b, short, max(long - short, 1)) for a, b in zip(found.few, found.more))
-    return LearningMemory(phases, found.logits, head_rows(config.vocab_size, host))
+    rows, at_once = head_rows(config.vocab_size, host), max(1, LOGITS_AT_ONCE // config.vocab_size)
+    return LearningMemory(phases, found.logits, rows, found.filtered, at_once)
 
 
 def forward_passes(transformer: Transformer) -> Passes:
@@ -223,15 +239,32 @@ def _pass(
     return found
 
 
+class _AnyContext(Context):
+    """Of a distribution with a repetition penalty, on a device without numbers."""
+
+    def seen(self, rows: slice, vocabulary: int) -> Tensor:
+        count = len(self.first[rows])
+        return torch.zeros(count, vocabulary, dtype=torch.bool, device=self.tokens.device)
+
+
 def _loss(
-    transformer: Transformer, hidden: Tensor, ids: Tensor, chunk: int, entropy: bool
+    transformer: Transformer,
+    hidden: Tensor,
+    ids: Tensor,
+    chunk: int,
+    entropy: bool,
+    filtering: Filtering | None = None,
 ) -> Tensor:
     """Of log-probabilities, and of their `entropy`, `chunk` rows of logits at a time."""
-    logprobs, entropies = transformer.head_logprobs(hidden, ids, chunk=chunk)
+    logprobs, entropies = transformer.head_logprobs(
+        hidden, ids, chunk=chunk, filtering=filtering, context=_AnyContext(ids, ids, ids)
+    )
     return logprobs.sum() + entropies.sum() if entropy else logprobs.sum()
 
 
-def _by_rows_of_logits(transformer: Transformer, entropy: bool) -> Phase:
+def _by_rows_of_logits(
+    transformer: Transformer, entropy: bool, filtering: Filtering | None = None
+) -> Phase:
     """Bytes at the moments of forward and backward of the output head alone, by the rows of logits
     at a time: twice as many rows as that, since the second chunk finds the gradient of the
     first."""
@@ -242,7 +275,7 @@ def _by_rows_of_logits(transformer: Transformer, entropy: bool) -> Phase:
         hidden = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
         ids = torch.zeros(2 * chunk, dtype=torch.int64, device=device)
         with _gradients_dropped(transformer), torch.enable_grad(), LiveTrace() as meter:
-            _loss(transformer, hidden, ids, chunk, entropy).backward()
+            _loss(transformer, hidden, ids, chunk, entropy, filtering).backward()
             found.append(meter.moments)
     return _phase(found[0], found[1], _FEW, _MORE - _FEW)
 

@@ -263,7 +263,8 @@ def _learning(job: Job, model: Described, tokens: int, gradients: int) -> Item:
         each = 4 if several and job.ranks == 1 else 2
         added = each * job.model.vocab_size * job.model.hidden_size
     tied = job.model.tie_embeddings and _adds_to_one(job)
-    found = learning_bytes(model, level, not several, entropy, tied)
+    filtering = None if job.sampled is None else job.sampled.sampling.filtering
+    found = learning_bytes(model, level, not several, entropy, tied, filtering)
     taken = found.at(rows, exchanged, kept, added)
     if job.algorithm.loss == "divergence" and job.reference is not None:
         taken = max(
@@ -271,8 +272,6 @@ def _learning(job: Job, model: Described, tokens: int, gradients: int) -> Item:
         )
     if job.algorithm.observation_coefficient > 0 and config.adapter is None:
         taken += 4 * job.model.vocab_size * job.model.hidden_size  # the head's second gradient
-    if job.sampled is not None and job.sampled.sampling.filtered:
-        taken += WORKING_BYTES * min(rows * job.model.vocab_size, LOGITS_AT_ONCE)
     if job.shares_prompts and job.group > 1:  # keys, values and gradients, for each that sees them
         copies = min((MOST_KEYS - 1) * rows, max(batch - rows, 0))
         width = max(job.model.heads_of(layer).width for layer in range(job.model.num_layers))
@@ -318,8 +317,9 @@ def _divergence(job: Job, rows: int) -> int:
 
 
 def _rolling_out(job: Job, model: Described) -> Item:
-    """Activations of one forward, and its logits in float32, twice; of a supervised run those of
-    its held-out prompts, nothing where none are answered."""
+    """Activations of one forward, and its logits in float32, twice, and of those that are filtered
+    what sorts them; of a supervised run those of its held-out prompts, nothing where none are
+    answered."""
     count, what = job.completions_of_a_rank, "rolling out"
     if job.sampled is None:
         count, what = job.evaluated, "answering held-out prompts"
@@ -327,8 +327,10 @@ def _rolling_out(job: Job, model: Described) -> Item:
     label = f"{what}: activations of {tokens:,} tokens, logits"
     if not count:
         return label, 0
-    sampled = min(job.engine.max_sequences, count)
-    return label, forward_bytes(model).at(tokens) + 8 * sampled * job.model.vocab_size
+    logits = min(job.engine.max_sequences, count) * job.model.vocab_size
+    filtered = job.sampled is not None and job.sampled.sampling.filtered
+    sorting = WORKING_BYTES * min(logits, LOGITS_AT_ONCE) if filtered else 0
+    return label, forward_bytes(model).at(tokens) + 8 * logits + sorting
 
 
 @lru_cache

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from isobit.config.sections import AdapterConfig
+from isobit.kernels.sampling.filtering import Filtering
 from isobit.model import ModelConfig
 from isobit.model.adapters.low_rank import Adapter, factor_shapes
 from isobit.model.adapters.targets import targeted
@@ -121,11 +122,12 @@ def learning_bytes(
     kept: bool = False,
     entropy: bool = False,
     tied: bool = False,
+    filtering: Filtering | None = None,
 ) -> LearningMemory:
     """Of micro-batches under a level of activation checkpointing; with the gradients, where they
     are `kept`; where the loss is of the `entropy` too; where embedding and head, which are `tied`,
-    add to one gradient."""
-    found = _of_all_layers(given, recompute, kept, entropy, tied)
+    add to one gradient; where the distribution has a `filtering`."""
+    found = _of_all_layers(given, recompute, kept, entropy, tied, filtering)
     return carried(found, given.config, host=given.host)
 
 
@@ -137,9 +139,14 @@ def forward_bytes(given: Described) -> Phase:
 
 
 def _of_all_layers(
-    given: Described, recompute: Recompute, kept: bool, entropy: bool, tied: bool
+    given: Described,
+    recompute: Recompute,
+    kept: bool,
+    entropy: bool,
+    tied: bool,
+    filtering: Filtering | None,
 ) -> Passes:
-    how = recompute, kept, entropy, tied
+    how = recompute, kept, entropy, tied, filtering
     if (others := _fewer_layers(given)) is None:
         return passes(transformer(given), *how)
     few, more = (passes(transformer(each), *how) for each in others)

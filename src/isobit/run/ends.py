@@ -5,7 +5,9 @@ Weights are sound or not by their own checksums: what became of a log costs its 
 a line each.
 """
 
+import hashlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ from isobit.data.foreign import exists
 from isobit.errors import IsobitError
 from isobit.run import certificate, completions
 from isobit.run.certificate import CERTIFICATE
+from isobit.run.checkpoints import all_checkpoints, step_of
 from isobit.run.completions import COMPLETIONS, HELD_OUT
-from isobit.run.directory import METRICS, NOTHING_WRITTEN, read_jsonl
+from isobit.run.directory import CHECKPOINTS, METRICS, NOTHING_WRITTEN, in_use, read_jsonl
 from isobit.run.rows import BadRow, end_of_lines, kept_until, metric_row, next_line
 
 
@@ -34,6 +37,7 @@ def ends(directory: Path, state: Mapping[str, Any]) -> tuple[dict[str, int], lis
             packed = name in (COMPLETIONS, HELD_OUT)
             found[name] = completions.end(path) if packed else end_of_lines(path)
             lost.append(f"{name} has {size:,} bytes, and had {offset:,} at step {state['step']}")
+    lost += [] if (line := _other_metrics(directory)) is None else [line]
     lost += damaged_steps(directory / COMPLETIONS, found[COMPLETIONS])
     return found, [
         f"{directory}: {line}; the run goes on, and its weights are sound" for line in lost
@@ -80,6 +84,52 @@ def last_step(directory: Path) -> int:
         except (IsobitError, IndexError):
             steps.append(1)  # it is one, though nobody can read which
     return max(steps)
+
+
+def cut_short(directory: Path) -> str | None:
+    """A line where the metrics of a run on which no process works end before its newest
+    checkpoint, or are not those of its certificate; else None."""
+    path, saved = directory / METRICS, all_checkpoints(directory / CHECKPOINTS)
+    if not saved or not exists(path) or in_use(directory):
+        return None
+    last = max((int(row["step"]) for row in read_jsonl(path, lambda line: None)), default=0)
+    if last >= step_of(saved[-1]):
+        return _other_metrics(directory)
+    return (
+        f"{path} ends at step {last}, and {saved[-1].name} is a checkpoint: the rows between are "
+        "missing"
+    )
+
+
+def _other_metrics(directory: Path) -> str | None:
+    path = directory / METRICS
+    rows = read_jsonl(path, lambda line: None) if exists(path) else ()
+    found = {int(row["step"]): certificate.of_metrics(row) for row in rows}
+    return _another(path, found, "metrics")
+
+
+def other_completions(directory: Path) -> str | None:
+    """A line where the completions of a run are not those of its certificate; else None."""
+    path, found = directory / COMPLETIONS, dict[int, str]()
+    for member in completions.members(path):
+        with suppress(IsobitError, IndexError):  # a step that is damaged is said by who reads it
+            lines = completions.lines(path, member)
+            digest = hashlib.sha256(b"".join(line + b"\n" for line in lines)).hexdigest()
+            found[int(completions.parse(lines[0])["step"])] = digest
+    return _another(path, found, "rollouts")
+
+
+def _another(path: Path, found: Mapping[int, str], what: str) -> str | None:
+    """A line about the first step whose hash is not the one that the certificate has."""
+    chain = certificate.read_chain(path.parent / CERTIFICATE)
+    held = {} if chain is None else {step: row[what] for step, row in chain.rows.items() if step}
+    other = next((step for step in found if step in held and held[step] != found[step]), None)
+    if other is None:
+        return None
+    return (
+        f"{path}: what it has of step {other} is not what was recorded ({CERTIFICATE}); isobit "
+        f"verify {path.parent} says what else is not"
+    )
 
 
 def row_at(path: Path, offset: int) -> tuple[dict[str, Any], int] | None:

@@ -36,7 +36,7 @@ def train(
     called in this process, without a deadline. Each of the `callbacks` is called as `on_step(step,
     metrics)` after every step. Each of the `measures` is called as `measure(samples, advantages)`
     before a step learns from them, and returns numbers by name, which are logged as `custom/NAME`.
-    Progress is shown on stderr unless `quiet`.
+    Progress is shown on stderr unless `quiet`; warnings always are.
 
     Where a launcher such as torchrun has started several processes, each calls this, and together
     they train one model: the same bits on any number of them (tests/distributed/test_runs.py).

@@ -349,10 +349,11 @@ class ModelConfig:
         mixtures = family.mixtures
         experts = None if mixtures is None else Experts.from_hf(values, where, mixtures, layers)
         bias = family.attention_bias and flag(values, "attention_bias", where, family.biased)
-        ids = special_ids(values, where)
+        vocabulary = whole(values, "vocab_size", where)
+        ids = special_ids(values, where, vocabulary)
         config = ModelConfig(
             family=name,
-            vocab_size=whole(values, "vocab_size", where),
+            vocab_size=vocabulary,
             hidden_size=hidden,
             intermediate_size=whole(values, "intermediate_size", where)
             if experts is None or family.dense_mlp

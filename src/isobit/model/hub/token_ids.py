@@ -16,12 +16,21 @@ def token_ids(value: Any) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def special_ids(values: Mapping[str, Any], where: str) -> dict[str, tuple[int, ...]]:
-    """Of `bos`, `eos` and `pad`. Raises IsobitError for what is no token id."""
+def special_ids(
+    values: Mapping[str, Any], where: str, vocabulary: int
+) -> dict[str, tuple[int, ...]]:
+    """Of `bos`, `eos` and `pad`. Raises IsobitError for what is no token id, and for an `eos` that
+    the model's vocabulary has not; of `pad`, which nothing reads, -1 is usual."""
     try:
-        return {key: token_ids(values.get(f"{key}_token_id")) for key in ("bos", "eos", "pad")}
+        ids = {key: token_ids(values.get(f"{key}_token_id")) for key in ("bos", "eos", "pad")}
     except ValueError as error:
         raise IsobitError(f"{where}: a value has the wrong type: {error}") from None
+    if outside := [token for token in ids["eos"] if not 0 <= token < vocabulary]:
+        raise IsobitError(
+            f"{where}: eos_token_id {outside[0]} is not in the vocabulary: vocab_size is "
+            f"{vocabulary}, so ids are from 0 to {vocabulary - 1}"
+        )
+    return ids
 
 
 def first_id(ids: tuple[int, ...]) -> int | None:

@@ -31,6 +31,7 @@ from isobit.model.text.turns import turn_tokens
 _MOST_TEMPLATE_BYTES = 1 << 24
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 _SPECIALS = ("<pad>", "<s>", "</s>")
+_ID_LIMIT = 1 << 32  # what `tokenizers` takes for an id
 _TEMPLATES = "additional_chat_templates"
 
 
@@ -346,6 +347,8 @@ def _eos_ids(
         path = directory / name
         try:
             ids = token_ids(_optional_json(path).get("eos_token_id"))
+            if outside := [token for token in ids if not 0 <= token < _ID_LIMIT]:
+                raise ValueError(f"{outside[0]} is not a token id")
         except ValueError as error:
             raise IsobitError(f"{path}: eos_token_id: {error}") from None
         if ids:

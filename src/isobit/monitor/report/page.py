@@ -32,11 +32,13 @@ from isobit.run.directory import (
     METRICS,
     QUANTIZATION,
     RESOLVED,
+    in_use,
     object_in,
     read_jsonl,
     require_run,
 )
-from isobit.run.rows import warn
+from isobit.run.ends import cut_short
+from isobit.run.rows import end_of_lines, warn
 
 SCRIPTS = ("charts.js", "tabs.js", "heatmap.js", "prompts.js", "completions.js")
 _COMPLETION_BYTES, _HELD_OUT_BYTES, _PROMPT_BYTES = 2_000_000, 400_000, 400_000
@@ -122,6 +124,11 @@ def _read(directory: Path, name: str, sharing: int) -> _Run:
             f"{directory}: no step has been recorded yet, so there is nothing to report"
         )
     recorded = directory / QUANTIZATION
+    half = recorded.is_file() and end_of_lines(recorded) < recorded.stat().st_size
+    if half and not in_use(directory):
+        warn(f"{recorded} ends with half a row, which is left out")
+    if (line := cut_short(directory)) is not None:
+        warn(line)
     rollouts, config = read_rollouts(directory / COMPLETIONS), _config(directory / CONFIG)
     intervals = rollouts.reward_intervals()
     learned = sum(row.get(_LEARNED) is not None for row in rows)
@@ -153,9 +160,13 @@ def _config(path: Path) -> str:
 
 def _resolved(directory: Path) -> dict[str, str]:
     """What the config left open, as it was computed; empty of a run that has not recorded it."""
-    found = object_in(directory / RESOLVED) or {}
+    found = object_in(directory / RESOLVED)
+    if found == {}:
+        warn(f"{directory / RESOLVED} cannot be read: what the config left open is not on the page")
     return {
-        name: brief(value) for name, value in found.items() if not isinstance(value, (dict, list))
+        name: brief(value)
+        for name, value in (found or {}).items()
+        if not isinstance(value, (dict, list))
     }
 
 

@@ -1,5 +1,5 @@
 """The view of a run in its own process: one live screen in a terminal, plain lines elsewhere,
-nothing with `quiet`.
+warnings alone with `quiet`.
 
 A thread of rich redraws the screen once a second, so that a long step shows its progress; the end
 of a step redraws it at once, at most twice a second. Everything goes to stderr, which the run
@@ -23,18 +23,25 @@ _REDRAW_EVERY_S = 0.5
 
 
 class Display:
-    """Use as a context manager. `history` is what is shown."""
+    """Use as a context manager. `history` is what is shown. One that does not speak, that of
+    another rank than the first, is quiet, and says no warning either."""
 
     def __init__(
-        self, total: int, quiet: bool = False, done: int = 0, name: str = "", details: str = ""
+        self,
+        total: int,
+        quiet: bool = False,
+        done: int = 0,
+        name: str = "",
+        details: str = "",
+        speaks: bool = True,
     ) -> None:
         self.history = History(name, total, details, done)
-        self.quiet = quiet
+        self.quiet, self._speaks = quiet or not speaks, speaks
         self._ended = time.monotonic()  # the last step
         self._printed = self._drawn = float("-inf")
         self._console = Console(stderr=True)
         self._live: Live | None = None
-        if self._console.is_terminal and not quiet:
+        if self._console.is_terminal and not self.quiet:
             self._live = Live(
                 console=self._console,
                 get_renderable=self._screen,
@@ -55,6 +62,11 @@ class Display:
     def note(self, text: str) -> None:
         """A line that stays, above the screen."""
         if not self.quiet:
+            self.warn(text)
+
+    def warn(self, text: str) -> None:
+        """The same of what is wrong, or of how a run ended: `quiet` does not leave it out."""
+        if self._speaks:
             self._console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def phase(self, name: str) -> None:
@@ -63,15 +75,15 @@ class Display:
 
     def step(self, metrics: Mapping[str, float], completions: Iterable[Shown] = ()) -> None:
         """One step is done. `completions` are only looked at where they are shown."""
-        if self.quiet:
-            return
         now = time.monotonic()
         self.history.step += 1
         self.history.add({"time/step": now - self._ended, **metrics})
         self._ended = now
         for found in (self.history.no_progress, self.history.cut_off):
             if found.steps == PATIENCE:
-                self.note(f"step {self.history.step}: {found.line}")
+                self.warn(f"step {self.history.step}: {found.line}")
+        if self.quiet:
+            return
         if self._live is not None:
             if now - self._drawn >= _REDRAW_EVERY_S or self.history.step == self.history.total:
                 self._drawn = now

@@ -20,8 +20,9 @@ from isobit.data.foreign import check_readable, read_bytes, reason_of
 from isobit.errors import IsobitError
 from isobit.monitor.screen.history import History, Shown
 from isobit.monitor.screen.screen import screen, summary
-from isobit.run.completions import COMPLETIONS, Member, is_reward, lines, members, parse
+from isobit.run.completions import COMPLETIONS, Member, cut_off, is_reward, lines, members, parse
 from isobit.run.directory import CONFIG, METRICS, in_use, require_run
+from isobit.run.ends import cut_short
 from isobit.run.heartbeat import beats
 from isobit.run.rows import MOST_STEPS, BadRow, metric_row, next_line, warn
 
@@ -147,6 +148,10 @@ def watch(directory: Path, once: bool = False) -> None:
         warn(
             f"{directory / METRICS}: rows that cannot be read: {watched.lost:,}; they are left out"
         )
+    if watched.history.step and not watched.worked_on:
+        for line in (cut_short(directory), cut_off(directory / COMPLETIONS)):
+            if line is not None:
+                warn(line)
     if once or not console.is_terminal:
         _print(watched, console, once)
         return

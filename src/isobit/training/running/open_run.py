@@ -97,9 +97,9 @@ class OpenRun:
         self._steps, self._report = config.steps, config.run.report
         self._check_memory = config.run.check_memory
         self._ends = isinstance(config, Config) and not config.sampling.ignore_eos
-        quiet = quiet or not self.ranks.first
         details = f"{details}{self.model.precision.name}, {config.consistency}"
-        self.display = Display(config.steps, quiet, state.step, run.directory.name, details)
+        name, speaks = run.directory.name, self.ranks.first
+        self.display = Display(config.steps, quiet, state.step, name, details, speaks)
         self.trackers = Trackers(
             plain(config.tracking) | ({} if self.ranks.first else {"trackers": ()}),
             plain(config),
@@ -149,6 +149,9 @@ class OpenRun:
             self.best.stay()
         else:
             self.best.restore(restored.best)
+        saved = None if restored.finished else restored.best
+        line = self.ranks.broadcast_result(lambda: self.best.problem(saved))
+        self._changed = [*self._changed, *([] if line is None else [line])]
 
     def resources(self) -> Sequence[AbstractContextManager[Any]]:
         """What else is open as long as the run is."""
@@ -172,9 +175,12 @@ class OpenRun:
 
     def _begin(self) -> None:
         """Say what computes, and record what is due before the first step."""
-        for line in (*self._changed, *self.told()):
-            if line is not None:
-                self.display.note(line)
+        for line in self._changed:
+            self.display.warn(line)
+        for said in self.told():
+            if said is not None:
+                warns = said.startswith("warning:")
+                (self.display.warn if warns else self.display.note)(said)
         if self._check_memory:
             self.trained.keep_checksums()
         self.recorder.begin()
@@ -206,7 +212,7 @@ class OpenRun:
         """Save what is not saved, write the report, and say how to go on."""
         if self.saver.saved_step != self.state.step:
             self.saver.save()
-        if self._report and self.ranks.first:
+        if self._report and self.ranks.first and self.run.written()["rows"]:
             path = write_report([self.run.directory], self.run.directory / runs.REPORT)
             self.display.note(f"report: {path}")
         if self.recorder.ended is not None:
@@ -214,10 +220,10 @@ class OpenRun:
         cut_off = self.display.history.cut_off if self._ends else CutOff()
         for verdict in (self.display.history.no_progress.verdict, cut_off.verdict):
             if verdict is not None:
-                self.display.note(verdict)
+                self.display.warn(verdict)
         if (line := self.best.line(self.state.step)) is not None:
             self.display.note(line)
         self.display.note(f"certificate of step {self.state.step}: {self.state.head}")
         if self.interruption.signal is not None:
             again = f"isobit train --resume {self.run.directory}"
-            self.display.note(f"stopped after step {self.state.step}; go on with: {again}")
+            self.display.warn(f"stopped after step {self.state.step}; go on with: {again}")

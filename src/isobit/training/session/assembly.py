@@ -87,15 +87,13 @@ def open_parts(
     else:
         processes = no_processes(config, task, recorded)
     try:
-        processes.check(config, task, quiet=quiet)
+        processes.check(config, task, quiet=not ranks.first)
         base = base_of(config, began, quiet)
         if before_weights is not None:
             before_weights(task, base, processes.tools)
-        elif (
-            checkpoint is None and not quiet and ranks.first and not is_adapter(base)
-        ):  # which is refused
+        elif checkpoint is None and ranks.first and not is_adapter(base):  # which is refused
             _say_what_cannot_fit(config, base)
-        models = _open_models(config, task, processes, base, began, quiet, checkpoint, ranks)
+        models = _open_models(config, task, processes, base, began, checkpoint, ranks)
         return _put_together(config, processes, models, ranks, recorded)
     except BaseException:
         processes.close()
@@ -128,14 +126,13 @@ def _open_models(
     processes: Processes,
     base: Path,
     began: Mapping[str, Any],
-    quiet: bool,
     checkpoint: Path | None,
     ranks: Ranks,
 ) -> _Models:
     model = _trained(config, base, began, checkpoint, ranks)
     environments, tools = processes.environments, processes.tools
     new_tokens = config.sampling.max_new_tokens
-    fitted = fit_prompts(task, model, config.task, new_tokens, tools, quiet=quiet)
+    fitted = fit_prompts(task, model, config.task, new_tokens, tools, quiet=not ranks.first)
     dialogue = None
     if environments is not None:
         dialogue = open_dialogue(config, model, environments, fitted.longest)

@@ -97,7 +97,7 @@ class Session(OpenRun):
                 parts.scorer.models or self.objective.kl_in_reward
             )  # which waits for the learner
             beside = self._live(
-                FleetGroups(parts.fleet, parts.sampling, self.display.note, parts.dialogue),
+                FleetGroups(parts.fleet, parts.sampling, self.display.warn, parts.dialogue),
                 ALONE,
                 Meter(lambda phase: None, torch.device("cpu")),
                 learned if computes else None,
@@ -145,7 +145,7 @@ class Session(OpenRun):
             ranks,
             meter,
             self.saver,
-            self.display.note,
+            self.display.warn,
             prompts_per_step=self.config.prompts_per_step,
             steps=self.config.steps,
             curriculum=self.config.curriculum,
@@ -188,7 +188,7 @@ class Session(OpenRun):
             state,
             meter,
             saver,
-            self.display.note,
+            self.display.warn,
             quantization_every=config.run.quantization_every,
             engines=self.parts.engines,
             measures=measures,

@@ -14,7 +14,9 @@ from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
 from isobit.options.declare import plain
 from isobit.run import directory as runs
+from isobit.run import ends as files
 from isobit.run.directory import RunDirectory
+from isobit.run.rows import warn
 from isobit.training.objects import NO_OBJECTS, Given, Objects
 from isobit.training.parts import Parts
 from isobit.training.recording.rows import recorded_groups
@@ -107,6 +109,9 @@ def open_replay(
     steps = _recorded_steps(recorded)
     if steps == 0:
         raise IsobitError(f"{recorded}: no step was recorded")
+    for line in (files.cut_short(recorded), files.other_completions(recorded)):
+        if line is not None:
+            warn(line)
     began = load_run_config(recorded)
     recorded_groups(recorded, began)  # refuses one that has not all of them
     config = load_run_config(recorded, [f"steps={steps}", *overrides, override("run.dir", out)])
@@ -114,7 +119,7 @@ def open_replay(
     _refuse_more_steps(config, recorded)
     session = open_new(config, _WithRollouts(quiet, recorded), ranks)
     if other := ", ".join(session.parts.unlike):
-        session.display.note(f"tokens may differ from those of {recorded}: it had another {other}")
+        session.display.warn(f"tokens may differ from those of {recorded}: it had another {other}")
     return session
 
 

@@ -51,7 +51,7 @@ class SupervisedRun(OpenRun):
             state,
             meter,
             saver,
-            self.display.note,
+            self.display.warn,
             quantization_every=self.config.run.quantization_every,
         )
 

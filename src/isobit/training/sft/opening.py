@@ -21,7 +21,7 @@ class _Supervised(Kind[SftConfig, SupervisedParts, SupervisedRun]):
     def open_parts(
         self, config: SftConfig, ranks: Ranks, began: Mapping[str, Any], checkpoint: Path | None
     ) -> SupervisedParts:
-        return open_parts(config, quiet=self.quiet, ranks=ranks, began=began, checkpoint=checkpoint)
+        return open_parts(config, quiet=False, ranks=ranks, began=began, checkpoint=checkpoint)
 
     def put_together(
         self, parts: SupervisedParts, run: RunDirectory, state: State, saved_step: int | None

@@ -1,0 +1,121 @@
+"""A signal at each phase of a run: it says in a line that it stops, and goes on to the end of a run
+that nobody stopped."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isobit.config import load_config
+from isobit.run.checkpoints import all_checkpoints
+from isobit.training.running import open_run
+from isobit.training.running.open_run import OpenRun
+from isobit.training.session import assembly
+from isobit.training.train import train
+from tests.models import slow_where
+from tests.runs import fingerprint, write_config
+
+SETTINGS = {"evaluation": {"every": 2, "samples": 2}, "run": {"report": True}}
+SIGNALS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+PHASES = [
+    *[
+        (phase, count)
+        for phase in ("sync", "rollout", "score", "learn", "save")
+        for count in (1, 2)
+    ],
+    *[("evaluate", count) for count in (1, 2, 3)],  # before the first step, between, and at the end
+    ("report", 1),
+]
+RunIsobit = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("unbroken")
+    return fingerprint(train(load_config(write_config(folder, base_model, **SETTINGS))).run_dir)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Any:
+    """As a terminal starts a process, also where the tests run under nohup."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def _strike(monkeypatch: pytest.MonkeyPatch, number: int, phase: str, count: int) -> list[str]:
+    """Send a signal when a phase begins for the nth time; returns all phases that begin."""
+    enter, write, seen = OpenRun._phase, open_run.write_report, list[str]()
+
+    def note(name: str) -> None:
+        seen.append(name)
+        if name == phase and seen.count(name) == count:
+            os.kill(os.getpid(), number)
+
+    def begins(self: OpenRun, name: str) -> None:
+        note(name)
+        enter(self, name)
+
+    def writes(*arguments: Any) -> Path:
+        note("report")
+        return write(*arguments)
+
+    monkeypatch.setattr(OpenRun, "_phase", begins)
+    monkeypatch.setattr(open_run, "write_report", writes)
+    return seen
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize(
+    ("phase", "count"), slow_where(PHASES, lambda phase, count: (phase, count) not in PHASES[1::4])
+)
+def test_a_signal_at_any_phase(
+    tmp_path: Path,
+    base_model: Path,
+    unbroken: dict[str, Any],
+    run_isobit: RunIsobit,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    phase: str,
+    count: int,
+) -> None:
+    config = write_config(tmp_path, base_model, **SETTINGS)
+    with monkeypatch.context() as patch:
+        seen = _strike(patch, number, phase, count)
+        code, out, said = run_isobit("train", config, "--quiet")
+    assert seen.count(phase) >= count
+    first, last = said.splitlines()
+    assert (code, out) == (SIGNALS[number], "")
+    assert first == "isobit: finishing this step, then saving; once more to end at once"
+    done = int(all_checkpoints(tmp_path / "run" / "checkpoints")[-1].name.partition("-")[2])
+    assert last == (
+        f"stopped after step {done}; go on with: isobit train --resume {tmp_path / 'run'}"
+    )
+    # the control: what was stopped before its end is not yet the whole run
+    assert (fingerprint(tmp_path / "run") == unbroken) == (done == 4)
+    assert run_isobit("train", "--resume", tmp_path / "run", "--quiet") == (0, "", "")
+    assert fingerprint(tmp_path / "run") == unbroken
+
+
+def test_while_it_is_loaded(
+    tmp_path: Path,
+    base_model: Path,
+    unbroken: dict[str, Any],
+    run_isobit: RunIsobit,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing has begun, and the same command begins."""
+    config = write_config(tmp_path, base_model, **SETTINGS)
+    with monkeypatch.context() as patch:
+        patch.setattr(assembly, "_open_models", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        code, out, said = run_isobit("train", config, "--quiet")
+    assert (code, out, said.strip()) == (130, "", "isobit: interrupted")
+    assert not (tmp_path / "run").exists()
+    assert run_isobit("train", config, "--quiet") == (0, "", "")
+    assert fingerprint(tmp_path / "run") == unbroken
