@@ -33,8 +33,11 @@ void pairs_of_block(const Product& g, int64_t panel, int64_t k, uint16_t* out) {
     __m512i x[16];
     for (int64_t i = 0; i < PANEL; i++) {
         row[i] = (panel * PANEL + i < g.n ? panel * PANEL + i : g.n - 1) * g.k + k;
-        x[i] = _mm512_loadu_si512((const uint8_t*)g.packed + row[i] / 2);
+        const uint8_t* from = (const uint8_t*)g.packed + row[i] / 2;
+        x[i] = _mm512_loadu_si512(from);
+        __builtin_prefetch(from + PANEL / 2 * g.k);  // the next panel's: no processor sees that 16 rows go on
     }
+    for (int64_t line = 0; line < STEP; line += 64) __builtin_prefetch(g.small_scales + (panel + 1) * g.k + k + line);
     store_turned(x, codes);
     const Vec common = vsplat(*g.common), tiny = vsplat(0x1p-9f);
     for (int64_t part = 0; part < 2; part++) {
