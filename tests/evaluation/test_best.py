@@ -305,7 +305,7 @@ def test_a_best_model_that_is_not_whole_is_said(
     best.consider(1, {"m": 0.1})
     saved = best.to_json()
     assert best.problem(saved) is None
-    assert "is damaged (its best.json is not that of step 2)" in str(
+    assert "is damaged (its best.json is not the checkpoint's)" in str(
         best.problem({**(saved or {}), "step": 2})
     )
     harm(tmp_path / "best")

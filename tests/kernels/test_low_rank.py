@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit.kernels import Factors, Operand, Ops, get_ops, picked
+from isobit.kernels import Factors, Operand, Ops, Prepared, get_ops, picked
 from isobit.kernels.low_rank import definition
 from isobit.kernels.low_rank.native import PackedFactors
 from isobit.options.consistency import TDP32, VDP32
@@ -171,14 +171,18 @@ def test_factors_are_found_by_addresses_in_a_table() -> None:
     assert not same(found(table[:, 1].roll(1)), wanted)
 
 
-def test_the_weights_product_may_have_another_order() -> None:
-    """Two codes to a byte, under scales that are no powers of two. The control is the product
-    alone."""
+@pytest.mark.parametrize("form", ["two codes to a byte", "E4M3"])
+def test_the_weights_product_may_have_another_order(form: str) -> None:
+    """Of codes under scales that are no powers of two; or the order of all, where they are rounded
+    as they are read. The control is the product alone."""
     require("native")
     ops, inner = get_ops("native", "bitwise"), 192
     x, values = _random(20, inner, seed=1), _random(OUT, inner, seed=2)
-    weight = packed(quantize(values, NVFP4), values)
-    assert not ops.rounds_last(x, weight)
+    if form == "E4M3":
+        weight: Prepared = ops.prepare(quantize(values, QuantSpec(E4M3, "128x128", "fp32")))
+    else:
+        weight = packed(quantize(values, NVFP4), values)
+    assert ops.rounds_last(x, weight) == (form != "E4M3")
     parts = [(_random(8, inner, seed=3), _random(OUT, 8, seed=4), 0, OUT)]
     given = [ops.prepare_factors(parts, 0.5)], torch.arange(1, 20), torch.tensor([0, 19])
     wanted = definition.adapted_product(ops, x, weight, None, *given, torch.bfloat16)

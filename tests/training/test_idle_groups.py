@@ -20,18 +20,14 @@ SETTINGS = (
 )
 VARIANTS = {
     "plain": [],
-    "apart": [
-        "optimizer={learning_rate: 3.0e-3, micro_batch_tokens: 40, separate_zero_advantage: true}"
-    ],
+    "apart": ["optimizer.micro_batch_tokens=40", "optimizer.separate_zero_advantage=true"],
     "several updates": ["algorithm={updates_per_batch: 2}"],
     "dynamic sampling": ["algorithm={dynamic_sampling: true, max_resamples: 2}"],
     "replay": ["replay={capacity: 8, groups_per_step: 2, max_staleness: 3}"],
     "rollouts ahead": ["rollouts_ahead=1"],
     "two engines": ["precision=fp8-rollout"],
     "old recomputed": ["algorithm={recompute_old_logprobs: always}"],
-    "recomputed layers": [
-        "optimizer={learning_rate: 3.0e-3, micro_batch_tokens: 12, activation_checkpointing: true}"
-    ],
+    "recomputed layers": ["optimizer.activation_checkpointing=true"],
 }
 
 

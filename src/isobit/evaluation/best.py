@@ -101,7 +101,7 @@ class Best:
             return None
         found = checkpoints.damage(self.directory)
         if found is None and saved is not None and _description(self.directory) != saved:
-            found = f"its {DESCRIPTION} is not that of step {saved['step']}"
+            found = f"its {DESCRIPTION} is not the checkpoint's"
         return found and (
             f"warning: {self.directory} is damaged ({found}): the best model so far is lost, and a "
             "better one takes its place"
