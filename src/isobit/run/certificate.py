@@ -12,7 +12,7 @@ anew: what was said then is known by who kept its last hash (tests/commands/test
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -54,6 +54,11 @@ def digest(value: Any) -> str:
     """SHA-256 of a value as JSON has it."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def of_rollouts(lines: Iterable[bytes]) -> str:
+    """SHA-256 of a step's lines of completions.jsonl.gz, which have no line ends here."""
+    return hashlib.sha256(b"".join(line + b"\n" for line in lines)).hexdigest()
 
 
 def of_metrics(values: Mapping[str, Any]) -> str:

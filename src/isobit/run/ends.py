@@ -5,8 +5,7 @@ Weights are sound or not by their own checksums: what became of a log costs its 
 a line each.
 """
 
-import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,9 @@ def ends(directory: Path, state: Mapping[str, Any]) -> tuple[dict[str, int], lis
             packed = name in (COMPLETIONS, HELD_OUT)
             found[name] = completions.end(path) if packed else end_of_lines(path)
             lost.append(f"{name} has {size:,} bytes, and had {offset:,} at step {state['step']}")
-    lost += [] if (line := _other_metrics(directory)) is None else [line]
+    metrics = directory / METRICS
+    recorded = read_jsonl(metrics, lambda line: None) if exists(metrics) else ()
+    lost += [] if (line := _other_metrics(metrics, recorded)) is None else [line]
     lost += damaged_steps(directory / COMPLETIONS, found[COMPLETIONS])
     return found, [
         f"{directory}: {line}; the run goes on, and its weights are sound" for line in lost
@@ -92,18 +93,17 @@ def cut_short(directory: Path) -> str | None:
     path, saved = directory / METRICS, all_checkpoints(directory / CHECKPOINTS)
     if not saved or not exists(path) or in_use(directory):
         return None
-    last = max((int(row["step"]) for row in read_jsonl(path, lambda line: None)), default=0)
+    rows = list(read_jsonl(path, lambda line: None))
+    last = max((int(row["step"]) for row in rows), default=0)
     if last >= step_of(saved[-1]):
-        return _other_metrics(directory)
+        return _other_metrics(path, rows)
     return (
         f"{path} ends at step {last}, and {saved[-1].name} is a checkpoint: the rows between are "
         "missing"
     )
 
 
-def _other_metrics(directory: Path) -> str | None:
-    path = directory / METRICS
-    rows = read_jsonl(path, lambda line: None) if exists(path) else ()
+def _other_metrics(path: Path, rows: Iterable[Mapping[str, Any]]) -> str | None:
     found = {int(row["step"]): certificate.of_metrics(row) for row in rows}
     return _another(path, found, "metrics")
 
@@ -114,8 +114,7 @@ def other_completions(directory: Path) -> str | None:
     for member in completions.members(path):
         with suppress(IsobitError, IndexError):  # a step that is damaged is said by who reads it
             lines = completions.lines(path, member)
-            digest = hashlib.sha256(b"".join(line + b"\n" for line in lines)).hexdigest()
-            found[int(completions.parse(lines[0])["step"])] = digest
+            found[int(completions.parse(lines[0])["step"])] = certificate.of_rollouts(lines)
     return _another(path, found, "rollouts")
 
 

@@ -7,7 +7,6 @@ whatever does not have the hash that the certificate has of it. Left out: what t
 (`verify.py`).
 """
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,7 +53,7 @@ def read_records(run: Path, config: Config, steps: set[int]) -> Records:
     for step, lines in _steps(run / COMPLETIONS, found):
         if last is not None and step > last:
             break
-        digest = hashlib.sha256(b"".join(line + b"\n" for line in lines)).hexdigest()
+        digest = certificate.of_rollouts(lines)
         if step in members:
             found.problems.append(f"{COMPLETIONS}: step {step} is there twice")
         elif members and step < max(members):
