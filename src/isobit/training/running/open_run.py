@@ -157,8 +157,12 @@ class OpenRun:
         """What else is open as long as the run is."""
         return ()
 
-    def told(self) -> Iterable[str | None]:
-        """Lines for the reader before the first step; None are none."""
+    def told(self) -> Iterable[str]:
+        """Lines for the reader before the first step."""
+        return ()
+
+    def warned(self) -> Iterable[str | None]:
+        """Warnings before the first step; None are none."""
         return ()
 
     def __enter__(self: _Self) -> _Self:
@@ -177,10 +181,11 @@ class OpenRun:
         """Say what computes, and record what is due before the first step."""
         for line in self._changed:
             self.display.warn(line)
-        for said in self.told():
-            if said is not None:
-                warns = said.startswith("warning:")
-                (self.display.warn if warns else self.display.note)(said)
+        for line in self.told():
+            self.display.note(line)
+        for warning in self.warned():
+            if warning is not None:
+                self.display.warn(warning)
         if self._check_memory:
             self.trained.keep_checksums()
         self.recorder.begin()

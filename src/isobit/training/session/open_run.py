@@ -202,11 +202,14 @@ class Session(OpenRun):
         beside = (self.parts.processes, self.parts.serving, self._beside)
         return [each for each in beside if each is not None]
 
-    def told(self) -> Iterable[str | None]:
-        """What is served, what computes, and what the config probably does not mean."""
+    def told(self) -> Iterable[str]:
+        """What is served, and what computes."""
         yield from () if self.parts.serving is None else self.parts.serving.lines
         computes, rule = self.model.ops.why, self.objective.rule
         yield f"{computes}; consistency: {self.config.consistency}; correction: {rule}"
+
+    def warned(self) -> Iterable[str | None]:
+        """What the config probably does not mean."""
         yield from endings(self.model, self.config.sampling)
         yield rank_warning(self.config, self.model)
         yield from cautions(self.config, self.parts.task, self.model)

@@ -59,9 +59,13 @@ class SupervisedRun(OpenRun):
         """What the evaluation opens."""
         return () if self.parts.held_out is None else (self.parts.held_out,)
 
-    def told(self) -> Iterable[str | None]:
-        """What computes, and whether an adapter's rank and so many processes are of use."""
+    def told(self) -> Iterable[str]:
+        """What computes."""
         yield f"{self.model.ops.why}; consistency: {self.config.consistency}"
+
+    def warned(self) -> Iterable[str | None]:
+        """Whether an adapter's rank and so many processes are of use, and what else is probably not
+        meant."""
         yield rank_warning(self.config, self.model)
         yield ranks_caution(self.config.ranks)
         yield from supervised_cautions(self.config, self.parts.train)
