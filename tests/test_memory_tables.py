@@ -79,6 +79,21 @@ def test_the_page_has_the_counted_bytes_of_a_frozen_base() -> None:
         assert line.replace(f"{stored:.1f}", f"{stored + 1:.1f}") not in page  # the control
 
 
+def test_the_page_has_the_measured_times_of_a_frozen_base() -> None:
+    claims = json.loads((ROOT / "benchmarks/results/frozen_base.json").read_text())["claims"]
+    page = " ".join((ROOT / "docs/how-to/adapters.md").read_text().split())
+    one, eight, many = (each["value"] for each in claims if each["what"].endswith("of FP8"))
+
+    def said(one: float) -> str:
+        return (
+            f"takes {one:.1f} times as long as in FP8 for one row, {eight:.1f} times for eight, and "
+            f"{many:.1f} times for 256"
+        )
+
+    assert said(one) in page
+    assert said(one + 1) not in page  # the control
+
+
 def test_the_page_has_the_counted_steps() -> None:
     parts = json.loads((ROOT / "benchmarks/results/step_memory.json").read_text())["parts"]
     page = (ROOT / "docs/measured.md").read_text()
