@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from isobit.kernels.native import build, interface, recipe
+from isobit.options.consistency import processor_features
 
 DELTA = ("delta/convolution.cpp", "delta/delta.cpp", "delta/delta_backward.cpp")
 ROWS = (
@@ -18,6 +19,9 @@ ROWS = (
     *DELTA,
     "native/rows32.cpp",
 )
+TILES = Path(__file__).with_name("amx.h")
+EMULATED_AMX = ("-include", str(TILES)) if "avx512vbmi" in processor_features() else ()
+"""Flags by which a library has AMX's products on a processor with AVX-512; none on another."""
 PRODUCTS = tuple(name for name in recipe.SOURCES if name.startswith("product/ordered"))
 
 

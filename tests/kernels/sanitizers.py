@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isobit.kernels.native.recipe import HERE, WARNINGS, compiler
-from isobit.options.consistency import processor_features
+from tests.kernels.libraries import EMULATED_AMX
 
 ROOT = Path(__file__).parents[2]
 _SELECTED = (
@@ -40,12 +40,6 @@ TESTS = (
     "tests/kernels/test_delta.py", "tests/kernels/test_low_rank.py",
     "-m", "not slow", "-k", _SELECTED,
 )  # fmt: skip
-EMULATED = (
-    ("-include", str(Path(__file__).with_name("amx.h")))
-    if "avx512vbmi" in processor_features()
-    else ()
-)
-"""Also where there is AMX: nothing watches what tile instructions read."""
 _BUILD = (
     "from isobit.kernels.native import build, recipe; build.compiled(recipe.compiler(), "
     "build.cache_directory())"
@@ -89,7 +83,8 @@ SANITIZERS = {
 def prepare(sanitizer: Sanitizer, folder: Path) -> dict[str, str]:
     """Compile the library into `folder`; returns the environment in which it is the one that is
     loaded."""
-    flags = ["-O1", "-g1", "-fno-omit-frame-pointer", *WARNINGS, *sanitizer.flags, *EMULATED]
+    # also where there is AMX: nothing watches what tile instructions read
+    flags = ["-O1", "-g1", "-fno-omit-frame-pointer", *WARNINGS, *sanitizer.flags, *EMULATED_AMX]
     planted, program = folder / "sanitized.o", compiler()
     command = [
         program,

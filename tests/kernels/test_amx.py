@@ -10,16 +10,12 @@ from pathlib import Path
 import pytest
 
 from isobit.kernels.product.ordered_native import ISAS, ORDERS, TDP32
-from isobit.options.consistency import processor_features
-from tests.kernels.libraries import PRODUCTS, library_of
+from tests.kernels.libraries import EMULATED_AMX, PRODUCTS, TILES, library_of
 
-TILES = Path(__file__).with_name("amx.h")
 ROOT = TILES.parents[2]
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        "avx512vbmi" not in processor_features(), reason="this processor has no AVX-512 with VBMI"
-    ),
+    pytest.mark.skipif(not EMULATED_AMX, reason="this processor has no AVX-512 with VBMI"),
 ]
 
 
@@ -27,7 +23,7 @@ def test_its_products_have_the_bits_of_every_instruction_set(tmp_path: Path) -> 
     """The tests of ordered products, of nibbles and of adapters, with the emulated set among those
     of this machine."""
     tests = [f"tests/kernels/test_{name}.py" for name in ("ordered", "packed_fp4", "low_rank")]
-    given = {"ISOBIT_CACHE": str(tmp_path), "ISOBIT_CXXFLAGS": f"-include {TILES}"}
+    given = {"ISOBIT_CACHE": str(tmp_path), "ISOBIT_CXXFLAGS": " ".join(EMULATED_AMX)}
     options = ["-q", "-rA", "-p", "no:cacheprovider", "-m", "not slow"]  # one has its own library
     command = [sys.executable, "-m", "pytest", *options, *tests]
     done = subprocess.run(

@@ -135,6 +135,8 @@ def test_the_cache_of_a_server_is_planned(tmp_path: Path) -> None:
     assert "serve.max_sequences=2048" in {key for one in changes(many) for key in one.keys}
 
 
+LETTERS = "0123456789+-*= " + "".join(chr(0x20000 + i) for i in range(16384))
+"""So many that the output head is the largest part of a step."""
 FLOWS = ("float32", "bf16", "fp8", "fp8-e2e", "fp8[bf16_layers=down]")
 
 
@@ -244,8 +246,7 @@ def test_a_rank_takes_what_was_planned(ranks: int, family: str, tmp_path: Path) 
 def test_the_gradient_of_the_entropy_takes_what_was_planned(tmp_path: Path) -> None:
     """To 10 %: what a step takes beyond the weights, where the head is its largest part. The control
     is the plan of a loss without a bonus; one of the user's own may use the entropy."""
-    letters = "0123456789+-*= " + "".join(chr(0x20000 + i) for i in range(16384))
-    tiny_model("fp8", alphabet=letters).save(tmp_path / "model")
+    tiny_model("fp8", alphabet=LETTERS).save(tmp_path / "model")
     given = (
         "optimizer.micro_batch_tokens=1024",
         "optimizer.share_prompts=false",
@@ -279,10 +280,32 @@ def test_the_head_takes_what_was_planned(
     """To 10 %, where logits and the head's gradient are most of a step: logits are kept, unless they
     are filtered or capped, and then the gradients of micro-batches are added where they are. The
     control plans the other."""
-    letters = "0123456789+-*= " + "".join(chr(0x20000 + i) for i in range(16384))
-    tiny_model("fp8", family, alphabet=letters, hidden_size=512).save(tmp_path / "model")
+    measured, job = _second_step(_of_a_wide_head(tmp_path, family, *changes))
+    assert measured == pytest.approx(_of_a_step(job), rel=0.1)
+    other = job.changed(f"sampling.top_k={50 if kept else 0}")
+    if job.model.logit_cap is None:
+        assert measured != pytest.approx(_of_a_step(other), rel=0.1), "the control"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("filters", ["top_k=50", "top_p=0.9", "min_p=0.1 top_k=50"])
+def test_filtered_logits_take_what_was_planned(filters: str, tmp_path: Path) -> None:
+    """To 10 %, of what sorts the logits too. The control plans a run without filters."""
+    changes = "optimizer.micro_batch_tokens=4096", *(f"sampling.{key}" for key in filters.split())
+    measured, job = _second_step(_of_a_wide_head(tmp_path, "qwen3", *changes))
+    assert measured == pytest.approx(_of_a_step(job), rel=0.1)
+    without = job.changed("sampling.top_k=0", "sampling.top_p=1", "sampling.min_p=0")
+    assert measured != pytest.approx(_of_a_step(without), rel=0.1), "the control"
+
+
+def _of_a_wide_head(folder: Path, family: str, *changes: str) -> Config:
+    """Of a run that learns from every group, and whose logits are most of a step."""
+    tiny_model("fp8", family, alphabet=LETTERS, hidden_size=512).save(folder / "model")
+    (folder / "every_other.py").write_text(
+        "def earns(completions, **_):\n    return [float(i % 2) for i, _ in enumerate(completions)]\n"
+    )
     given = (
-        _every_other_earns(tmp_path),
+        f"rewards.functions=[{folder / 'every_other.py'}:earns]",
         "optimizer.share_prompts=false",
         "prompts_per_step=16",
         "sampling.group_size=8",
@@ -291,41 +314,7 @@ def test_the_head_takes_what_was_planned(
         "evaluation.every=0",
         *changes,
     )
-    config = load_config(write_config(tmp_path, tmp_path / "model"), given)
-    measured, job = _second_step(config)
-    assert measured == pytest.approx(_of_a_step(job), rel=0.1)
-    other = job.changed(f"sampling.top_k={50 if kept else 0}")
-    if job.model.logit_cap is None:
-        assert measured != pytest.approx(_of_a_step(other), rel=0.1), "the control"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("filters", ["top_k: 50", "top_p: 0.9", "min_p: 0.1, top_k: 50"])
-def test_filtered_logits_take_what_was_planned(filters: str, tmp_path: Path) -> None:
-    """To 10 %, of what sorts the logits too. The control plans a run without filters."""
-    letters = "0123456789+-*= " + "".join(chr(0x20000 + i) for i in range(16384))
-    tiny_model("fp8", alphabet=letters, hidden_size=512).save(tmp_path / "model")
-    given = (
-        _every_other_earns(tmp_path),
-        f"sampling={{group_size: 8, max_new_tokens: 16, ignore_eos: true, {filters}}}",
-        "optimizer.share_prompts=false",
-        "optimizer.micro_batch_tokens=4096",
-        "prompts_per_step=16",
-        "evaluation.every=0",
-    )
-    config = load_config(write_config(tmp_path, tmp_path / "model"), given)
-    measured, job = _second_step(config)
-    assert measured == pytest.approx(_of_a_step(job), rel=0.1)
-    without = job.changed("sampling.top_k=0", "sampling.top_p=1", "sampling.min_p=0")
-    assert measured != pytest.approx(_of_a_step(without), rel=0.1), "the control"
-
-
-def _every_other_earns(folder: Path) -> str:
-    """A key of a config by which every group is learned from."""
-    (folder / "every_other.py").write_text(
-        "def earns(completions, **_):\n    return [float(i % 2) for i, _ in enumerate(completions)]\n"
-    )
-    return f"rewards.functions=[{folder / 'every_other.py'}:earns]"
+    return load_config(write_config(folder, folder / "model"), given)
 
 
 def _second_step(config: Config, ranks: Ranks = ALONE) -> tuple[int, Job]:
