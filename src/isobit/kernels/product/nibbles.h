@@ -23,7 +23,8 @@ static inline void read_nibbles(const Product& g, int64_t panel, int64_t k, int6
     transpose_rows(scales, there / PANEL, turned[0]);
     std::memset(out.pairs[0] + there / 2 * PANEL, 0, (count - there) / 2 * PANEL);
     for (int64_t i = 0; i < (count + PANEL - 1) / PANEL; i++) {
-        const f32x16 scale = decode(turned[i]) * *g.common;
-        for (int64_t j = 0; j < PANEL; j++) out.scale[i][j] = turned[i][j] ? load<float>((const float*)&scale + j) : 1.0f;
+        store(out.scale[i], decode(turned[i]) * *g.common);
+        for (int64_t j = 0; j < PANEL; j++)
+            if (turned[i][j] == 0) out.scale[i][j] = 1.0f;
     }
 }

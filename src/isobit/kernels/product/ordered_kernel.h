@@ -60,7 +60,7 @@ void decode_a(const Product& g, int64_t row, int64_t rows, float* out, int64_t s
         }
 }
 
-// The same of nibbles: codes times scales, rounded to BF16.
+// What `decode_b` makes of nibbles: codes times scales, rounded to BF16.
 void decode_nibbles(const Product& g, int64_t panel, int64_t k, int64_t count, float* out) {
     alignas(16) uint8_t codes[2][PANEL];
     Nibbles nibbles;
@@ -75,7 +75,8 @@ void decode_nibbles(const Product& g, int64_t panel, int64_t k, int64_t count, f
     }
 }
 
-// A panel's `count` rows of k, a multiple of 32, as float32: out[k][16]; times B's scales where they are folded.
+// A panel's `count` rows of k, a multiple of 32, as float32: out[k][16]; times B's scales where they are folded, and
+// where B has nibbles.
 void decode_b(const Product& g, int64_t panel, int64_t k, int64_t count, float* out) {
     if (g.kind_b == E2M1) return decode_nibbles(g, panel, k, count, out);
     if (g.kind_b == BF16) {
