@@ -161,7 +161,7 @@ def _learner(model: Model, size: Size, bench: Bench) -> Learner:
     objective = for_precision(
         ResolvedObjective.of(OBJECTIVES["grpo"], max_new_tokens=size.new_tokens), model.precision
     )
-    optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSettings())
+    optimizer = ShardedOptimizer.of(model, OptimizerSettings())
     micro = 64 if bench.rehearsal else 16384
     return Learner(model, optimizer, objective, micro_batch_tokens=micro)
 

@@ -1,6 +1,7 @@
 """The learner: forward and backward of packed sequences, the optimizer's step, and prefill, by
 preset."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -58,13 +59,7 @@ def _measure(
     transformer, flow, device = model.transformer, FLOWS[model.precision.name], model.ops.device
     layout = Layout.packed([length] * sequences).to(device)
     tokens = torch.arange(length * sequences, device=device) % model.config.vocab_size
-    targets = tokens.roll(-1)
-    optimizer = ShardedOptimizer(model.named_parameters(), OptimizerSettings())
-
-    def forward_backward() -> torch.Tensor:
-        logprobs, _ = transformer.head_logprobs(transformer.hidden(tokens, layout), targets)
-        logprobs.mean().backward()
-        return logprobs.detach()
+    optimizer = ShardedOptimizer.of(model, OptimizerSettings())
 
     def update() -> None:
         optimizer.step(1e-6, 0.5)
@@ -93,7 +88,7 @@ def _measure(
             "prefill": floor(prefill(model.config, flow, sequences, length), rates),
         }
     for part, call in (
-        ("forward and backward", forward_backward),
+        ("forward and backward", forward_backward(model, layout, device)),
         ("update and sync", update),
         ("prefill", fill),
     ):
@@ -113,3 +108,20 @@ def _measure(
             )
             case.rows[-1]["case"] = f"{what}, {part}"
     optimizer.zero_grad()
+
+
+def forward_backward(
+    model: Model, layout: Layout, device: torch.device
+) -> Callable[[], torch.Tensor]:
+    """A call runs the learner's forward over packed sequences, and the backward of their mean
+    log-probability; returns the log-probabilities."""
+    transformer, there = model.transformer, layout.to(device)
+    tokens = torch.arange(layout.positions.numel(), device=device) % model.config.vocab_size
+    targets = tokens.roll(-1)
+
+    def call() -> torch.Tensor:
+        logprobs, _ = transformer.head_logprobs(transformer.hidden(tokens, there), targets)
+        logprobs.mean().backward()
+        return logprobs.detach()
+
+    return call

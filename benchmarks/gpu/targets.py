@@ -42,7 +42,7 @@ class Target:
 
 def targets(folder: Path) -> list[Target]:
     """Every target, from the results in `folder`."""
-    steps = [row for row in measured(folder, "grpo") if row.get("sound")]
+    steps = [row for row in measured(folder, "grpo") if row.get("sound") and "rollout_s" in row]
     learned = _updates(measured(folder, "learner"))
     shares = tuple(
         row["share"]

@@ -324,6 +324,7 @@ def test_on_a_gpu_captured_steps_give_the_bits_of_eager_ones(
         assert rollout(captured, PROMPTS, sampling, PROMPT_IDS) == expected
         if change == 1.3:
             assert captured.graphs is not None
-            assert graphs
+            assert graphs or sampling.max_new_tokens == 1, "a first token needs no decode step"
+            assert graphs is not None
             assert graphs.items() <= captured.graphs._graphs.items(), "captured once"
             captured.sleep()

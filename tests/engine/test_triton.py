@@ -131,10 +131,8 @@ def test_zero_bits_differ_with_sinks() -> None:
         with torch.no_grad():
             for name, parameter in model.named_parameters().items():
                 if name.endswith(role):
-                    parameter.add_(
-                        0.5
-                        * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-                    )
+                    drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+                    parameter.add_(0.5 * drawn.to(parameter.device))
         model.sync()
         assert differing(model, groups)[0] > 0
         groups = _completions(model)

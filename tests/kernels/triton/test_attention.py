@@ -68,8 +68,15 @@ def _run(q: Tensor, store: KVStore, layout: Layout) -> tuple[Tensor, Tensor]:
     return out.cpu(), lse.cpu()
 
 
-def _assert_close(found: tuple[Tensor, Tensor], q: Tensor, store: KVStore, layout: Layout) -> None:
-    """Every element within its bound of the definition, W = Σ p |v|.
+def _assert_close(
+    found: tuple[Tensor, Tensor],
+    q: Tensor,
+    store: KVStore,
+    layout: Layout,
+    most: float = 3e-3,
+) -> None:
+    """Every element within its bound of the definition, W = Σ p |v|, whose part in float32 is
+    `most` at most.
 
     BF16: p times the value's scale is rounded for P·V, 2^-8 of a term at most, and so is the
     result: 2^-8 (W + |out|). Float32, in units u = 2^-23 (matrix instructions cut off): a score of
@@ -89,7 +96,7 @@ def _assert_close(found: tuple[Tensor, Tensor], q: Tensor, store: KVStore, layou
     assert bool(((found[0].double() - out).abs() <= bound + 1e-30).all())
     assert bool(((found[1].double() - lse).abs() <= single + 2.0**-22 * lse.abs()).all())
     assert (found[0].dtype, found[1].dtype) == (q.dtype, torch.float32)
-    assert single < 3e-3
+    assert single < most
 
 
 @pytest.mark.usefixtures("_short_splits")
@@ -312,7 +319,8 @@ def test_real_heads_over_long_contexts(kind: str, heads: tuple[int, int, int]) -
     packed = Layout.packed(lengths)
     store = _filled(kind, k, v, packed)
     whole = _run(q, store, packed)
-    _assert_close(whole, q, store, packed)
+    # scores of heads of 256 channels are large, and so is what they err by
+    _assert_close(whole, q, store, packed, most=2e-2)
     for rows in (
         [range(p, p + 1) for p in (1299, 512, 64)],
         [range(500, 1100), range(511, 512), range(65)],

@@ -51,17 +51,21 @@ def test_operands_have_the_layouts_of_cublas(
 
 
 def test_transposed_views_are_laid_out_as_their_copies() -> None:
-    weight = quantize(draw(1, 256, 136), WEIGHT)
-    a = quantize(draw(0, 5, 256), ROWS)
+    weight, a, other_weight = (
+        there(quantize(draw(seed, *shape), spec))
+        for seed, shape, spec in (
+            (1, (256, 136), WEIGHT),
+            (0, (5, 256), ROWS),
+            (2, (136, 256), WEIGHT),
+        )
+    )
     view = weight.transpose()
     copied = QTensor(view.data.contiguous(), view.scale.contiguous(), view.spec)
     for one, other in zip(
         vars(block_operands(a, view)).values(), vars(block_operands(a, copied)).values()
     ):
         assert same(one, other) if isinstance(one, Tensor) else one == other
-    assert not same(
-        block_operands(a, view).right, block_operands(a, quantize(draw(2, 136, 256), WEIGHT)).right
-    )
+    assert not same(block_operands(a, view).right, block_operands(a, other_weight).right)
 
 
 def test_scales_that_lie_right_are_not_copied() -> None:

@@ -50,10 +50,12 @@ def drawn(dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor]:
     return x, gates
 
 
-def allocated(num_pages: int, dtype: torch.dtype) -> StateStore:
+def allocated(
+    num_pages: int, dtype: torch.dtype, device: torch.device | str = DEVICE
+) -> StateStore:
     compute = BF16 if dtype == torch.bfloat16 else FP32
     return StateStore.allocate(
-        num_pages, (WIDTH - 1, CHANNELS), (SIZES[1], *SIZES[2:]), compute, DEVICE
+        num_pages, (WIDTH - 1, CHANNELS), (SIZES[1], *SIZES[2:]), compute, device
     )
 
 
@@ -85,7 +87,9 @@ def test_convolution_is_float64s_to_a_bound(dtype: torch.dtype) -> None:
     argument), of a sum and of a quotient."""
     x, _ = drawn(dtype, sum(LENGTHS))
     layout = Layout.packed(LENGTHS, PAGE)
-    found = convolution.short_convolution(x.to(DEVICE), weight().to(DEVICE), None, layout).cpu()
+    found = convolution.short_convolution(
+        x.to(DEVICE), weight().to(DEVICE), None, layout.to(DEVICE)
+    ).cpu()
     total, size, start = torch.zeros(2, *x.shape, dtype=torch.float64), 0, 0
     for length in LENGTHS:
         seen = torch.nn.functional.pad(x[start : start + length].double(), (0, 0, WIDTH - 1, 0))
@@ -157,7 +161,8 @@ def test_delta_rule_is_float64s_to_a_bound(dtype: torch.dtype) -> None:
     qkv, gates = drawn(dtype, sum(LENGTHS))
     layout = Layout.packed(LENGTHS, PAGE)
     store = allocated(layout.num_slots // PAGE, dtype)
-    found = delta.delta_rule(qkv.to(DEVICE), gates.to(DEVICE), heads(), store, layout).cpu()
+    there = layout.to(DEVICE)
+    found = delta.delta_rule(qkv.to(DEVICE), gates.to(DEVICE), heads(), store, there).cpu()
     exact, bound, states, errors = recurrence(qkv, gates, LENGTHS)
     bound = bound + LAST[dtype] * (exact.abs() + bound) + 2.0**-126
     assert found.dtype == dtype
@@ -183,14 +188,15 @@ def test_pages_keep_the_inputs_that_the_references_do(page_size: int) -> None:
     x, _ = drawn(torch.bfloat16, length)
     table = torch.randperm(length, generator=random)[: -(-length // page_size)].unsqueeze(0)
     whole = convolution.short_convolution(
-        x.to(DEVICE), weight().to(DEVICE), None, Layout.packed([length])
+        x.to(DEVICE), weight().to(DEVICE), None, Layout.packed([length]).to(DEVICE)
     ).cpu()
-    ours, theirs = allocated(length, torch.bfloat16), allocated(length, torch.bfloat16)
+    ours = allocated(length, torch.bfloat16)
+    theirs = allocated(length, torch.bfloat16, "cpu")
     done = 0
     for count in (1, 1, 2, 17, 1, 3, 4):
         layout, rows = Layout.build([count], [done], table, page_size), x[done : done + count]
         found = convolution.short_convolution(
-            rows.to(DEVICE), weight().to(DEVICE), ours, layout
+            rows.to(DEVICE), weight().to(DEVICE), ours, layout.to(DEVICE)
         ).cpu()
         assert same(found, whole[done : done + count])
         if done == 21:
@@ -220,6 +226,7 @@ class Sequences:
             torch.cat([of[s][row] for s, row in zip(order, rows)]).to(DEVICE)
             for of in (self.x, self.gates)
         )
+        layout = layout.to(DEVICE)
         given = weight().to(DEVICE), self.store, layout
         mixed = convolution.short_convolution(x, *given)
         out = delta.delta_rule(mixed, gates, heads(), self.store, layout)
@@ -246,7 +253,7 @@ def test_bits_do_not_depend_on_how_tokens_are_divided(dtype: torch.dtype) -> Non
     keep. The controls: states and inputs that are not quite those that were kept."""
     whole, divided = Sequences(dtype), Sequences(dtype)
     whole.run((0, 1, 2), LENGTHS)
-    layout = Layout.packed(LENGTHS, PAGE)
+    layout = Layout.packed(LENGTHS, PAGE).to(DEVICE)
     x, gates = (torch.cat(parts).to(DEVICE) for parts in (whole.x, whole.gates))
     mixed = convolution.short_convolution(x, weight().to(DEVICE), None, layout)
     out = delta.delta_rule(mixed, gates, heads(), None, layout)
@@ -290,9 +297,10 @@ def test_gradients_are_the_references(dtype: torch.dtype, monkeypatch: pytest.Mo
     x, gates = drawn(dtype, rows)
     dy, dout = draw(5, rows, CHANNELS, dtype=dtype), draw(6, rows, *SIZES[1::2], dtype=dtype)
     dy_there, x_there, weight_there = (each.to(DEVICE) for each in (dy, x, weight()))
-    found = [*convolution.short_convolution_backward(dy_there, x_there, weight_there, layout)]
+    layout_there = layout.to(DEVICE)
+    found = [*convolution.short_convolution_backward(dy_there, x_there, weight_there, layout_there)]
     wanted = [*reference.short_convolution_backward(dy, x, weight(), layout)]
-    given = dout.to(DEVICE), x.to(DEVICE), gates.to(DEVICE), heads(), layout
+    given = dout.to(DEVICE), x.to(DEVICE), gates.to(DEVICE), heads(), layout_there
     found += delta_backward.delta_rule_backward(*given)
     wanted += reference.delta_rule_backward(dout, x, gates, heads("cpu"), layout)
     for ours, theirs in zip(found, wanted, strict=True):

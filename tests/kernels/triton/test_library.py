@@ -11,7 +11,15 @@ from torch import Tensor
 
 from isobit.kernels.backends.triton import TritonOps
 from isobit.kernels.matrices import Operand
-from isobit.kernels.product.triton.library import STEP, Call, LibraryProducts, revealing
+from isobit.kernels.product.triton import library
+from isobit.kernels.product.triton.library import (
+    FEWEST,
+    ROUND,
+    STEP,
+    Call,
+    LibraryProducts,
+    revealing,
+)
 from isobit.kernels.product.triton.product import product
 from isobit.precision import QTensor, QuantSpec, quantize
 
@@ -138,6 +146,47 @@ def test_a_library_gets_whole_steps_and_triton_the_rest() -> None:
         )
     assert rows == [64, 64, 64, 64, 64, 96, 96, 96]
     assert [size[0] for size in products.chosen] == [64, 96]
+
+
+def _quick(noted: list[int]) -> LibraryProducts:
+    """Products of a library that is always the faster one; the rows of its calls are noted."""
+
+    def multiply(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor:
+        noted.append(a.shape[0])
+        return product(a, b, bias, out)
+
+    return LibraryProducts({"it": multiply}, lambda call: float(call.args[0] is product))  # type: ignore[attr-defined]
+
+
+def test_fewer_rows_are_tried_where_a_captured_step_may_have_so_many() -> None:
+    """As one product, so that no weight is read twice. The controls: fewer, and a number that no
+    step is padded to."""
+    rows: list[int] = []
+    products = _quick(rows)
+    for count in (FEWEST, FEWEST + ROUND, FEWEST - ROUND, FEWEST + 1):
+        a, b = _operands("fp8", count)
+        assert same(
+            products.product(a, b, None, torch.bfloat16), product(a, b, None, torch.bfloat16)
+        )
+    assert [size[0] for size in products.chosen] == [FEWEST, FEWEST + ROUND]
+    assert rows == [FEWEST] * 3 + [FEWEST + ROUND] * 3, "two of a trial, and what was asked for"
+
+
+def test_a_graph_that_is_captured_takes_what_was_chosen_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A trial waits for the GPU, which a capture must not."""
+    rows: list[int] = []
+    products = _quick(rows)
+    a, b = _operands("fp8")
+    monkeypatch.setattr(library, "_capturing", lambda x: True)
+    products.product(a, b, None, torch.bfloat16)
+    assert (rows, products.chosen) == ([], {}), "not tried"
+    monkeypatch.setattr(library, "_capturing", lambda x: False)
+    products.product(a, b, None, torch.bfloat16)
+    monkeypatch.setattr(library, "_capturing", lambda x: True)
+    products.product(a, b, None, torch.bfloat16)
+    assert rows == [ROWS_HERE] * 4
 
 
 def test_a_slower_library_is_not_taken() -> None:

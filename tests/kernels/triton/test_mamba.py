@@ -40,6 +40,7 @@ def drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def computed(
     x: Tensor, gates: Tensor, store: StateStore | None, layout: Layout
 ) -> tuple[Tensor, Tensor]:
+    layout = layout.to(DEVICE)
     there = weight().to(DEVICE), store, layout, bias().to(DEVICE)
     mixed = convolution.short_convolution(x.to(DEVICE), *there)
     return mixed, delta.delta_rule(mixed, gates.to(DEVICE), heads(), store, layout)
@@ -97,9 +98,11 @@ def test_gradients_are_the_references(dtype: torch.dtype, monkeypatch: pytest.Mo
     (x, gates), layout = drawn(dtype), Layout.packed(LENGTHS, PAGE)
     dy, dout = draw(5, len(x), CHANNELS, dtype=dtype), draw(6, len(x), *SIZES[1::2], dtype=dtype)
     there = [each.to(DEVICE) for each in (dy, x, weight(), bias(), dout, gates)]
-    found = convolution.short_convolution_backward(there[0], there[1], there[2], layout, there[3])
+    laid_out = layout.to(DEVICE)
+    given = there[0], there[1], there[2], laid_out, there[3]
+    found = convolution.short_convolution_backward(*given)
     wanted = reference.short_convolution_backward(dy, x, weight(), layout, bias())
-    found += delta_backward.delta_rule_backward(there[4], there[1], there[5], heads(), layout)
+    found += delta_backward.delta_rule_backward(there[4], there[1], there[5], heads(), laid_out)
     wanted += reference.delta_rule_backward(dout, x, gates, heads("cpu"), layout)
     for ours, theirs in zip(found, wanted, strict=True):
         assert near(ours.cpu(), theirs)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from isobit.kernels.matrices import Prepared, values
 from isobit.kernels.ops import Ops, Temperature
+from isobit.kernels.product.triton.library import STEP
 from isobit.kernels.product.triton.plan import FEW_ROWS
 from isobit.kernels.sampling.triton import (
     CHUNK,
@@ -252,11 +253,13 @@ def head_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """As `Ops.head_backward`.
 
-    Rows are taken so many at a time that their logits fill a gibibyte at most.
+    Rows are taken so many at a time that their logits fill a gibibyte at most; as a multiple of
+    what a library multiplies, which would leave the rest of each part to another kernel.
     """
     weight = values(weight)
     dhidden, dweight = torch.empty_like(hidden), into
     size = max(1, LOGITS_AT_ONCE // weight.shape[0])
+    size -= size % STEP if size > STEP else 0
     for start in range(0, hidden.shape[0], size):
         rows = slice(start, start + size)
         logits = ops.product(hidden[rows], weight, None, torch.float32)

@@ -14,10 +14,11 @@ may depend on a clock, and ranks need not agree on it. A library that fails is n
 
 A learner's packs have any number of rows, and as a row's bits do not depend on the others, a
 library gets a multiple of `STEP` of them, and Triton the rest: a weight has a size for each
-multiple, and no more. A trial is a dozen products, and waits for the GPU. Not tried, and left to
-Triton: fewer than `STEP` rows, long K that is summed in chunks (`product_plan`), operands that are
-not aligned or not contiguous, and all that is captured in a graph. Left out: experts' products. Not
-run on a GPU yet.
+multiple, and no more. Fewer rows are tried where a captured step may have so many
+(`engine.graphs.ladder`). A trial is a dozen products, and waits for the GPU; so none is made while
+a graph is captured, which takes what was chosen in the same step before it. Not tried, and left to
+Triton: long K that is summed in chunks (`product_plan`), and operands that are not aligned or not
+contiguous. Left out: experts' products.
 """
 
 import importlib
@@ -35,8 +36,11 @@ from isobit.kernels.product.triton.product import product
 from isobit.precision import BLOCK, PackedFP4, QTensor
 
 STEP = 512
-"""Rows, of which a library gets a multiple. An estimate: with fewer, weights are read for most of
-the time, and there Triton is the faster one."""
+"""Rows, of which a library gets a multiple where there are as many."""
+FEWEST, ROUND = 128, 16
+"""Rows of a smaller product that is tried: not fewer, since weights are read for most of the time
+there, and Triton is as fast (64 rows of Qwen3-8B on an H200, benchmarks/results/gpu); and a
+multiple of this."""
 _ALIGNED = 256
 """Bytes, on a GPU: cuBLAS's choice of a kernel may depend on alignments up to this one
 (`cublasLtMatmulPreference`)."""
@@ -44,6 +48,11 @@ _LARGE = 2.0**16
 """Of a block that is cancelled, beside others: float32 has 24 bits, and BF16 shows 8 of what it
 leaves."""
 _TIMED = 3
+_HEAD_START = 20_000_000
+"""Cycles that a GPU waits before calls are timed, some ten milliseconds: Python launches all of them
+meanwhile. Without it, a library whose call costs more on the host than on the GPU loses for that
+(on an H200 cuBLAS's FP8 product of 512 rows: 43 µs, launched in 170), and neither a replayed graph nor a
+learner, which is far ahead of the GPU, waits for the host."""
 
 Call = Callable[[Operand, Operand, Tensor | None, torch.dtype], Tensor | None]
 """a, b, bias, type of the result; None where a library has no such product."""
@@ -82,12 +91,15 @@ class LibraryProducts:
             out,
         )
         if size not in self.chosen:
+            if _capturing(a):
+                return product(a, b, bias, out)
             self.chosen[size] = self._fastest(a, weight, bias, out)
         return self._by(self._libraries.get(self.chosen[size], product), a, weight, bias, out)
 
     def _most(self, a: Operand) -> int:
         """Of its rows those that a library may take."""
-        return a.shape[0] // self._step * self._step
+        rows = a.shape[0]
+        return rows if rows < self._step else rows // self._step * self._step
 
     def _by(
         self, call: Call, a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype
@@ -102,7 +114,8 @@ class LibraryProducts:
 
     def _may_be_tried(self, a: Operand, b: Operand) -> bool:
         rows, inner = a.shape
-        if not self._libraries or rows < self._step or _capturing(a):
+        few = rows < self._step and (rows < FEWEST or rows % ROUND > 0)
+        if not self._libraries or few:
             return False
         matrices = (tensors_of(a)[0], tensors_of(b)[0])
         kind, other = (m.dtype for m in matrices)
@@ -256,9 +269,10 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Of one call on the GPU, after one that is not counted."""
+    """Of one call on the GPU, after one that is not counted, and with nothing between the calls."""
     call()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_HEAD_START)
     start.record()
     for _ in range(_TIMED):
         call()
