@@ -25,7 +25,7 @@ class Kind:
 
 
 VLLM = Kind(
-    "vLLM CPU bfloat16", "vllm.py", "VLLM_PYTHON",
+    "vLLM CPU bfloat16", "vllm_cpu.py", "VLLM_PYTHON",
     environment={
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR", "KMP_BLOCKTIME": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
