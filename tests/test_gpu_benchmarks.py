@@ -282,7 +282,10 @@ def test_targets_are_ratios_within_a_case(tmp_path: Path) -> None:
     ]
     steps = [_step(*contestant) for contestant in contestants]
     alone = {**_step("bf16, bitwise", 1.0, 1.0, 1, 1), "case": "without a partner"}
-    _stage(tmp_path, "grpo", [*steps, alone])
+    proof = {"case": "a", "contestant": "log-probabilities", "recorded": 4, "sound": True}
+    untimed = _step("bf16, bitwise", 8.0, 4.0, 118, 8)
+    untimed = {key: value for key, value in untimed.items() if key != "seconds"}
+    _stage(tmp_path, "grpo", [*steps, alone, proof, {**untimed, "case": "without its seconds"}])
     parts = (
         ("forward and backward", 3.0, 1.5),
         ("update and sync", 1.0, 0.5),
@@ -315,7 +318,7 @@ def test_targets_are_ratios_within_a_case(tmp_path: Path) -> None:
     # memory: of parts; of the peak, less 4 x 5 bytes of what is in float32 under any preset,
     # weights and cache
     assert values == [
-        (0.0, 0.0, 0.0),
+        (0.0, 0.0, 0.0, 0.0),
         (2.0,),
         (2.0,),
         (2.0,),

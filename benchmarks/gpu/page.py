@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import attention_loop, layer_bytes, orientation, roofline
-from benchmarks.gpu import targets
+from benchmarks.gpu import reached, targets
 from benchmarks.kernel_table import architecture_table, table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +35,12 @@ def tables() -> dict[str, str]:
         "ceilings": targets.ceilings_table(KERNELS.parent),
         "bits": targets.bits_table(KERNELS.parent),
         "reached": targets.table(KERNELS.parent),
+        "decoded": reached.decode_table(KERNELS.parent),
+        "graphs": reached.graphs_table(KERNELS.parent),
+        "learned": reached.learning_table(KERNELS.parent),
+        "profiled": reached.profile_table(KERNELS.parent),
+        "products": reached.products_table(KERNELS.parent),
+        "bandwidth": reached.bandwidth_table(KERNELS.parent),
     }
 
 

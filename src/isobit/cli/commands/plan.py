@@ -20,7 +20,7 @@ from isobit.plan.memory import num_parameters
 _MOST_GPUS = 1 << 16
 _UNITS = {GIB: "GiB", MIB: "MiB"}
 _NO_SECONDS = (
-    "isobit plan does not estimate time: how fast a GPU is has not been measured with isobit yet."
+    "isobit plan does not estimate time: isobit was measured on one GPU so far (docs/gpu.md)."
 )
 Planned = Sequence[tuple[Job, MemoryPlan]]
 

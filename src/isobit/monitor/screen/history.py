@@ -79,8 +79,10 @@ class History:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Mean of the last steps."""
-        recent = self.values("time/step")[-RECENT:]
+        """Mean of the last steps; of the first, in which kernels are compiled, only until there is
+        another."""
+        steps = self.values("time/step")
+        recent = (steps[1:] or steps)[-RECENT:]
         return sum(recent) / len(recent) if recent else None
 
     @property
