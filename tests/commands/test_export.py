@@ -104,6 +104,9 @@ def test_nothing_half_written_is_left(tmp_path: Path, blocks: Path, base_model: 
     ):
         export(blocks, tmp_path / "taken", "bf16", None)
     (tmp_path / "file").write_text("")
+    for place, what in ((tmp_path / "file", "a file"), (Path("/dev/full"), "a device")):
+        with pytest.raises(IsobitError, match=f"{place} is {what}; choose another directory"):
+            export(blocks, place, "bf16", None)
     with pytest.raises(IsobitError, match=r"cannot write .*file/out: Not a directory"):
         export(blocks, tmp_path / "file" / "out", "bf16", None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "taken"]

@@ -119,3 +119,37 @@ def test_while_it_is_loaded(
     assert not (tmp_path / "run").exists()
     assert run_isobit("train", config, "--quiet") == (0, "", "")
     assert fingerprint(tmp_path / "run") == unbroken
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_command_that_is_ended_while_it_loads_says_so(
+    number: signal.Signals,
+    base_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run_isobit: RunIsobit,
+) -> None:
+    """In one line; and the handlers are as they were. The control: a rank, whose end is told by
+    whoever started it, has none of its own for SIGTERM."""
+    before = [signal.getsignal(each) for each in SIGNALS]
+
+    def strike(*given: Any, **more: Any) -> None:
+        os.kill(os.getpid(), number)
+        raise AssertionError("the signal ends it")
+
+    monkeypatch.setattr("isobit.model.Model.load", strike)
+    ended = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+    code, _, said = run_isobit("generate", base_model, "--prompt", "1+1=")
+    assert (code, said) == (SIGNALS[number], f"isobit: {ended}\n")
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+    seen = list[Any]()
+
+    def look() -> None:
+        seen.append(signal.getsignal(signal.SIGTERM))
+        raise SystemExit(0)
+
+    monkeypatch.setattr("isobit.cli._main", look)
+    run_isobit("doctor")
+    monkeypatch.setenv("RANK", "0")
+    run_isobit("doctor")
+    assert seen[0] is not before[1]
+    assert seen[1] is before[1]

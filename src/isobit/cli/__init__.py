@@ -77,26 +77,40 @@ def main() -> None:
 
 @contextmanager
 def _interruption_is_said() -> Iterator[None]:
-    """Inside, a command that SIGINT ends says so in a line, unless it has handlers of its own."""
-    before, came = signal.getsignal(signal.SIGINT), False
+    """Inside, a command that a signal ends says so in a line, unless it has handlers of its own: a
+    second one ends it at once. SIGTERM and SIGHUP not in a rank, which whoever started it ends."""
+    wanted: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler}
+    if PrivateFolder.given() is None and "RANK" not in os.environ:
+        wanted |= dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL)
+    mine: dict[signal.Signals, Any] = {}
+    came: list[int] = []
+    process = os.getpid()
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        nonlocal came
-        came = True
-        raise KeyboardInterrupt
+        for each in mine:
+            signal.signal(each, mine[each])
+        if os.getpid() != process:  # a copy of this process: not the command
+            os.kill(os.getpid(), number)
+        came.append(number)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + number)
 
-    mine = before is signal.default_int_handler and current_thread() is main_thread()
-    if mine:
-        signal.signal(signal.SIGINT, interrupt)
+    if current_thread() is main_thread():
+        mine = {n: before for n, before in wanted.items() if signal.getsignal(n) == before}
+        for number in mine:
+            signal.signal(number, interrupt)
     try:
         yield
     except SystemExit as end:
-        if came and end.code == 128 + signal.SIGINT:
-            print("isobit: interrupted", file=sys.stderr)
+        if came and end.code == 128 + came[0]:
+            name = signal.Signals(came[0]).name
+            said = "interrupted" if came[0] == signal.SIGINT else f"ended by {name}"
+            print(f"isobit: {said}", file=sys.stderr)
         raise
     finally:
-        if mine:
-            signal.signal(signal.SIGINT, before)
+        for number, before in mine.items():
+            signal.signal(number, before)
 
 
 def _open_what_is_closed() -> None:

@@ -44,7 +44,10 @@ def check_new_folder(path: Path, option: str) -> None:
     said = f"{option} {brief(path, 300)}"
     if path.is_symlink():
         raise IsobitError(f"{said}: a link; give the directory itself")
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if path.exists() and not path.is_dir():
+        what = "a device" if _is_special(path) else "a file"
+        raise IsobitError(f"{brief(path, 300)} is {what}; choose another directory ({option})")
+    if path.exists() and any(path.iterdir()):
         raise IsobitError(
             f"{brief(path, 300)} exists and is not empty; choose another directory ({option})"
         )
