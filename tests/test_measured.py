@@ -148,6 +148,26 @@ def test_the_figures_of_adapters_are_those_of_the_results() -> None:
         assert f"| {said} | {' | '.join(cells)} |" in page
 
 
+def test_the_figures_of_rollouts_beside_peers_are_those_of_the_results() -> None:
+    """Those of `fp8`, and of four bits a weight."""
+    results, page = Results("rollout"), MEASURED.read_text()
+    own, four = "isobit fp8 bitwise", "isobit nvfp4[activation=bf16] bitwise"
+    peers = ("transformers bfloat16", "vLLM CPU bfloat16", "llama.cpp Q8_0")
+    cases = [case for case in results.cases if (case, four) in results.rate]
+    assert len(cases) == 4
+    for case in cases:
+        cells = [f"{results.rate[case, own]:,.0f}"]
+        cells += [results.aim(f"{case}: {own} over {peer}") for peer in peers]
+        cells += [results.aim(f"{case}: isobit fp8, bitwise over fast")]
+        assert f"| {case} | {' | '.join(cells)} |" in page
+        cells = [
+            f"{results.rate[case, four]:,.0f}",
+            results.aim(f"{case}: {four} over llama.cpp Q4_0"),
+            f"{results.rate[case, four] / results.rate[case, own]:.2f}",
+        ]
+        assert f"| {case} | {' | '.join(cells)} |" in page
+
+
 def test_the_figures_of_rollouts_on_amx_are_those_of_the_results() -> None:
     results, page = Results("rollout_amx"), MEASURED.read_text()
     own = "isobit fp8 bitwise"
@@ -168,14 +188,20 @@ def test_the_figures_of_rollouts_on_amx_are_those_of_the_results() -> None:
         assert f"| {case} | {' | '.join(cells)} |" in page
 
 
-def test_the_figures_of_learning_on_amx_are_those_of_the_results() -> None:
-    results, page = Results("learning"), MEASURED.read_text()
+def test_the_figures_of_learning_are_those_of_the_results() -> None:
+    """With matrix units, and without."""
+    results, page = [Results("learning"), Results("learning_zen4")], MEASURED.read_text()
     peer = "transformers bf16 autocast"
     for flow in ("bf16", "fp8"):
         own = f"isobit {flow} bitwise"
-        seconds, aim = results.seconds["learning", own], results.aim(f"{own} over {peer}")
-        assert f"| `{flow}` | {seconds:.1f} | {aim} |" in page
-    assert f"| autocast | {results.seconds['learning', peer]:.1f} | 1 |" in page
+        cells = [
+            cell
+            for each in results
+            for cell in (f"{each.seconds['learning', own]:.1f}", each.aim(f"{own} over {peer}"))
+        ]
+        assert f"| `{flow}` | {' | '.join(cells)} |" in page
+    cells = [f"{each.seconds['learning', peer]:.1f} | 1" for each in results]
+    assert f"| autocast | {' | '.join(cells)} |" in page
 
 
 def test_the_figures_of_drafts_are_those_of_the_results() -> None:
