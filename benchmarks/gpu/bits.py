@@ -36,7 +36,7 @@ _HEAD_INT8 = QuantSpec(INT8, "row", "fp32")
 ROWS_OF_TILES = 128
 TILES = ((64, 16, 4, 6), (64, 32, 4, 6), (64, 64, 4, 5), (128, 64, 8, 4), (128, 128, 8, 4))
 """(rows of the weight, tokens, warps, stages) of a tile: every one that a plan may choose."""
-TOKENS_FIRST = ((64, 64, 4, 5), (128, 64, 4, 4), (128, 128, 8, 4))
+TOKENS_FIRST = ((32, 64, 4, 13), (64, 64, 4, 5), (128, 64, 4, 4), (128, 128, 8, 4))
 """Those of FP8 that have tokens on the long side of the instruction."""
 
 

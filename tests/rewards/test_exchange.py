@@ -77,12 +77,17 @@ def test_ctrl_c_while_a_function_hangs_leaves_no_thread_behind(
     pipes."""
     failed = list[threading.ExceptHookArgs]()
     monkeypatch.setattr(threading, "excepthook", failed.append)
+    # a shell without job control starts what is in the background with SIGINT ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with RewardPool([RewardSpec(f"{file}:hanging")], deadline_s=30) as pool:
         batch = pool.begin(1)
         batch.add(0, ["p"], ["bad"], [{}])
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
-            batch.collect()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                batch.collect()
+        finally:
+            signal.signal(signal.SIGINT, before)
         batch.cancel()
     assert eventually(lambda: threads() == [])
     assert failed == []

@@ -40,10 +40,12 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, base_model: Path) -> dict
 
 @pytest.fixture(autouse=True)
 def handlers() -> Any:
-    """As a terminal starts a process, also where the tests run under nohup."""
+    """As a terminal starts a process, also where the tests run under nohup, or Ray has left a
+    handler."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

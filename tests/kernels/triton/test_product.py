@@ -248,7 +248,7 @@ TILES = {
     torch.float32: [(16, 16, 4), (64, 32, 4)],
 }
 TILES[torch.bfloat16] = TILES[torch.uint8]
-TOKENS_FIRST = [(64, 64, 4), (128, 64, 4), (128, 128, 8)]
+TOKENS_FIRST = [(32, 64, 4), (64, 64, 4), (128, 64, 4), (128, 128, 8)]
 
 
 def forced(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
@@ -371,10 +371,20 @@ def test_plans_split_k_by_the_weight_alone(columns: int, inner: int, dtype: torc
 
 
 def test_tokens_stand_first_where_that_saves_scales(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Hopper, of codes, beside weights whose 128 rows share a scale, and more rows than one tile
-    has; nowhere once weights were put first, and in tiles of its own none."""
+    """On Hopper, of codes, beside weights whose 128 rows share a scale, and more rows than half of
+    the instruction's long side; nowhere once weights were put first, and in tiles of its own none.
+    With half as many weights beside them where there are few tiles."""
     size = (4096, 4096, torch.uint8)
-    assert [plan(rows, *size).tokens_first for rows in (1, 64, 65, 8192)] == [0, 0, 1, 1]
+    assert [plan(rows, *size).tokens_first for rows in (1, 32, 33, 64, 65, 8192)] == [
+        0,
+        0,
+        1,
+        1,
+        1,
+        1,
+    ]
+    assert [plan(rows, *size).tile_n for rows in (1, 32, 33, 64)] == [64, 64, 32, 32]
+    assert plan(64, 6144, 4096, torch.uint8).tile_n == 64
     assert not plan(8192, *size, True).tokens_first
     assert not plan(8192, 4096, 4096, torch.bfloat16).tokens_first
     for capability, architecture in ARCHITECTURES.items():

@@ -97,8 +97,14 @@ def block_product(
     else:
         w_scales = w_scale_ptr + expert * w_scale_expert + (tile_n * BLOCK_N // 128) * w_scale_row
     shape: tl.constexpr = (BLOCK_T, BLOCK_N) if TOKENS_FIRST else (BLOCK_N, BLOCK_T)
+    steps: tl.constexpr = (INNER + 127) // 128
     acc = tl.zeros(shape, tl.float32)
-    for step in tl.range(0, (INNER + 127) // 128, num_stages=STAGES):
+    a_scale, w_scale = tl.load(a_scales), tl.load(w_scales)  # a step ahead, as in `product`
+    for step in tl.range(0, steps, num_stages=STAGES):
+        ahead = tl.where(step + 1 < steps, 1, 0)
+        a_scales += ahead * a_scale_block
+        w_scales += ahead * w_scale_block
+        next_a, next_w = tl.load(a_scales), tl.load(w_scales)
         left = INNER - step * 128
         if TOKENS_FIRST:
             a, w = numbers.load_step(a_tile, w_tile, k, left, INNER % 128 == 0)
@@ -106,16 +112,14 @@ def block_product(
         else:
             w, a = numbers.load_step(w_tile, a_tile, k, left, INNER % 128 == 0)
             part = numbers.dot(w, a, tl.zeros(shape, tl.float32))
-        a_scale = along(tl.load(a_scales), TOKENS_FIRST)
         if ROW_SCALES:
-            scale = a_scale * along(tl.load(w_scales), not TOKENS_FIRST)
+            scale = along(a_scale, TOKENS_FIRST) * along(w_scale, not TOKENS_FIRST)
         else:
-            scale = tl.broadcast_to(a_scale * tl.load(w_scales), shape)
+            scale = tl.broadcast_to(along(a_scale, TOKENS_FIRST) * w_scale, shape)
         acc = tl.fma(part, scale, acc)
+        a_scale, w_scale = next_a, next_w
         a_tile += 128
         w_tile += 128
-        a_scales += a_scale_block
-        w_scales += w_scale_block
     _store_rows(acc, bias_ptr, y_ptr, expert, n, t, stop, COLUMNS, TOKENS_FIRST)
 
 

@@ -105,12 +105,22 @@ def block_product(
     shape: tl.constexpr = (BLOCK_M, BLOCK_N) if TOKENS_FIRST else (BLOCK_N, BLOCK_M)
     total = tl.zeros(shape, tl.float32)
     acc = tl.zeros(shape, tl.float32)
+    # scales are loaded a step ahead: nothing else hides the way to them, which takes as long as the
+    # step's instructions
+    inside = a_local < rows - tile_m * BLOCK_M
+    a_scale = tl.load(a_scales + a_local * a_scale_row, mask=inside, other=0.0)
+    b_scale = tl.load(b_scales)
     for step in range(numbers.steps(start), numbers.steps(stop)):
         if IN_CHUNKS:
             fresh = step % chunk_steps == 0
             if fresh:
                 total += acc
                 acc = tl.zeros(shape, tl.float32)
+        ahead = tl.where(step + 1 < stop, 1, 0)  # the last step's are loaded again, and not used
+        a_scales += ahead * a_scale_block
+        b_scales += ahead * b_scale_block
+        next_a = tl.load(a_scales + a_local * a_scale_row, mask=inside, other=0.0)
+        next_b = tl.load(b_scales)
         left = inner - step * 128
         if TOKENS_FIRST:
             a, b = numbers.load_step(a_tile, b_tile, k, left, EVEN_K)
@@ -118,18 +128,14 @@ def block_product(
         else:
             b, a = numbers.load_step(b_tile, a_tile, k, left, EVEN_K)
             part = numbers.dot(b, a, tl.zeros(shape, tl.float32))
-        a_scale = tl.load(
-            a_scales + a_local * a_scale_row, mask=a_local < rows - tile_m * BLOCK_M, other=0.0
-        )
         if B_ROW_SCALES:
-            scale = along(a_scale, TOKENS_FIRST) * along(tl.load(b_scales), not TOKENS_FIRST)
+            scale = along(a_scale, TOKENS_FIRST) * along(b_scale, not TOKENS_FIRST)
         else:
-            scale = tl.broadcast_to(along(a_scale * tl.load(b_scales), TOKENS_FIRST), shape)
+            scale = tl.broadcast_to(along(a_scale * b_scale, TOKENS_FIRST), shape)
         acc = tl.fma(part, scale, acc)
+        a_scale, b_scale = next_a, next_b
         b_tile += 128
         a_tile += 128
-        a_scales += a_scale_block
-        b_scales += b_scale_block
     total = total + acc if IN_CHUNKS else acc
     _store(
         total, bias_ptr, y_ptr, tl.program_id(1), n, m, rows, columns, HAS_BIAS, PARTIAL, ADD,

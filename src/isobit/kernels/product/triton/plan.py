@@ -3,16 +3,18 @@
 A product a [M, K] · b [N, K]ᵀ is cut into tiles of `tile_n` rows of b by `tile_m` rows of a. The
 rows of b stand on the 64-high side of the matrix instruction, so that one row of a runs on the same
 instructions as a thousand, and the tile along M may follow M and the architecture. On Hopper codes
-of more than FEW_ROWS rows change sides (`tokens_first`): an element is the same chain of
+of more rows than half of that side change sides (`tokens_first`): an element is the same chain of
 instructions over the same 32 columns of K each, and which operand is on which side is left to be
 the hardware's indifference, which the check at the first start asks for (`put_weights_first`).
 Everything that could change a bit depends on N and K alone: the number of `splits` of K (chunks of
 whole blocks, each summed from zero, their sums added in ascending order), and the step along K.
 
 With few rows the time is that of reading b, so there must be enough programs to use the whole
-memory bandwidth. The numbers below are estimates for an H200, not measurements: a processor reads
-some 80 GB/s, so 50 to 60 of them saturate 4.3 TB/s if each keeps 100 KiB in flight; a second kernel
-costs about as long as one takes to read 32 tiles of 64 x 128. Left out: the kernels (`kernels.py`).
+memory bandwidth. On an H200 a program of BF16 reads up to 40 GB/s of b beside as much of a, and one
+of codes 18 where weights were first and scales not loaded ahead (4,096 x 12,288, 64 rows: 64
+programs, docs/gpu.md); so where tiles of 64 leave half of the processors idle, tokens that are first
+have half as many weights beside them. An estimate: a second kernel costs about as long as one takes
+to read 32 tiles of 64 x 128. Left out: the kernels (`kernels.py`).
 """
 
 from dataclasses import dataclass
@@ -35,6 +37,9 @@ STEP = {torch.uint8: BLOCK, torch.bfloat16: 64, torch.float32: 32}
 
 FEW_ROWS = 64
 """Up to this many rows, one tile holds all of them and every chunk has its own programs."""
+
+_WEIGHTS_FIRST = 32
+"""Up to this many rows, the long side of the instruction would be empty by half."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ def tokens_first(rows: int, dtype: torch.dtype, b_row_scales: bool = False) -> b
     scales of their own: a thread has as many to multiply by either way, and registers do not
     suffice."""
     codes = dtype == torch.uint8 and not b_row_scales
-    return _tokens_first and target().matrix == "warpgroup" and codes and rows > FEW_ROWS
+    return _tokens_first and target().matrix == "warpgroup" and codes and rows > _WEIGHTS_FIRST
 
 
 def splits_of(columns: int, inner: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -120,8 +125,10 @@ def _tile(
         return (16, 16, 4, 4) if rows <= FEW_ROWS else (64, 32, 4, 3)
     if rows <= FEW_ROWS:
         tile_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
-        alone = -(-columns // 64) * splits <= PROCESSORS
-        return 64, tile_m, 4, _in_flight_kib(alone) * 1024 // _stage_bytes(64, tile_m, dtype)
+        tile_n = 32 if first and -(-columns // 64) * splits <= PROCESSORS // 2 else 64
+        alone = -(-columns // tile_n) * splits <= PROCESSORS
+        kib = _in_flight_kib(alone)
+        return tile_n, tile_m, 4, kib * 1024 // _stage_bytes(tile_n, tile_m, dtype)
     by_warp = target().matrix == "warp"
     for tile_m in (64,) if by_warp else (128, 64):
         programs = -(-columns // 128) * -(-rows // tile_m)
