@@ -48,11 +48,11 @@ _LARGE = 2.0**16
 """Of a block that is cancelled, beside others: float32 has 24 bits, and BF16 shows 8 of what it
 leaves."""
 _TIMED = 3
-_HEAD_START = 20_000_000
-"""Cycles that a GPU waits before calls are timed, some ten milliseconds: Python launches all of them
-meanwhile. Without it, a library whose call costs more on the host than on the GPU loses for that
-(on an H200 cuBLAS's FP8 product of 512 rows: 43 µs, launched in 170), and neither a replayed graph nor a
-learner, which is far ahead of the GPU, waits for the host."""
+_HEAD_START = 6_000_000
+"""Cycles that a GPU waits before calls are timed, some three milliseconds: Python launches all of
+them meanwhile. Without it, a library whose call costs more on the host than on the GPU loses for
+that (on an H200 cuBLAS's FP8 product of 512 rows: 43 µs, launched in 170), and neither a replayed
+graph nor a learner, which is far ahead of the GPU, waits for the host."""
 
 Call = Callable[[Operand, Operand, Tensor | None, torch.dtype], Tensor | None]
 """a, b, bias, type of the result; None where a library has no such product."""
