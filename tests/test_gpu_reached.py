@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import reached
+from benchmarks.gpu.page import KERNELS, PAGE
+from benchmarks.gpu.profile import by_kernel
+from benchmarks.gpu.results import measured
 
 
 @pytest.fixture
@@ -102,3 +105,41 @@ def test_what_was_taken_by_hand(folder: Path) -> None:
         ["2 layers, batch 8, context 1,024", "8.00, 6.00", "4.00, 2.00", "2.00, 3.00"]
     ]
     assert _rows(reached.bandwidth_table(folder)) == [["norm, 4 rows", "2.00", "50%"]]
+
+
+def test_a_trace_is_added_up_by_kernel_and_grid() -> None:
+    """Copies and fills by name; not what the host did, nor marks without a duration."""
+    events = [
+        {"cat": "kernel", "name": "a", "dur": 2.0, "args": {"grid": [4, 1, 1]}},
+        {"cat": "kernel", "name": "a", "dur": 3.0, "args": {"grid": [4, 1, 1]}},
+        {"cat": "kernel", "name": "a", "dur": 5.0, "args": {"grid": [8, 1, 1]}},
+        {"cat": "gpu_memcpy", "name": "copy", "dur": 1.0},
+        {"cat": "cpu_op", "name": "a", "dur": 7.0},
+        {"cat": "kernel", "name": "a"},
+    ]
+    found = by_kernel(events, "kernel")
+    assert {key: count for key, (_, count) in found.items()} == {
+        ("a", (4, 1, 1)): 2, ("a", (8, 1, 1)): 1, ("copy", ()): 1,
+    }  # fmt: skip
+    assert found["a", (4, 1, 1)][0] == pytest.approx(5e-6)
+
+
+def test_the_prose_beside_the_tables_has_the_numbers_of_the_results() -> None:
+    folder, text = KERNELS.parent, " ".join(PAGE.read_text(encoding="utf-8").split())
+    claims = [row for row in measured(folder, "bits") if row.get("expected", "equal") == "equal"]
+    claims = [row for row in claims if not row["case"].startswith("cuBLAS") and "compared" in row]
+    assert sum(row["differing"] for row in claims) == 0
+    assert f"of {sum(row['compared'] for row in claims) / 1e9:.1f} billion numbers" in text
+    instruction = [row for row in claims if row["case"].startswith("the matrix instruction")]
+    assert f"{sum(row['compared'] for row in instruction):,} numbers, of BF16" in text
+    steps = [row for row in measured(folder, "grpo") if "recorded" in row]
+    assert f"0 of {steps[0]['recorded']:,} under `fp8`, and under `bf16`" in text
+    exact = {row["contestant"]: row for row in measured(folder, "grpo") if "rollout_s" in row}
+    assert [exact[f"{name}, bitwise"]["differing_tokens"] for name in ("fp8", "bf16")] == [0, 0]
+    runs = json.loads((folder / reached.BESIDE).read_text(encoding="utf-8"))["runs"]
+    for sentence in (
+        f"{runs['quickstart_differing']} of {runs['quickstart_tokens']:,} tokens differ",
+        f"{runs['tests_passed']} passed and {runs['tests_failed']} failed",
+        f"{runs['tests_again']} were run again",
+    ):
+        assert sentence in text, sentence

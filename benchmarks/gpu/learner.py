@@ -88,7 +88,7 @@ def _measure(
             "prefill": floor(prefill(model.config, flow, sequences, length), rates),
         }
     for part, call in (
-        ("forward and backward", forward_backward(model, layout, device)),
+        ("forward and backward", forward_backward(model, layout)),
         ("update and sync", update),
         ("prefill", fill),
     ):
@@ -110,13 +110,12 @@ def _measure(
     optimizer.zero_grad()
 
 
-def forward_backward(
-    model: Model, layout: Layout, device: torch.device
-) -> Callable[[], torch.Tensor]:
+def forward_backward(model: Model, layout: Layout) -> Callable[[], torch.Tensor]:
     """A call runs the learner's forward over packed sequences, and the backward of their mean
     log-probability; returns the log-probabilities."""
-    transformer, there = model.transformer, layout.to(device)
-    tokens = torch.arange(layout.positions.numel(), device=device) % model.config.vocab_size
+    transformer, device = model.transformer, model.ops.device
+    there = layout.to(device)
+    tokens = torch.arange(layout.num_rows, device=device) % model.config.vocab_size
     targets = tokens.roll(-1)
 
     def call() -> torch.Tensor:

@@ -55,8 +55,7 @@ def _parts(config: ModelConfig, preset: str, bench: Bench) -> dict[str, Callable
         return decode_step(random_model(config, preset, trained=False), batch, context)
 
     def learning() -> _Call:
-        layout = Layout.packed([length] * sequences)
-        return forward_backward(random_model(config, preset), layout, bench.device)
+        return forward_backward(random_model(config, preset), Layout.packed([length] * sequences))
 
     found: dict[str, Callable[[], _Call]] = {
         f"decoding, batch {batch}, context {context}": lambda b=batch, c=context: decoding(b, c)  # type: ignore[misc]

@@ -25,12 +25,10 @@ _FEWEST_MS = 0.2
 def decode_table(folder: Path) -> str:
     """Milliseconds of a step by preset; tokens a second, and the share of the floor, under
     `fp8`."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in measured(folder, "decode"):
-        if "tokens_per_s" in row:
-            found.setdefault(row["case"], {})[row["contestant"]] = row
+    found = _cases(row for row in measured(folder, "decode") if "tokens_per_s" in row)
     lines = [
-        "| decoding | bf16, ms | fp8-rollout, ms | fp8, ms | bf16 / fp8 | fp8, tokens/s | fp8, share of the floor |",
+        "| decoding | bf16, ms | fp8-rollout, ms | fp8, ms | bf16 / fp8 | fp8, tokens/s "
+        "| fp8, share of the floor |",
         "|---|---|---|---|---|---|---|",
     ]
     for case, rows in found.items():

@@ -392,7 +392,8 @@ def test_tokens_first_takes_fewer_instructions_and_spills_nothing() -> None:
         assert before["spilled_bytes"] == now["spilled_bytes"] == 0
         assert now["registers"] <= 255
         tile = [each["warps"] * each["instructions"] for each in (before, now)]
-        assert 0 < tile[1] < 0.75 * tile[0], row
+        # those of experts have fewer with weights first too, since scales are loaded ahead
+        assert 0 < tile[1] < (0.75 if row["product"] == "experts" else 0.7) * tile[0], row
 
 
 _COUNTED = """

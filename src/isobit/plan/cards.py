@@ -1,7 +1,8 @@
 """Cards by name, and the memory that a program finds on each.
 
 Bytes are about what PyTorch reports of such a card, which is less than it is sold with. Beside them
-stands whether it multiplies FP8, and no more: how fast a card is was measured for one alone (docs/gpu.md).
+stands whether it multiplies FP8, and no more: how fast a card is was measured for one alone
+(docs/gpu.md).
 """
 
 import re
