@@ -44,6 +44,18 @@ def along(x, FIRST: tl.constexpr):
 
 
 @triton.jit
+def _add_scaled(
+    acc, part, a_scale, b_scale, B_ROW_SCALES: tl.constexpr, TOKENS_FIRST: tl.constexpr
+):
+    """acc + part · (a_scale · b_scale), by fma: b_scale for each of b's rows, or one for all."""
+    if B_ROW_SCALES:
+        scale = along(a_scale, TOKENS_FIRST) * along(b_scale, not TOKENS_FIRST)
+    else:
+        scale = tl.broadcast_to(along(a_scale * b_scale, TOKENS_FIRST), part.shape)
+    return tl.fma(part, scale, acc)
+
+
+@triton.jit
 def _store(
     total, bias_ptr, y_ptr, chunk, n, m, rows, columns,
     HAS_BIAS: tl.constexpr, PARTIAL: tl.constexpr, ADD: tl.constexpr,
@@ -98,10 +110,8 @@ def block_product(
     # no registers
     a_scales = a_scale_ptr + tile_m * BLOCK_M * a_scale_row + start * a_scale_block
     a_local = tl.arange(0, BLOCK_M)
-    if B_ROW_SCALES:
-        b_scales = b_scale_ptr + b_at * b_scale_row + start * b_scale_block
-    else:
-        b_scales = b_scale_ptr + (tile_n * BLOCK_N // 128) * b_scale_row + start * b_scale_block
+    b_group = b_at if B_ROW_SCALES else tile_n * BLOCK_N // 128
+    b_scales = b_scale_ptr + b_group * b_scale_row + start * b_scale_block
     shape: tl.constexpr = (BLOCK_M, BLOCK_N) if TOKENS_FIRST else (BLOCK_N, BLOCK_M)
     total = tl.zeros(shape, tl.float32)
     acc = tl.zeros(shape, tl.float32)
@@ -128,11 +138,7 @@ def block_product(
         else:
             b, a = numbers.load_step(b_tile, a_tile, k, left, EVEN_K)
             part = numbers.dot(b, a, tl.zeros(shape, tl.float32))
-        if B_ROW_SCALES:
-            scale = along(a_scale, TOKENS_FIRST) * along(b_scale, not TOKENS_FIRST)
-        else:
-            scale = tl.broadcast_to(along(a_scale * b_scale, TOKENS_FIRST), shape)
-        acc = tl.fma(part, scale, acc)
+        acc = _add_scaled(acc, part, a_scale, b_scale, B_ROW_SCALES, TOKENS_FIRST)
         a_scale, b_scale = next_a, next_b
         b_tile += 128
         a_tile += 128
