@@ -39,26 +39,26 @@ INLINE void tile(const Source& source, const Block& block, int64_t row, float* t
     for (int r = 0; r < MR; r++)
 #pragma GCC unroll 8
         for (int p = 0; p < NP; p++) sum[r][p] = vzero();
-    for (int64_t k = 0; k < block.count; k += DEPTH, a += TILE / 2)
 #pragma GCC unroll 2
-        for (int64_t i = 0; i < DEPTH; i += 4) {
+    for (int64_t i = 0; i < block.count; i += 4) {
+        const uint32_t* pair = a + i / DEPTH * (TILE / 2) + i % DEPTH / 2;
 #pragma GCC unroll 8
-            for (int p = 0; p < NP; p++) {
-                const uint8_t* panel = block.b + p * block.stride;
-                const int64_t at = block.at + (k + i) * PANEL * Source::bytes;
-                __m512i first, second;
-                source.load(panel + at, first, second);
-                if constexpr (KEEPS) {
-                    uint16_t* to = block.pairs + (p * STEP + k + i) * PANEL;
-                    _mm512_storeu_si512(to, first), _mm512_storeu_si512(to + 2 * PANEL, second);
-                }
-                if constexpr (MR <= 2) ask_for<NP, 64 * Source::bytes>(panel, at, block.stride);
-#pragma GCC unroll 8
-                for (int r = 0; r < MR; r++) sum[r][p] = dot(sum[r][p], a[(r * DEPTH + i) / 2], first);
-#pragma GCC unroll 8
-                for (int r = 0; r < MR; r++) sum[r][p] = dot(sum[r][p], a[(r * DEPTH + i) / 2 + 1], second);
+        for (int p = 0; p < NP; p++) {
+            const uint8_t* panel = block.b + p * block.stride;
+            const int64_t at = block.at + i * PANEL * Source::bytes;
+            __m512i first, second;
+            source.load(panel + at, first, second);
+            if constexpr (KEEPS) {
+                uint16_t* to = block.pairs + (p * STEP + i) * PANEL;
+                _mm512_storeu_si512(to, first), _mm512_storeu_si512(to + 2 * PANEL, second);
             }
+            if constexpr (MR <= 2) ask_for<NP, 64 * Source::bytes>(panel, at, block.stride);
+#pragma GCC unroll 8
+            for (int r = 0; r < MR; r++) sum[r][p] = dot(sum[r][p], pair[r * DEPTH / 2], first);
+#pragma GCC unroll 8
+            for (int r = 0; r < MR; r++) sum[r][p] = dot(sum[r][p], pair[r * DEPTH / 2 + 1], second);
         }
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < MR; r++)
 #pragma GCC unroll 8
