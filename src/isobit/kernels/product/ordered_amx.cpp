@@ -6,10 +6,9 @@
 #include "product/ordered.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512VBMI__)
-#include "product/ordered_avx512.h"
+#include "product/ordered_amx.h"
 #include "product/ordered_kernel.h"
 #include "product/ordered_pairs.h"
-#include "product/ordered_rows.h"
 
 namespace {
 
@@ -198,17 +197,16 @@ const uint16_t* pairs_of(const Product& g, int64_t panel, int64_t first, int64_t
             const Vec factor = vload(scale);
             for (int64_t i = k; i < end; i += 4, p += 64) {
                 __m512i one, two;
-                decode_pairs(_mm512_loadu_si512(p), unscaled(), one, two);
+                decode_pairs(p, unscaled(), one, two);
                 _mm512_storeu_si512(room + (i - first) * PANEL, fold ? scaled(one, factor) : one);
                 _mm512_storeu_si512(room + (i - first + 2) * PANEL, fold ? scaled(two, factor) : two);
             }
         }
         return room;
     }
-    static thread_local Multiples multiples;
     for (int64_t k = first; k < last; k += STEP) {
         const int64_t count = last - k < STEP ? last - k : STEP;
-        pairs_of_panel(g, multiples, panel, k, count, values, room + (k - first) * PANEL);
+        pairs_of_panel(g, panel, k, count, values, room + (k - first) * PANEL);
     }
     return room;
 }

@@ -1,5 +1,4 @@
-// Rows of A as tiles of BF16 numbers, [rows / 16][K / 32][16][32], from what is stored, turned, or decoded: a tile is what
-// AMX's instruction reads, and its rows are pairs of k.
+// Rows of A as AMX's tiles read them, [rows / 16][K / 32][16][32]: as they are stored, turned, or decoded.
 #pragma once
 
 #include "product/ordered_avx512.h"
@@ -29,12 +28,13 @@ INLINE void tile_rows(const uint8_t* low, const uint8_t* high, int64_t stride, i
         }
         return;
     }
-    __m256i codes[2];  // not by way of memory: a load of what several stores have written waits for them
-    for (int r = 0; r < 2; r++)
-        codes[r] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)(low + r * stride))),
-                                           _mm_loadu_si128((const __m128i*)(high + r * stride)), 1);
+    alignas(64) uint8_t codes[64];
+    for (int r = 0; r < 2; r++) {
+        _mm_store_si128((__m128i*)(codes + 32 * r), _mm_loadu_si128((const __m128i*)(low + r * stride)));
+        _mm_store_si128((__m128i*)(codes + 32 * r + 16), _mm_loadu_si128((const __m128i*)(high + r * stride)));
+    }
     __m512i first, second;  // the lower and the upper eight of each 16
-    decode_pairs(_mm512_inserti64x4(_mm512_castsi256_si512(codes[0]), codes[1], 1), unscaled(), first, second);
+    decode_pairs(codes, unscaled(), first, second);
     const __m512i rows[2] = {_mm512_permutex2var_epi64(first, _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), second),
                              _mm512_permutex2var_epi64(first, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), second)};
     for (int r = 0; r < 2; r++) _mm512_storeu_si512(out + r * DEPTH, factor ? scaled(rows[r], factor[r]) : rows[r]);
