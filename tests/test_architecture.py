@@ -285,6 +285,7 @@ FORBIDDEN = re.compile(
 )
 
 
+@pytest.mark.slow
 def test_nothing_is_unpickled_evaluated_or_fetched() -> None:
     found = {
         short(path): match.group() for path in MODULES if (match := FORBIDDEN.search(code_of(path)))

@@ -857,6 +857,7 @@ def test_a_run_outlives_its_stderr(
         full.detach()
 
 
+@pytest.mark.slow
 def test_a_stderr_that_is_closed_is_no_file_of_a_run(config: Path) -> None:
     """The next file that is opened would be number 2, and hold what libraries write there."""
     command = [sys.executable, "-c", _CLOSED, "train", str(config), "steps=1", "--quiet"]

@@ -98,6 +98,7 @@ def bits(tensor: Tensor) -> list[int]:
     return tensor.float().contiguous().view(torch.int32).flatten().tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "family", "changes"), QUICK_CASES, ids=lambda value: str(value)
 )

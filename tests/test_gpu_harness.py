@@ -42,7 +42,7 @@ from isobit.precision import E4M3, QTensor, QuantSpec
 from isobit.run.source import code_digest
 from tests.engine.helpers import differing
 from tests.kernels.helpers import computed
-from tests.models import tiny_model
+from tests.models import slow_where, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 _machine, _digests = map(functools.cache, (results.gpu_machine, results.digests))
@@ -249,6 +249,7 @@ def test_a_broken_kernel_ends_nothing_else(tmp_path: Path, monkeypatch: pytest.M
     assert cases["rms_norm_quantized, 4 rows"]["rows"]
 
 
+@pytest.mark.slow
 def test_one_contestant_fails_and_the_others_are_timed(tmp_path: Path) -> None:
     bench = _bench(tmp_path)
     with bench.case("a") as case:
@@ -433,6 +434,7 @@ def test_a_case_that_hangs_costs_itself_alone(tmp_path: Path) -> None:
     assert not again.wants("b")
 
 
+@pytest.mark.slow
 def test_a_case_that_hangs_at_the_limit_of_its_stage_is_known_to(tmp_path: Path) -> None:
     """Otherwise it would be left for the next call, and hang there again. A case that goes on is
     waited for, to its end. The control: where the call ends, so does either."""
@@ -466,6 +468,7 @@ def test_a_stage_in_which_all_hangs_is_left(
     assert _run(bench, 5.0) == "stopped: outside of any case it said nothing for 5 s"
 
 
+@pytest.mark.slow
 def test_a_process_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
     mark, file = tmp_path / "mark", tmp_path / "lines"
     child = f"import time; time.sleep(2); open({str(mark)!r}, 'w')"
@@ -583,6 +586,7 @@ def test_bits_that_prove_nothing_do_not_hold() -> None:
     assert case.rows[1]["largest"] == pytest.approx(2**-22 / 3)
 
 
+@pytest.mark.slow
 def test_a_tile_that_changed_a_bit_would_be_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -692,7 +696,7 @@ def test_a_test_that_loses_the_gpu_fails_alone(
     )
 
 
-@pytest.mark.parametrize("status", [0, 5, 2, -9])
+@pytest.mark.parametrize("status", slow_where([0, 5, 2, -9], lambda status: status not in (0, 5)))
 def test_a_pytest_that_records_nothing_has_failed(
     status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ def test_the_page_by_hardware_has_what_the_largest_gpu_trains(
         monkeypatch.setattr(advice, "HEAD_ROOM", 0.5)
 
 
+@pytest.mark.slow
 def test_a_table_of_another_job_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advice, "HEAD_ROOM", 0.3)
     assert "\n".join(fits.table()) not in (ROOT / "docs/how-to/plan.md").read_text()

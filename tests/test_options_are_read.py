@@ -216,6 +216,7 @@ class Planted:
     forgotten: Annotated[int, "a number"] = 0
 
 
+@pytest.mark.slow
 def test_every_option_is_read(
     tmp_path: Path, base_model: Path, reads: Reads, monkeypatch: pytest.MonkeyPatch
 ) -> None:

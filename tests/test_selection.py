@@ -89,6 +89,7 @@ def collected(folder: Path, *options: str) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_make_test_and_the_rest_are_the_whole(tmp_path: Path) -> None:
     full = collected(tmp_path, "--full")
     assert len(full) == 12 + 6 + 1
@@ -271,6 +272,7 @@ def start(name):
     assert ROOT / "src/isobit/engine/engine.py" in reach.imports(ROOT / "src/isobit/__init__.py")
 
 
+@pytest.mark.slow
 def test_what_a_test_imports_is_what_it_reaches() -> None:
     """Against Python itself: every module of a test that is loaded is a file that it reaches."""
     test = "tests.engine.test_engine"

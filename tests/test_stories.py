@@ -80,6 +80,7 @@ def test_greedy_text_from_the_shell(tmp_path: Path, stories: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_every_gold_answer_of_gsm8k_is_right(tmp_path: Path, gsm8k_test: Path) -> None:
     """And with another column in their place, none is."""
     out = tmp_path / "result.json"

@@ -23,6 +23,7 @@ def _doctor(folder: Path, *arguments: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_it_says_what_a_run_says(tmp_path: Path) -> None:
     printed = json.loads(_doctor(tmp_path, "--json"))
     assert printed["facts"]["backend"] == get_ops().why

@@ -154,6 +154,7 @@ def test_a_conversation_must_end_with_an_answer_that_says_something(tmp_path: Pa
             read_examples(Source(file))
 
 
+@pytest.mark.slow
 def test_given_completions_are_answers_or_refused(tmp_path: Path, run_isobit: RunIsobit) -> None:
     """A list and null were scored as the text that Python writes of them."""
 

@@ -108,6 +108,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, base_model: Path) -> None:
     assert "prompts/skipped" not in control.metrics[-1]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_at_another_number_of_ranks(tmp_path: Path, base_model: Path) -> None:
     """SIGKILL after four rows of metrics; then two ranks (others: `tests/distributed/test_runs.py`)."""
     for name in ("whole", "killed"):

@@ -134,6 +134,7 @@ def text_rows(draw: st.DrawFn) -> Rows:
     return draw(st.lists(row, min_size=1, max_size=5))
 
 
+@pytest.mark.slow
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -160,6 +161,7 @@ NESTED = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -92,6 +92,7 @@ def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
     )
 
 
+QUICK = (("bf16", "qwen3"), ("bf16", "qwen3_moe"), ("fp8-unified", "qwen3"), ("fp8", "qwen3_moe"))
 FLOWS = [
     *product(("bf16", "fp8-unified", "fp8"), ("qwen3", "qwen3_moe")),
     ("fp8", "gemma3_text"),
@@ -106,7 +107,10 @@ FLOWS = [
 @pytest.mark.parametrize(
     ("precision", "family", "sizes"),
     [
-        *((*flow, (1, 2, 3, 4) if flow[0] == "fp8-unified" else (3,)) for flow in FLOWS),
+        *slow_where(
+            [(*flow, (1, 2, 3, 4) if flow[0] == "fp8-unified" else (3,)) for flow in FLOWS],
+            lambda precision, family, sizes: (precision, family) not in QUICK,
+        ),
         *(
             pytest.param(*flow, (1, 2, 4), marks=pytest.mark.slow)
             for flow in FLOWS
@@ -161,6 +165,7 @@ class _AllReduced(GradientSum):
             )
 
 
+@pytest.mark.slow
 def test_control_sums_of_ranks_give_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = roll_out(model_of("fp8", "qwen3"))
     state, _ = learn(samples, "fp8", "qwen3")
@@ -237,6 +242,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     "variant",

@@ -12,6 +12,7 @@ from tests.distributed.threads import ThreadRanks, run
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_ranks_send_in_a_step_is_what_the_model_says(
     tmp_path: Path, experts: int, monkeypatch: pytest.MonkeyPatch

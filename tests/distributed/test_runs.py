@@ -116,9 +116,9 @@ VARIANTS: dict[str, tuple[str, Sequence[str]]] = {
 }
 
 
-QUICK = ("fp8", "mixture of experts", "BF16 masters", "adapter", "partial", "curriculum")
+QUICK = ("adapter", "partial")
 SIZES = {"fp8": (1, 2, 3, 4), "mixture of experts": (2, 3), "fp8-unified": (4,)}
-"""Those of `make test` that are not 3, which divides nothing evenly."""
+"""Those that are not 3, which divides nothing evenly."""
 OTHERS = dict.fromkeys(VARIANTS, (2,)) | {"mixture of experts": (1, 4), "fp8-unified": (3,)}
 
 
@@ -158,6 +158,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str,
     return config, folder / "alone", trained(config, folder / "alone", 0)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_numbers_of_ranks(
     tmp_path: Path, one: tuple[Path, Path, Any]
 ) -> None:
@@ -170,6 +171,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(
     assert bits(directory) == alone
 
 
+@pytest.mark.slow
 def test_recorded_rollouts_are_learned_from_alike(
     tmp_path: Path, one: tuple[Path, Path, Any]
 ) -> None:

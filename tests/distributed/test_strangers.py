@@ -151,6 +151,7 @@ except RunFailed as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("knows", [True, False])
 def test_who_connects_as_another_rank_must_know_the_secret(tmp_path: Path, knows: bool) -> None:
     """Gloo takes whoever comes first to a port."""
@@ -193,6 +194,7 @@ for each in (alike, other):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["late", "stop"])
 def test_only_ranks_that_the_same_launcher_has_started_are_ended(how: str) -> None:
     """Those that are late, or stopped: not one that is alike, not another run's of that number, and

@@ -228,6 +228,7 @@ def test_seconds_are_added_up_by_tool(model: Model) -> None:
     assert episodes.stats.tool_s == {"tool0": 1.5 * (turns - odd), "tool1": 1.5 * odd}
 
 
+@pytest.mark.slow
 def test_limits_end_an_episode(model: Model) -> None:
     endless = FakeEnvironments(lambda columns, turns: Step(({"role": "tool", "content": "ok"},)))
     groups, _ = run(model, endless)
@@ -345,6 +346,7 @@ class Keeping(Episodes):
         super()._answered(request, completion)
 
 
+@pytest.mark.slow
 def test_a_thousand_open_episodes_keep_their_tokens_once(model: Model) -> None:
     """What is held of those that wait is their tokens and what was said; a token of four turns takes
     no more bytes than one of the first, and the engine holds nothing. With every turn's completion

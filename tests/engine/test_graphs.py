@@ -205,6 +205,7 @@ def test_pytorch_operators_are_not_captured_on_a_cpu(make_engine: MakeEngine) ->
     assert store.k.shape[0] == 8 * 16, "no spare page"
 
 
+@pytest.mark.slow
 def test_graphs_are_kept_while_weights_and_stores_stay_where_they_are(
     make_captured: MakeEngine,
 ) -> None:

@@ -176,6 +176,7 @@ def test_any_setting(
     engine.integrity()
 
 
+@pytest.mark.slow
 def test_negative_control_a_scale_shared_by_the_batch(make_engine: MakeEngine) -> None:
     """With one activation scale for all rows of a batch, the batch does change bits: the comparison
     can fail."""
@@ -204,6 +205,7 @@ def test_many_logits_are_sampled_in_parts(
     check("float32", "reference", make_engine(tiny("float32"), kv_pages=200))
 
 
+@pytest.mark.slow
 def test_long_completions_grow_the_record(make_engine: MakeEngine) -> None:
     sampling = Sampling(n=2, max_new_tokens=90, seed=1, ignore_eos=True)
     whole = rollout(make_engine(tiny("float32")), [[5, 6]], sampling)

@@ -176,6 +176,7 @@ def test_negative_control_a_cancelled_request_that_keeps_its_pages(
         engine.integrity()
 
 
+@pytest.mark.slow
 def test_many_requests_leave_nothing_behind(
     make_engine: MakeEngine, make_captured: MakeEngine
 ) -> None:

@@ -313,6 +313,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(cases())
 def test_every_token_sees_its_own_sequence_whatever_the_sizes(any_case: Case) -> None:

@@ -113,6 +113,7 @@ def test_nor_by_the_reference_operators(make_engine: MakeEngine, oracle: Oracle)
     check_counts(engine)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     page_size=st.sampled_from([1, 2, 3, 16]),

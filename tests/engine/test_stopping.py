@@ -248,6 +248,7 @@ def special_tokenizer() -> Tokenizer:
     return Tokenizer(made.fast, made.settings, made.eos_ids, None)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.data())
 def test_special_tokens_are_found_in_stop_strings(data: st.DataObject) -> None:

@@ -226,6 +226,7 @@ def test_the_last_turn_calls_no_tools(pool: EnvironmentPool) -> None:
     pool.end(0)
 
 
+@pytest.mark.slow
 def test_a_hung_thread_costs_its_episode_its_worker_and_no_other(path: str) -> None:
     """Tools alone have nothing to lose and go on; the worker ends once its episodes have."""
     with EnvironmentPool(config(path)) as pool:
@@ -253,6 +254,7 @@ def _first_turn(pool: EnvironmentPool, *calls: Any) -> Reply:
     return reply
 
 
+@pytest.mark.slow
 def test_an_environment_that_hangs_in_its_thread_is_over(path: str) -> None:
     settings = EnvironmentConfig(factory=f"{path}:Box", turn_deadline_s=DEADLINE_S)
     with EnvironmentPool(settings) as pool:
@@ -295,6 +297,7 @@ def test_a_dead_process_is_replaced_and_its_episodes_are_told(
         assert contents(_first_turn(pool, call("act", {"what": "x"}))) == ["done x"]
 
 
+@pytest.mark.slow
 def test_a_coroutine_that_does_not_let_itself_be_cancelled_is_left_behind(path: str) -> None:
     with EnvironmentPool(config(path)) as pool:
         begun(pool, 0)
@@ -409,6 +412,7 @@ def test_calls_of_all_episodes_overlap_async_or_not(path: str) -> None:
         assert all(contents(each) == ["met", "met"] for each in found.values())
 
 
+@pytest.mark.slow
 def test_a_worker_keeps_nothing_of_the_turns_that_are_done(path: str) -> None:
     """Five hundred episodes that stay open; kept results alone would be 96 MB at the end. How many
     threads allocate at once is not the same each time, which moves the process by some 20 MB."""

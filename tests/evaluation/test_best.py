@@ -220,6 +220,7 @@ def test_a_killed_run_ends_with_the_same_best_model(
     assert fingerprint(run) == fingerprint(unbroken)
 
 
+@pytest.mark.slow
 def test_rewards_below_one_are_told_apart_by_their_mean(
     tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

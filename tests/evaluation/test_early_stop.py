@@ -45,6 +45,7 @@ SLOW = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_ends_where_an_interrupted_one_does(tmp_path: Path, base_model: Path) -> None:
     """The weights hardly move, so no evaluation is better. The control has no patience."""
     for name in ("whole", "parts"):

@@ -50,6 +50,7 @@ def test_each_evaluation_is_kept_and_shown(tmp_path: Path, base_model: Path) -> 
     assert "part-held-out" not in write_report([control.run_dir], tmp_path / "b.html").read_text()
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_has_the_same_bytes(tmp_path: Path, base_model: Path) -> None:
     """An extended one too, which had evaluated its last step only because it was the last; and
     one that is finished keeps what it has."""

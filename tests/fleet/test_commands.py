@@ -117,6 +117,7 @@ def _name(process: int) -> list[str]:
         return []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "why"), [("missing", "No such file"), ("d" * 90, "path length cannot exceed")]
 )

@@ -92,6 +92,7 @@ def fleet(shared_fleet: Fleet, engine: Engine) -> Fleet:
     return shared_fleet
 
 
+@pytest.mark.slow
 def test_completions_of_each_version(fleet: Fleet, engine: Engine) -> None:
     for factor in (1.0, 1.05, 0.9):
         change(engine, factor)
@@ -148,6 +149,7 @@ def test_an_engine_dies_in_the_middle(ray: Any, fleet: Fleet, engine: Engine, ho
         assert fleet.numbers == numbers[:-1]
 
 
+@pytest.mark.slow
 def test_engines_come_and_go_in_the_middle(fleet: Fleet, engine: Engine) -> None:
     change(engine, 1.05)
     gone = fleet.numbers[0]
@@ -164,6 +166,7 @@ def test_engines_come_and_go_in_the_middle(fleet: Fleet, engine: Engine) -> None
     assert found(fleet) == expected(engine)
 
 
+@pytest.mark.slow
 def test_groups_of_an_engine_that_stands_still_are_sampled_by_another(
     fleet: Fleet, engine: Engine
 ) -> None:
@@ -184,6 +187,7 @@ def test_groups_of_an_engine_that_stands_still_are_sampled_by_another(
     assert found(fleet) == expected(engine)
 
 
+@pytest.mark.slow
 def test_all_engines_stand_still(ray: Any, engine: Engine) -> None:
     """The run ends in one line that names them, and they end too. As long as another goes on, it
     goes on (above)."""
@@ -229,6 +233,7 @@ def flipped(array: Any) -> Any:
     return broken
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_is_found(ray: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control first: with digests of what was flipped, that is without the check, tokens are
     others."""
@@ -268,6 +273,7 @@ def test_other_models_and_flows(ray: Any, family: str, precision: str) -> None:
         fleet.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fact", ["torch", "order"])
 def test_an_engine_that_might_compute_other_bits_is_refused(
     ray: Any, engine: Engine, fact: str
@@ -291,6 +297,7 @@ class Occupied:
         return True
 
 
+@pytest.mark.slow
 def test_engines_that_do_not_come(ray: Any, engine: Engine) -> None:
     left = ray.available_resources().get(
         "CPU", 0

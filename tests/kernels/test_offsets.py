@@ -100,6 +100,7 @@ print(json.dumps(found))
 TOKENS = 1 << 20
 
 
+@pytest.mark.slow
 def test_a_place_that_leaves_32_bits_is_seen(tmp_path: Path) -> None:
     """The control of all others here: rows of 64 heads of 128 channels, up to the last that has
     room and one block more; by a loop over them, and by programs. In 64 bits neither is."""
@@ -110,6 +111,7 @@ def test_a_place_that_leaves_32_bits_is_seen(tmp_path: Path) -> None:
     assert all("arith.muli" in each or "arith.addi" in each for each in named)
 
 
+@pytest.mark.slow
 def test_attentions_places_have_room(tmp_path: Path) -> None:
     """The backward too, where a block's place had 32 bits."""
     found = json.loads(python(_ATTENTION.format(tokens=TOKENS), tmp_path))

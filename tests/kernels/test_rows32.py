@@ -235,6 +235,7 @@ def test_attention_is_the_definition_bit_for_bit(
             assert same(ours, theirs), heads
 
 
+@pytest.mark.slow
 def test_the_definition_of_the_backward_takes_a_few_rows_at_a_time(
     reference: Ops, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ def test_sinks_of_any_size(backend: str, level: str) -> None:
     assert float(found[5][0]) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", STORES)
 def test_native_sinks_are_the_definition_bit_for_bit(cache: str) -> None:
     native, reference = operators("native", "bitwise"), operators("reference", "bitwise")

@@ -75,6 +75,7 @@ def _failed(found: list[tuple[int, str, int, str, str, int]]) -> list[tuple[obje
     return [each for each in found if each[4]]
 
 
+@pytest.mark.slow
 def test_heads_of_few_channels_are_taken(tmp_path: Path) -> None:
     """Up to Triton's own IR, where an operand that is too narrow is refused."""
     found = _compiled(tmp_path, (8, 10, 16, 24, 128), (1, 200))
@@ -82,6 +83,7 @@ def test_heads_of_few_channels_are_taken(tmp_path: Path) -> None:
     assert _failed(found) == []
 
 
+@pytest.mark.slow
 def test_an_operand_that_is_too_narrow_is_refused(tmp_path: Path) -> None:
     """The control: half a head of 16 is 8 channels. A cache without codes, and a head of 32, are
     taken."""

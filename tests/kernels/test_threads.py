@@ -42,6 +42,7 @@ def test_every_item_is_computed_once_whoever_comes_late_and_wherever_it_is_calle
     assert said(tmp_path) == dict.fromkeys(("covers", "late", "fork", "callers", "within"), True)
 
 
+@pytest.mark.slow
 def test_the_program_finds_items_that_are_computed_twice_and_helpers_that_a_child_lacks(
     tmp_path: Path,
 ) -> None:

@@ -96,6 +96,7 @@ def suffix_of_trl(tokenizer: Tokenizer, message: dict[str, Any]) -> list[int]:
     return list(whole[(ends[-1] + 1 if ends else len(before)) :])
 
 
+@pytest.mark.slow
 def test_trl_s_templates_keep_what_trl_says() -> None:
     """All 72: what is found of a message of a tool is what TRL's check finds, but for a template
     that drops the message, which TRL looks for elsewhere."""
@@ -115,6 +116,7 @@ def test_trl_s_templates_keep_what_trl_says() -> None:
     assert sum(kept.values()) > 45
 
 
+@pytest.mark.slow
 def test_what_cannot_be_appended_may_fork() -> None:
     """Of TRL's templates each that shows what a tool says, also that which leaves out thoughts."""
     shown, other = 0, set[str]()
@@ -133,6 +135,7 @@ def test_what_cannot_be_appended_may_fork() -> None:
     assert other == {"qwen3"}
 
 
+@pytest.mark.slow
 def test_what_is_appended_is_what_trl_appends() -> None:
     """But for the line's end behind an end of turn that is not the tokenizer's own, which TRL
     leaves out."""
@@ -155,6 +158,7 @@ def test_what_is_appended_is_what_trl_appends() -> None:
     assert longer == {"gemma4_v2"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["tool", "user"])
 def test_what_is_appended_is_what_the_template_writes(role: str) -> None:
     """Of the whole conversation, with another prompt than the dummy's and two calls at once. An

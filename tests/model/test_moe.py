@@ -87,6 +87,7 @@ def test_control_other_routes_are_other_bits() -> None:
     assert not torch.equal(plain, other)
 
 
+@pytest.mark.slow
 def test_the_engine_records_what_the_learner_would_choose() -> None:
     model = random_model("fp8", "reference", "qwen3_moe")
     engine = Engine(model, kv_pages=14, page_size=4, max_batch_tokens=13, max_sequences=5)

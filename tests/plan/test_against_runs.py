@@ -67,6 +67,7 @@ def packing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OrderedProducts, "_reads", lambda products, a, b: False)
 
 
+@pytest.mark.slow
 def test_amx_takes_no_more_than_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("bf16", "qwen3_moe", hidden_size=256, experts=MANY)
     planned = learning_bytes(Described(model.config, model.precision, host=True, packs=True), True)

@@ -73,6 +73,7 @@ def student_within(bound: float, degrees: int) -> float:
     )
 
 
+@pytest.mark.slow
 def test_95_percent_of_students_t_is_within_the_quantile_at_every_number_of_degrees() -> None:
     for degrees in [*range(1, 33), 100, 200, 201, 300, 1000]:
         assert student_within(student_quantile(degrees), degrees) == pytest.approx(

@@ -153,6 +153,7 @@ def test_siblings_of_what_raised_do_not_go_on_in_the_next_call(file: str) -> Non
         assert scored(pool, "how many") == [3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hanging", "exiting"])
 def test_a_call_that_hangs_or_exits_costs_its_sample_alone(file: str, name: str) -> None:
     with RewardPool([RewardSpec(f"{file}:{name}")], on_error="skip", deadline_s=2) as pool:

@@ -116,6 +116,7 @@ def recipe(tmp_path: Path) -> Path:
 TEXTS = [f"completion {i}" for i in range(48)]
 
 
+@pytest.mark.slow
 def test_no_reward_is_lost_that_the_judge_would_give(recipe: Path, judge: None) -> None:
     """Batches with a hopeless completion fail as a whole; each of the others has its reward, in
     several batches on the same workers."""
@@ -130,6 +131,7 @@ def test_no_reward_is_lost_that_the_judge_would_give(recipe: Path, judge: None) 
     assert max(Judge.asked[text] for text in TEXTS if not hopeless(text)) > 1
 
 
+@pytest.mark.slow
 def test_negative_control_without_retries_rewards_are_lost(recipe: Path, judge: None) -> None:
     source = (recipe / "judge.py").read_text()
     (recipe / "judge.py").write_text(source.replace("RETRIES = 4", "RETRIES = 0"))
@@ -140,6 +142,7 @@ def test_negative_control_without_retries_rewards_are_lost(recipe: Path, judge: 
     assert all(r.total in (None, score(t)) for r, t in zip(rewards, TEXTS))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_and_counts_what_has_no_reward(
     recipe: Path, judge: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +166,7 @@ def test_a_run_goes_on_and_counts_what_has_no_reward(
     assert unscored == sum(hopeless(sample["completion"]) for sample in recorded)
 
 
+@pytest.mark.slow
 def test_eval_passes_on_the_variables_that_it_is_told(recipe: Path, judge: None) -> None:
     command = "isobit eval --data rows.jsonl --completions said --reward judge.py:judged"
     passed = run(f"{command} --environment JUDGE_URL --environment JUDGE_API_KEY", recipe)

@@ -198,6 +198,7 @@ def test_no_bit_changes_under_any_objective(preset: str, aggregation: str, every
     assert preset == "grpo" or not same_bits(found[0][0], found[1][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "group", "sizes"),
     [

@@ -294,6 +294,7 @@ def test_a_run_is_resumed_and_repeated_bit_for_bit(
     assert fingerprint(parts.run_dir) == fingerprint(whole.run_dir)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("history", ["append", "fork"])
 def test_a_run_of_several_turns(tmp_path: Path, history: str) -> None:
     """What the environment said is no place; a run that goes on has the same bits."""

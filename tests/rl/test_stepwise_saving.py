@@ -51,6 +51,7 @@ def base(folder: Path) -> Model:
     return frozen(folder / "base")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_as_if_it_had_not_stopped(folder: Path, base: Model) -> None:
     """Adapters, and a gradient that waited in the learner that loads is gone. The control loads
     without the optimizer's state."""

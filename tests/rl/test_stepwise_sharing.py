@@ -65,6 +65,7 @@ def test_too_little_in_common_is_not_shared() -> None:
     assert pack([*alike, alike[0]]).rows_shared == 13 + 3
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=7), min_size=1, max_size=12))
 def test_every_row_sees_the_tokens_of_its_own_datum(drawn: list[list[int]]) -> None:

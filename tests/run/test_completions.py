@@ -182,6 +182,7 @@ def test_a_chats_special_tokens_are_in_its_rendered_prompt(
     assert row["prompt_rendered"] == row["prompt"]  # this prompt has none
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all", "sample", "none"])
 def test_what_is_left_out(tmp_path: Path, base_model: Path, kind: str) -> None:
     """The same weights; a sampled run keeps the report's figures, and neither can be repeated."""
@@ -236,6 +237,7 @@ def test_what_is_left_out(tmp_path: Path, base_model: Path, kind: str) -> None:
     assert watched.history.best.reward == best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second", "step"), [("none", "all", 1), ("all", "none", 3), ("sample", "all", 1)]
 )

@@ -140,6 +140,7 @@ def controls(place: Path) -> Mapping[str, Result]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "harm"),
     slow_where(
@@ -176,6 +177,7 @@ def test_a_harmed_file_is_said_or_harmless(
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_control_other_numbers_are_seen(place: Path, controls: Mapping[str, Result]) -> None:
     """Of the other run, whose files all belong together, each command says something else; its best model
     may be the same, that of their beginning."""

@@ -129,6 +129,7 @@ def test_a_run_says_it_at_its_end(
     assert not any(nonzero)
 
 
+@pytest.mark.slow
 def test_it_goes_on_over_a_resume_and_is_seen_from_outside(
     tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

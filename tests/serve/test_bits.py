@@ -81,6 +81,7 @@ def streamed(server: Running, number: int) -> Bits:
     return [found[index] for index in sorted(found)]
 
 
+@pytest.mark.slow
 def test_alone_among_others_streamed_and_after_a_restart(
     folder: Path, adapters: dict[str, Path], server: Running
 ) -> None:
@@ -153,6 +154,7 @@ def turns(server: Running, seed: int) -> bool:
     return differs
 
 
+@pytest.mark.slow
 def test_a_session_keeps_the_tokens_that_were_sampled(server: Running) -> None:
     assert sum(turns(server, seed) for seed in range(8)) > 0
     asked = {"messages": CHAT, "n": 2}

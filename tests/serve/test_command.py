@@ -56,6 +56,7 @@ def started(
         process.communicate()
 
 
+@pytest.mark.slow
 @LINUX
 def test_it_listens_on_this_machine_and_ends_at_sigterm(folder: Path, tmp_path: Path) -> None:
     mark, file = f"serve-{os.getpid()}", tmp_path / "token"
@@ -80,6 +81,7 @@ def test_it_listens_on_this_machine_and_ends_at_sigterm(folder: Path, tmp_path: 
         assert process.stderr.read() == ""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Tinker's client needs Python 3.11")
 def test_it_trains(folder: Path, tmp_path: Path) -> None:
     """A run of the official client's; what a client left half asked does not hold its end."""

@@ -86,6 +86,7 @@ def test_one_connection_too_many_is_told_so(narrow: Running) -> None:
     settled(narrow)
 
 
+@pytest.mark.slow
 def test_a_connection_at_which_no_request_comes_is_closed(narrow: Running) -> None:
     """Also after an answer, in the middle of the next request; one that asks again is not. They
     wait side by side."""
@@ -130,6 +131,7 @@ def test_a_body_that_nobody_reads_does_not_hold_its_connection(narrow: Running) 
     settled(narrow)
 
 
+@pytest.mark.slow
 def test_who_never_reads_is_cut_off(narrow: Running) -> None:
     """What the answer holds is free again; who reads in the same time has all of it."""
     host = f"Host: a\r\nAuthorization: Bearer {narrow.token}\r\n"

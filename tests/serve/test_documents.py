@@ -92,6 +92,7 @@ def test_the_limits_are_those_of_the_server() -> None:
     assert f"reads nothing for {limits.reader_seconds:g} seconds" in PROSE
 
 
+@pytest.mark.slow
 def test_the_openai_client_of_the_examples(server: Running, tmp_path: Path) -> None:
     (tmp_path / "token").write_text(server.token + "\n")
     command = [

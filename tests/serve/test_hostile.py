@@ -26,6 +26,7 @@ def open_server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield server
 
 
+@pytest.mark.slow
 def test_hostile_requests_are_refused_in_one_line(open_server: Running) -> None:
     found = run(open_server, 300, 1)
     assert {200, 400, 404} <= found.statuses.keys()
@@ -34,6 +35,7 @@ def test_hostile_requests_are_refused_in_one_line(open_server: Running) -> None:
     assert all(claim.holds for claim in result(found).claims)
 
 
+@pytest.mark.slow
 def test_the_requests_that_they_are_made_of_are_answered(open_server: Running) -> None:
     """All of them, in an order in which nothing is gone before it is asked for."""
     world = new_world(open_server)
@@ -89,6 +91,7 @@ def test_negative_control_a_fault_of_the_server(
             _ = [hostile.step() for _ in range(200)]
 
 
+@pytest.mark.slow
 def test_negative_control_a_fault_of_a_run(
     open_server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,6 +108,7 @@ def test_negative_control_a_fault_of_a_run(
             _ = [hostile.step() for _ in range(240)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["openai", "tinker.training"])
 def test_negative_control_a_wrong_answer(
     open_server: Running, monkeypatch: pytest.MonkeyPatch, where: str

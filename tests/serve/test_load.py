@@ -26,6 +26,7 @@ def test_each_answer_under_load_is_the_one_alone(
     assert figures.rows[0].rate > 1
 
 
+@pytest.mark.slow
 def test_a_wrong_answer_is_noticed(
     folder: Path, adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,7 @@ def in_one_life(served: Any) -> str:
         return weights(server, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forgets", [False, True])
 def test_gradients_before_a_restart_count_after_it(
     served: Any, forgets: bool, monkeypatch: pytest.MonkeyPatch
@@ -80,6 +81,7 @@ def test_gradients_before_a_restart_count_after_it(
         assert (weights(server, run) == expected) is not forgets
 
 
+@pytest.mark.slow
 def test_a_request_that_was_taken_is_done_by_the_next_server(served: Any) -> None:
     """Also one whose turn has not come: the number before it comes after the restart."""
     expected = in_one_life(served)
@@ -107,6 +109,7 @@ def test_create_is_answered_again(served: Any) -> None:
         assert step(mine(server), first["model_id"], 1).status_code == 404
 
 
+@pytest.mark.slow
 def test_saved_weights_sample_and_train_as_before(served: Any) -> None:
     """A sampling client of a path, one of weights without a name, and training that goes on from a
     state with its optimizer, bit for bit. The control has a new optimizer."""
@@ -147,6 +150,7 @@ def test_saved_weights_sample_and_train_as_before(served: Any) -> None:
         again.close("success").result()
 
 
+@pytest.mark.slow
 def test_a_sampling_client_never_samples_from_other_weights_of_its_name(served: Any) -> None:
     """A name that is saved again: before a restart the client keeps its weights, and after it, they
     being gone, it is told so."""

@@ -87,6 +87,7 @@ def in_order(server: Running, order: list[int], times: int = 1) -> bytes:
     return weights(server, run)
 
 
+@pytest.mark.slow
 def test_requests_are_done_in_the_order_of_their_numbers_and_once(trainer: Running) -> None:
     """The control has other numbers for the same requests."""
     expected = in_order(trainer, [1, 2, 3, 4, 5])
@@ -317,6 +318,7 @@ def test_turns_are_taken_in_order_whoever_fails() -> None:
     assert asyncio.run(all_of_them()) == list(range(1, 300))
 
 
+@pytest.mark.slow
 def test_runs_take_turns(trainer: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for more than one request of another run, of its tenant or of another, that has
     thirty; all come while the device is busy."""

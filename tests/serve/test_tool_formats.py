@@ -530,6 +530,7 @@ def test_the_formats_of_published_templates() -> None:
     assert {"qwen2_5", "qwen3", "qwen3_instruct_2507"} <= shown["hermes"]
 
 
+@pytest.mark.slow
 def test_a_format_is_the_one_that_reads_what_a_template_writes() -> None:
     """Of TRL's templates; what no format reads is not taken for another, and a template that writes
     no calls leaves it to what its text shows."""
@@ -582,6 +583,7 @@ def written_by(tokenizer: Tokenizer) -> Completion | None:
     return None
 
 
+@pytest.mark.slow
 def test_calls_of_published_templates_are_read_back() -> None:
     """Of TRL's templates that write calls in a format here: texts, numbers, lists, objects,
     nothing. Two of LFM2.5's write texts without their quotes and line breaks escaped."""

@@ -201,6 +201,7 @@ def test_what_is_not_offered_is_refused_in_one_line(service: Any) -> None:
         client.optim_step(step).result()
 
 
+@pytest.mark.slow
 def test_snapshots_that_nobody_holds_are_dropped(trainer: Running) -> None:
     served = trainer.gateway.model.transformer.served
     assert served is not None
@@ -216,6 +217,7 @@ def test_snapshots_that_nobody_holds_are_dropped(trainer: Running) -> None:
     assert set(served.names) == before
 
 
+@pytest.mark.slow
 def test_saved_weights_go_on_where_they_were(service: Any, trainer: Running) -> None:
     """With the optimizer's state a new run ends as the old one; the control is without it."""
     client = new(service)

@@ -105,6 +105,7 @@ def test_samples_have_the_bits_of_forward_and_steps_those_of_the_learner(
     assert digest(server) != trained_alone(folder / "base", (1, 2), 2e-2)
 
 
+@pytest.mark.slow
 def test_sampling_clients_are_of_the_present_weights_or_are_told_so(server: Running) -> None:
     """Those of the model as it was read, without a name, and of a path, which is there again once
     its weights are loaded. The control is what they sample while they may."""
@@ -281,6 +282,7 @@ def test_openais_routes_answer_by_the_present_weights(server: Running) -> None:
     assert answered() != before
 
 
+@pytest.mark.slow
 def test_saved_weights_are_a_models_folder_and_training_goes_on_from_it(
     server: Running, tmp_path: Path
 ) -> None:
@@ -339,6 +341,7 @@ def drawn(server: Running, sampler: str, number: int) -> bytes:
     return answer(server, server.post("/api/v1/asample", asked)).content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stepped", "every"), [(False, 10), (True, 10), (True, 1)])
 def test_a_restart_goes_on_bit_for_bit(begin: Begin, stepped: bool, every: int) -> None:
     """With a step that was kept or is done again, gradients that wait, and a sampling client of the

@@ -207,6 +207,7 @@ def test_no_permission_is_one_line(
         assert "Permission denied" in line
 
 
+@pytest.mark.slow
 def test_a_line_without_end_takes_no_memory(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A sparse file of 256 MiB in one line; then a row that counts."""
     row = (run / METRICS).read_bytes().splitlines(keepends=True)[-1]

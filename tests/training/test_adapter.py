@@ -121,6 +121,7 @@ def test_an_adapter_that_the_rollout_does_not_see_is_noticed(
             _run(tmp_path / "stop", models, run={"check_memory": False})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_a_base_two_codes_to_a_byte_trains_what_a_byte_a_code_trains(
     tmp_path: Path, models: Path, family: str, monkeypatch: pytest.MonkeyPatch
@@ -209,6 +210,7 @@ def test_a_run_learns_and_changes_the_adapter_alone(tmp_path: Path, models: Path
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, rewards
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(
     tmp_path: Path, models: Path, family: str
@@ -325,6 +327,7 @@ def test_dry_run_and_plan_name_the_adapter(tmp_path: Path, models: Path) -> None
     )
 
 
+@pytest.mark.slow
 def test_a_rank_above_a_matrix_is_warned_of(tmp_path: Path, models: Path) -> None:
     """By whatever opens or plans a run, and in supervised training; the control is the smaller side
     itself."""
@@ -381,6 +384,7 @@ def test_commands_take_the_run_and_its_folder(tmp_path: Path, models: Path) -> N
     assert output("eval", run) == output("eval", run)
 
 
+@pytest.mark.slow
 def test_supervised_training_of_an_adapter(tmp_path: Path, models: Path) -> None:
     """Its folder is what an RL run goes on from; the control learns at a rate of almost nothing."""
     losses = {}

@@ -136,6 +136,7 @@ def test_a_stale_weight_version_stops_the_run(
     assert checkpoints.all_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == "step-000002"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "precision",
     slow_where(

@@ -233,6 +233,7 @@ def test_what_cannot_work_is_refused(
         dry_run_text(load_config(write_config(tmp_path, base_model), [given]))
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_scores_nothing_has_no_accuracy(tmp_path: Path) -> None:
     """It ends with an error and no table, with what was answered in --out; one scored completion is
     an evaluation."""

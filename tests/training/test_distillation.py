@@ -80,6 +80,7 @@ def test_the_advantage_of_a_token_is_that_of_its_source(
     assert found.metrics[-1]["reward/reference_kl"] == pytest.approx(kl, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_policy_comes_nearer_to_its_teacher_and_goes_on_after_a_stop(
     tmp_path: Path, base_model: Path, teacher: Path
 ) -> None:

@@ -235,6 +235,7 @@ def test_a_run_ends_before_it_is_saved_and_goes_on_as_if_nothing_had_happened(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_an_error_of_the_backward_ends_the_run_where_gradients_are_checked(
     family: str, run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

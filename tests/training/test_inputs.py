@@ -109,6 +109,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.slow
 def test_a_resume_on_other_files_says_which_and_stops(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -107,7 +107,7 @@ def test_reward_rises(tmp_path: Path, base_model: Path) -> None:
         "algorithm={overlong_buffer: 2}",
         "precision={preset: fp8, wgrad: bf16, dgrad: bf16, bf16_first_layers: 1}",
         "consistency=fast",
-        "backend=reference",
+        pytest.param("backend=reference", marks=pytest.mark.slow),
     ],
 )
 def test_variants_run_and_log_what_they_add(

@@ -167,6 +167,7 @@ def test_caches_are_sized_beside_moments_and_gradients_that_do_not_exist_yet(
     )  # two moments and a gradient, in FP32; for the rollout and for the evaluation
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_whether_it_fits_and_what_lowers_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,6 +318,7 @@ def eight_billion(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks in KiB, and sparse files, are Linux's")
 def test_a_dry_run_plans_eight_billion_parameters_where_they_do_not_fit(tmp_path: Path) -> None:
     """The table comes, with what does not fit and what would lower it; no weight is read, so the

@@ -76,6 +76,7 @@ def prompts_of(run: str) -> list[str]:
     return [row["prompt"] for row in read(Path(run) / COMPLETIONS)]
 
 
+@pytest.mark.slow
 def test_the_date_of_a_run_is_that_of_its_beginning(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -107,6 +107,7 @@ def test_a_copy_has_the_bits_of_the_policy(precision: str) -> None:
     assert len(moves) == 2
 
 
+@pytest.mark.slow
 def test_the_penalty_is_0_after_each_copy_and_a_stopped_run_goes_on(
     tmp_path: Path, base_model: Path
 ) -> None:
@@ -172,6 +173,7 @@ def test_a_teacher_in_every_step_is_the_mean_of_policies(tmp_path: Path, base_mo
     assert largest > 1e-4
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_reference_at_other_numbers_of_ranks(tmp_path: Path) -> None:
     """3, then 1 and 2 (each number alone: `tests/distributed/test_runs.py`). The control: another
     alpha."""

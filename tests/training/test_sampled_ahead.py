@@ -86,6 +86,7 @@ def test_flipped_keys_end_the_run_in_the_step_that_sampled_them(
     assert all(row["mismatch/comparable_tokens"] > 0 for row in blind)
 
 
+@pytest.mark.slow
 def test_a_run_may_warn_or_correct(
     tmp_path: Path, base_model: Path, flipped_keys: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,6 +101,7 @@ def test_a_run_may_warn_or_correct(
         go(tmp_path / "none", base_model, "on_mismatch=correct", "algorithm.correction=none")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -219,6 +219,7 @@ def assert_bits(answers: list[dict[str, Any]], run: Path, base: Path | None = No
                     assert equal == (step == version), (step, version)
 
 
+@pytest.mark.slow
 def test_nothing_of_the_run_changes_and_answers_have_their_weights_bits(
     tmp_path: Path, base: Path, alone: dict[str, Any]
 ) -> None:

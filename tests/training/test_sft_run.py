@@ -104,6 +104,7 @@ def test_the_held_out_loss_is_that_of_the_answers(unbroken: tuple[Path, dict[str
     assert rows[-1]["loss/held_out"] != pytest.approx(sum(short) / len(short), rel=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 4, 6])
 def test_killed_it_goes_on_as_if_never_stopped(
     tmp_path: Path, unbroken: tuple[Path, dict[str, Any]], rows: int
@@ -183,6 +184,7 @@ def test_ranks_train_the_same_bits(tmp_path: Path, unbroken: tuple[Path, dict[st
         assert found[name] == wanted[name]
 
 
+@pytest.mark.slow
 def test_ranks_that_the_command_starts_train_the_same_bits(
     tmp_path: Path, unbroken: tuple[Path, dict[str, Any]]
 ) -> None:

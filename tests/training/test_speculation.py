@@ -24,6 +24,7 @@ def trained(folder: Path, model: Path, most: int | str, **changes: Any) -> Path:
     return train(load_config(path)).run_dir
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [pytest.param(3, marks=pytest.mark.slow), "auto"])
 def test_a_run_with_drafts_is_the_run_without(tmp_path: Path, most: int | str) -> None:
     tiny_model(scale=2.0).save(tmp_path / "model")

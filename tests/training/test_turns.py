@@ -130,6 +130,7 @@ def test_rollout_and_learner_agree_in_every_turn(tmp_path: Path, chat_model: Pat
     assert all(row["mismatch/differing_tokens"] > 0 for row in other.metrics)
 
 
+@pytest.mark.slow
 def test_the_time_that_tools_take_moves_no_bit(tmp_path: Path, chat_model: Path) -> None:
     """Also with more workers, fewer pages and resumed after each step; the control is another
     seed."""
@@ -144,6 +145,7 @@ def test_the_time_that_tools_take_moves_no_bit(tmp_path: Path, chat_model: Path)
     assert other["completions"] != first["completions"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("history", "sizes"), [("append", (2, 3)), ("fork", (2,))])
 def test_ranks_sample_the_same_episodes(
     tmp_path: Path, chat_model: Path, history: str, sizes: tuple[int, ...]
@@ -160,6 +162,7 @@ def test_ranks_sample_the_same_episodes(
     assert trained(config, tmp_path / "control", 2, [*given, "seed=1"]) != alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("history", ["append", "fork"])
 def test_a_run_that_is_killed_goes_on_with_the_same_bits(
     tmp_path: Path, chat_model: Path, history: str
@@ -175,6 +178,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(
     assert fingerprint(resume(tmp_path / "killed" / "run").run_dir) == whole
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_environment_that_it_began_with(
     tmp_path: Path, chat_model: Path
 ) -> None:

@@ -161,6 +161,7 @@ COMPANIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_short_splits")
 @pytest.mark.parametrize(
     "kind",
@@ -188,6 +189,7 @@ def test_a_rows_bits_do_not_depend_on_its_company(
             assert all(same(part, all_rows[numbers]) for part, all_rows in zip(found, whole))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     HAS_GPU,
     reason="16 keys are no long side of a GPU's instruction; its own tiles are compared below",

@@ -171,6 +171,7 @@ def test_no_value_is_read_on_the_host() -> None:
     assert [launch.grid for launch in found] == [(1250, 2), (10000,), (64, 32), (64, 4)]
 
 
+@pytest.mark.slow
 def test_the_comparison_can_fail() -> None:
     """The control: another scale; values from other pages; an lse that is off."""
     layout = scattered(LENGTHS, 4, seed=1)
@@ -189,6 +190,7 @@ def test_the_comparison_can_fail() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_sequence_has_the_same_gradients_alone_and_in_a_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -208,6 +210,7 @@ def test_a_sequence_has_the_same_gradients_alone_and_in_a_batch(
     assert all(same(x, y) for x, y in zip(run(case), found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cache", "window"),
     slow_where(

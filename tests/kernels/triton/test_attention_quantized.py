@@ -44,6 +44,7 @@ def _found(
     return implementation.attention_quantized(*there, None, sinks, None, spec, raised, keep)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_short_splits")
 @pytest.mark.parametrize(
     ("sinks", "kind", "scale"),

@@ -156,6 +156,7 @@ def recurrence(
     return out, bound, states, errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_delta_rule_is_float64s_to_a_bound(dtype: torch.dtype) -> None:
     qkv, gates = drawn(dtype, sum(LENGTHS))
@@ -246,6 +247,7 @@ def all_same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     return all(same(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", slow_where(DTYPES, lambda dtype: dtype == torch.float32))
 def test_bits_do_not_depend_on_how_tokens_are_divided(dtype: torch.dtype) -> None:
     """A learner's whole sequences, a prompt at once, chunks that end anywhere in a page, decoded
@@ -288,6 +290,7 @@ def near(found: Tensor, wanted: Tensor) -> bool:
     return bool(((found.float() - wanted.float()).abs() <= bound).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_are_the_references(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over several segments of a sequence, whose last is not whole. One program at a time gives the

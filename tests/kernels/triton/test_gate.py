@@ -187,6 +187,7 @@ def test_gradient_is_float64s_to_a_bound(dtype: torch.dtype, activation: Activat
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("activation", "scale"),
     slow_where(

@@ -216,6 +216,7 @@ def test_draws_depend_on_the_row_and_the_key_alone() -> None:
         )
 
 
+@pytest.mark.slow
 def test_frequencies_are_the_probabilities() -> None:
     """Chi-squared with 19 degrees of freedom: above 50 once in 10,000; it must notice a temperature
     of 1.5."""

@@ -176,11 +176,13 @@ def test_every_tile_gives_the_same_bits(kind: str) -> None:
     assert _differing(_by_every_tile(kind)) == 0
 
 
+@pytest.mark.slow
 def test_tokens_on_the_long_side_are_noticed_where_sides_are_not_alike() -> None:
     """80 rows of codes have them there, and up to 64 do not."""
     _is_noticed(lambda: _product("e4m3"), Card(unlike_sides))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["e4m3", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_reversed_channels_in_small_tiles_of_products_are_noticed(kind: str) -> None:
     _is_noticed(lambda: _product(kind), Card(order=in_small_tiles(last_channels_first)))

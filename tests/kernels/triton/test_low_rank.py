@@ -77,6 +77,7 @@ class _OneByOne:
     add_low_rank = staticmethod(lambda *given: definition.add_low_rank(OPS, *given))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [COUNTS, (40, 1, 1, 0)])
 def test_together_they_have_the_bits_of_single_products(
     counts: tuple[int, ...], chunks: str
@@ -89,6 +90,7 @@ def test_together_they_have_the_bits_of_single_products(
     assert int((bits(found) != bits(given[0])).sum()) > 0.5 * sum(counts) * OUT
 
 
+@pytest.mark.slow
 def test_together_they_have_the_bits_of_each_alone() -> None:
     """The controls: another adapter's factors, and another row, are noticed where they are and
     nowhere else."""
@@ -213,6 +215,7 @@ def test_hoppers_instruction_gives_a_row_the_same_bits_in_every_tile() -> None:
         assert _in_tiles_of_any_height() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HAS_GPU, reason="a GPU has an instruction of its own")
 def test_hoppers_instruction_gives_the_bits_of_single_products(chunks: str) -> None:
     given = _given()

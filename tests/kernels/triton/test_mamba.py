@@ -61,6 +61,7 @@ def test_values_are_the_references(dtype: torch.dtype) -> None:
     assert not near(found, reference.delta_rule(mixed, twice, delta_heads("cpu"), None, layout))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_do_not_depend_on_how_tokens_are_divided(dtype: torch.dtype) -> None:
     """A whole sequence, and chunks and single rows of it over a store; results, and the last state.

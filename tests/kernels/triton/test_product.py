@@ -256,6 +256,7 @@ def forced(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
     monkeypatch.setattr(module, "plan", lambda *sizes: replace(plan(*sizes), **changes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TILES)
 def test_every_tile_and_either_place_of_the_chunks_gives_the_same(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

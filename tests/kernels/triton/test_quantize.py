@@ -132,6 +132,7 @@ def laid_out(found: QTensor) -> bool:
     return (found.scale.t() if across else found.scale).is_contiguous()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", SCALES)
 def test_scales_of_many_rows_stand_side_by_side(scale: str) -> None:
     """As a product takes them, without a copy; the bits, and those of what is quantized again from

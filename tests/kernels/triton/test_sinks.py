@@ -31,6 +31,7 @@ def forward(
     return out.cpu(), lse.cpu()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", STORES)
 def test_a_sink_is_one_column_of_scores_more(cache: str) -> None:
     """Values and gradients, to some roundings of the largest, three query heads to a key head. The
@@ -50,6 +51,7 @@ def test_a_sink_is_one_column_of_scores_more(cache: str) -> None:
         assert float((wrong - right).abs().max()) > 2 * bound
 
 
+@pytest.mark.slow
 def test_a_sink_far_below_is_none() -> None:
     q, _, store, layout = problem("e4m3", (6, 2, 16), [70])
     for found, wanted in zip(
@@ -59,6 +61,7 @@ def test_a_sink_far_below_is_none() -> None:
         assert not same(found[:, 3], wanted[:, 3])
 
 
+@pytest.mark.slow
 def test_a_rows_bits_do_not_depend_on_its_company(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoded and in chunks, joined in memory and in registers, by shuffled pages: the bits of
     packed rows. The control: another sink."""

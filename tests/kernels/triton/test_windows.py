@@ -47,6 +47,7 @@ def computed(
     return [out, lse, *(x.cpu() for x in gradients)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", STORES)
 def test_a_row_attends_to_the_last_keys(cache: str) -> None:
     """Values and gradients, to some roundings of the largest. The control is a window that is one
@@ -60,6 +61,7 @@ def test_a_row_attends_to_the_last_keys(cache: str) -> None:
             assert float((wrong - right).abs().max()) > bound
 
 
+@pytest.mark.slow
 def test_a_window_as_long_as_the_sequence_is_none() -> None:
     """The same bits; a shorter one changes those of the rows that it hides a key from, and no
     others."""
@@ -71,6 +73,7 @@ def test_a_window_as_long_as_the_sequence_is_none() -> None:
     assert not bool((short[40:] == whole[40:]).flatten(1).all(1).any())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [3, 40])
 def test_a_rows_bits_do_not_depend_on_its_company(
     window: int, monkeypatch: pytest.MonkeyPatch

@@ -137,6 +137,7 @@ def test_the_cheats_fail_for_what_they_do_and_the_honest_one_passes() -> None:
     assert rate(GOOD, tests=HELPERS) == 1.0
 
 
+@pytest.mark.slow
 def test_pairs_of_input_and_output() -> None:
     source = "```python\nn = int(input())\nprint(n * n, end=' \\n\\n')\n```"
     assert rate(source, {"tests": "stdin"}, inputs=["2\n", "3"], outputs=["4", "9\n"]) == 1.0
@@ -408,6 +409,7 @@ def test_files_are_limited_one_and_all() -> None:
         assert run(source, limits=Limits(20, 512, 64, 16)).output == "done\n"
 
 
+@pytest.mark.slow
 def test_an_infinite_loop_ends_in_time() -> None:
     began = time.monotonic()
     outcome = run("while True:\n    pass", limits=Limits(1, 512, 4, 16))
@@ -469,6 +471,7 @@ def marked() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_child_in_the_background_dies_with_the_program() -> None:
     source = (
         "import os, sys, time\n"
@@ -568,6 +571,7 @@ def test_where_there_are_no_namespaces_nothing_runs_and_the_option_is_named(tmp_
     assert works == "none works"
 
 
+@pytest.mark.slow
 def test_in_a_pool_several_run_at_a_time_and_a_bad_row_is_named() -> None:
     with RewardPool([RewardSpec("code", options={"timeout_s": 2})], num_workers=2) as pool:
         texts = [GOOD, "def double(x):\n    return x", "while True: pass"]
@@ -588,6 +592,7 @@ def test_on_other_systems_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         check_cage("namespaces", False)
 
 
+@pytest.mark.slow
 def test_the_output_on_the_page_is_what_the_command_prints(tmp_path: Path) -> None:
     blocks = parsed((ROOT / "docs" / "how-to" / "rewards.md").read_text(encoding="utf-8"))
     place = next(i for i, block in enumerate(blocks) if block.title == "code.jsonl")

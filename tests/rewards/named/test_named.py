@@ -180,6 +180,7 @@ def test_math_out_of_time_is_unscored_and_never_zero(monkeypatch: pytest.MonkeyP
     assert found == Unscored("math-verify took more than 0.2 s")
 
 
+@pytest.mark.slow
 def test_what_a_completion_does_to_a_reward_by_name_never_ends_the_run() -> None:
     """Out of its own time, or holding the interpreter until the deadline: unscored with the reason
     under `stop` too."""

@@ -41,7 +41,8 @@ def test_there_are_sixty() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", slow_where(list(attacks.FAMILIES), lambda family: family in ("takes", "signals"))
+    "family",
+    slow_where(list(attacks.FAMILIES), lambda family: family not in ("outside", "helpers")),
 )
 def test_an_attack_scores_nothing_and_ends_nothing(family: str) -> None:
     programs = {**attacks.FAMILIES[family], "honest": attacks.HONEST[family]}
@@ -142,6 +143,7 @@ INTERRUPTS = (
 )  # else it may end first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wall", "attack"),
     [

@@ -48,6 +48,7 @@ except BaseException:
 """
 
 
+@pytest.mark.slow
 def test_in_one_process_with_the_tests_tricks_pass() -> None:
     passed = {}
     for name in ("names", "endings", "caught", "blocks", "none", "a loop", "values"):
