@@ -570,7 +570,10 @@ WRONG = {
             "fma(vsplat(x[0]), left, fma(vsplat(x[1]), right, sum[r][p]))",
             "fma(vsplat(x[1]), right, fma(vsplat(x[0]), left, sum[r][p]))",
         ),
-        "product/ordered_bf16.cpp": (": add(before, sum[r][p])", ": add(sum[r][p], sum[r][p])"),
+        "product/ordered_bf16.cpp": (
+            "vstore(to, add(vload(to), sum[r][p]))",
+            "vstore(to, add(sum[r][p], sum[r][p]))",
+        ),
     },
 }
 """Each chain added to the sum by itself, or, where the processor does that, each tile twice; the

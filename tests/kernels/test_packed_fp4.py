@@ -164,6 +164,36 @@ def test_beside_bf16_they_are_rounded_and_added_in_order(
     assert scale == 1 or ((wide.dequantize() != 0) & (rounded(found) == 0)).any()
 
 
+LARGEST, SMALLEST = 2.0**115, 2.0**-116
+
+
+@needs_native
+@pytest.mark.parametrize(("order", "isa"), HERE)
+@pytest.mark.parametrize("signs", [False, True])
+@pytest.mark.parametrize("common", [0.011, SMALLEST, SMALLEST / 4, LARGEST, 2 * LARGEST])
+def test_any_codes_and_scales_are_the_products_of_both(
+    common: float, signs: bool, order: str, isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every byte, also at both ends of what integers can add to a scale's exponent; scales with
+    signs are no quantizer's, but a file may have them. In the control two neighbours are
+    exchanged."""
+    monkeypatch.setenv("ISOBIT_ISA", isa)
+    ops = NativeOps(f"bitwise-{order}")
+    random = torch.Generator().manual_seed(3)
+    for rows, columns, inner in ((1, 96, 384), (7, 33, 272), (20, 16, 144)):
+        codes = torch.randint(256, (columns, inner // 2), dtype=torch.uint8, generator=random)
+        scales = torch.randint(127, (columns, inner // 16), dtype=torch.uint8, generator=random)
+        if signs:
+            scales[::5] |= 128
+        found = PackedFP4(codes, scales, torch.tensor([common]))
+        a = draw(2, rows, inner) * (2.0**-20 if common > 1 else 2.0**20)
+        right = ops.product(a, rounded(found), None, torch.float32)
+        assert right.isfinite().all()
+        assert same(ops.product(a, found, None, torch.float32), right)
+        other = replace(found, codes=codes.roll(1, 1))
+        assert not same(ops.product(a, other, None, torch.float32), right)
+
+
 @pytest.mark.parametrize("consistency", ["bitwise", "exact"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_of_inputs_have_the_bits_of_a_byte_a_code(

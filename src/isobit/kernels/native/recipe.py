@@ -47,8 +47,8 @@ HEADERS = (
     "attention/attention.h", "attention/attention_rows.h", "delta/delta.h", "heads/heads.h",
     "low_rank/low_rank.h", "native/native.h", "native/pointwise.h", "native/replay.h", "native/self_test.h",
     "native/threads.h", "native/tile.h", "native/vectors.h", "norms/norms.h",
-    "product/nibbles.h", "product/ordered.h", "product/ordered_amx.h", "product/ordered_avx512.h",
-    "product/ordered_kernel.h", "product/ordered_pairs.h", "product/ordered_registers.h",
+    "product/nibbles.h", "product/ordered.h", "product/ordered_avx512.h", "product/ordered_kernel.h",
+    "product/ordered_pairs.h", "product/ordered_registers.h", "product/ordered_rows.h",
     "product/product.h", "quantize/quantize.h", "sampling/philox.h",
 )  # fmt: skip
 FLAGS = (

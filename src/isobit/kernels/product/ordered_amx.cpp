@@ -6,9 +6,10 @@
 #include "product/ordered.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512VBMI__)
-#include "product/ordered_amx.h"
+#include "product/ordered_avx512.h"
 #include "product/ordered_kernel.h"
 #include "product/ordered_pairs.h"
+#include "product/ordered_rows.h"
 
 namespace {
 
@@ -197,7 +198,7 @@ const uint16_t* pairs_of(const Product& g, int64_t panel, int64_t first, int64_t
             const Vec factor = vload(scale);
             for (int64_t i = k; i < end; i += 4, p += 64) {
                 __m512i one, two;
-                decode_pairs(p, unscaled(), one, two);
+                decode_pairs(_mm512_loadu_si512(p), unscaled(), one, two);
                 _mm512_storeu_si512(room + (i - first) * PANEL, fold ? scaled(one, factor) : one);
                 _mm512_storeu_si512(room + (i - first + 2) * PANEL, fold ? scaled(two, factor) : two);
             }
@@ -206,7 +207,7 @@ const uint16_t* pairs_of(const Product& g, int64_t panel, int64_t first, int64_t
     }
     for (int64_t k = first; k < last; k += STEP) {
         const int64_t count = last - k < STEP ? last - k : STEP;
-        pairs_of_panel(g, panel, k, count, values, room + (k - first) * PANEL);
+        pairs_of_panel(g, panel, 1, k, count, values, room + (k - first) * PANEL);
     }
     return room;
 }
@@ -354,7 +355,7 @@ void amx_part(const Product& g, int64_t row0, int64_t row1, int64_t panel0, int6
         const TileConfig config(rows < TALL ? rows : TALL);
         _tile_loadconfig(&config);
         if (rows <= TALL && part == depth) {
-            pack_a(g, row, rows, 0, depth, a);
+            pack_a(g, row, rows, 0, depth, TALL, a);
             for (int64_t panel = panel0; panel < panel1; panel += WIDEST) {
                 const int64_t left = panel1 - panel;
                 const auto run = left > 3 ? few_rows<4> : left > 2 ? few_rows<3> : left > 1 ? few_rows<2> : few_rows<1>;
@@ -366,7 +367,7 @@ void amx_part(const Product& g, int64_t row0, int64_t row1, int64_t panel0, int6
             for (int64_t k = 0; k < depth; k += part) {
                 const int64_t end = depth - k < part ? depth : k + part;
                 const int64_t to = panel1 - from < group ? panel1 : from + group;
-                pack_a(g, row, rows, k, end, a);
+                pack_a(g, row, rows, k, end, TALL, a);
                 for (int64_t panel = from; panel < to; panel += 2) {
                     const int64_t panels = to - panel < 2 ? 1 : 2;
                     float* sums = part == depth ? c : c + (panel - from) / 2 * padded(chunk, ROW) * ROW;

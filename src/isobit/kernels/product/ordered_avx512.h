@@ -31,8 +31,7 @@ struct Table {
 };
 
 // 64 codes as they are packed, to the first and the second pair of k of 16 columns.
-INLINE void decode_pairs(const uint8_t* p, const Table& table, __m512i& first, __m512i& second) {
-    const __m512i codes = _mm512_loadu_si512(p);
+INLINE void decode_pairs(__m512i codes, const Table& table, __m512i& first, __m512i& second) {
     const __m512i low = _mm512_permutex2var_epi8(table.low[0], codes, table.low[1]);
     __m512i high = _mm512_permutex2var_epi8(table.high[0], codes, table.high[1]);
     high = _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8((char)0x80), 0x78);  // the sign: a ^ (b & c)
@@ -79,7 +78,7 @@ const Table& unscaled() {
 }
 INLINE void decode_quad(const uint8_t* p, Vec* v) {
     __m512i first, second;
-    decode_pairs(p, unscaled(), first, second);
+    decode_pairs(_mm512_loadu_si512(p), unscaled(), first, second);
     v[0] = even_of(first), v[1] = odd_of(first), v[2] = even_of(second), v[3] = odd_of(second);
 }
 
@@ -142,7 +141,9 @@ struct CodeSource {
         if (FOLDED) g.scale_b.fill(panel * PANEL, 1, g.n, k, &scale);
         if (scale != made) table.make(scale), made = scale;
     }
-    INLINE void load(const uint8_t* p, __m512i& first, __m512i& second) const { decode_pairs(p, table, first, second); }
+    INLINE void load(const uint8_t* p, __m512i& first, __m512i& second) const {
+        decode_pairs(_mm512_loadu_si512(p), table, first, second);
+    }
     INLINE Vec value(Vec v) const { return v; }  // the table has the scale
 };
 

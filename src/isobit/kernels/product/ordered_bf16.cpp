@@ -1,121 +1,141 @@
 // `vdp32-v1` with AVX512-BF16: VDPBF16PS is its definition. A's rows are made BF16 pairs of k; B's codes are decoded in
-// registers for few rows, and for many once into memory.
+// registers where one tile has all rows, and for more of them once a block, which stays in the first cache.
 #include "product/ordered.h"
+
+#include <type_traits>
 
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 #include "product/ordered_avx512.h"
 #include "product/ordered_kernel.h"
 #include "product/ordered_pairs.h"
+#include "product/ordered_rows.h"
 
 namespace {
 
-constexpr int64_t FEW = 96, MOST = 8;  // rows for which codes are decoded in registers, and rows of a tile
+constexpr int64_t MOST = 8;  // rows of a tile
 
 INLINE Vec dot(Vec c, uint32_t pair_of_a, __m512i pairs) {
     return _mm512_dpbf16_ps(c, (__m512bh)_mm512_set1_epi32((int)pair_of_a), (__m512bh)pairs);
 }
 
-// MR rows times NP panels that begin at `b`. a[r * lda + k / 2] are pairs of k.
-template <class Source, bool SCALED, int MR, int NP>
-void tile(const Product& g, int64_t row, int64_t panel, const uint8_t* b, const uint32_t* a, int64_t lda, Source& source) {
-    const int64_t depth = padded(g.k, DEPTH), stride = depth * PANEL * Source::bytes;
-    alignas(64) float total[MR][NP * 16] = {};
-    for (int64_t block = 0; block < depth; block += STEP) {
-        const int64_t end = depth - block < STEP ? depth : block + STEP;
-        source.begin(g, panel, block);
-        Vec sum[MR][NP];
+// A block of up to 128 of K: tiles of `tall` rows of A, `a_step` apart; panels of B, `stride` bytes apart, from `at` on, and
+// room for their pairs [4][STEP / 2][16][2]; and the scales of rows and columns.
+struct Block {
+    const uint16_t* a;
+    const uint8_t* b;
+    uint16_t* pairs;
+    int64_t tall, a_step, stride, at, count;
+    const float *row_scale, *column_scale;
+};
+
+// What MR rows from `row` on and NP panels have over a block, added to total[row][NP * 16].
+template <bool SCALED, int MR, int NP>
+INLINE void add_block(const Block& block, const Vec (&sum)[MR][NP], int64_t row, float* total) {
 #pragma GCC unroll 8
-        for (int r = 0; r < MR; r++)
+    for (int r = 0; r < MR; r++)
 #pragma GCC unroll 8
-            for (int p = 0; p < NP; p++) sum[r][p] = vzero();
-#pragma GCC unroll 2
-        for (int64_t i = block; i < end; i += 4) {
-#pragma GCC unroll 8
-            for (int p = 0; p < NP; p++) {
-                __m512i first, second;
-                source.load(b + p * stride + i * PANEL * Source::bytes, first, second);
-                if constexpr (MR <= 2) ask_for<NP, 64 * Source::bytes>(b + p * stride, i * PANEL * Source::bytes, stride);
-#pragma GCC unroll 8
-                for (int r = 0; r < MR; r++) sum[r][p] = dot(sum[r][p], a[r * lda + i / 2], first);
-#pragma GCC unroll 8
-                for (int r = 0; r < MR; r++) sum[r][p] = dot(sum[r][p], a[r * lda + i / 2 + 1], second);
+        for (int p = 0; p < NP; p++) {
+            float* to = total + ((row + r) * NP + p) * PANEL;
+            if constexpr (SCALED) {
+                const Vec scale = mul(vsplat(block.row_scale[row + r]), vload(block.column_scale + p * PANEL));
+                vstore(to, fma(sum[r][p], scale, vload(to)));
+            } else {
+                vstore(to, add(vload(to), sum[r][p]));
             }
         }
-        alignas(64) float row_scale[MR], column_scale[NP * 16];
-        if (SCALED) {
-            g.scale_a.fill(row, MR, g.m, block, row_scale);
-            g.scale_b.fill(panel * PANEL, NP * PANEL, g.n, block, column_scale);
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < MR; r++)
-#pragma GCC unroll 8
-            for (int p = 0; p < NP; p++) {
-                const Vec before = vload(total[r] + p * 16);
-                vstore(total[r] + p * 16,
-                       SCALED ? fma(sum[r][p], mul(vsplat(row_scale[r]), vload(column_scale + p * 16)), before)
-                              : add(before, sum[r][p]));
-            }
-    }
-    const int64_t column = panel * PANEL, columns = g.n - column < NP * PANEL ? g.n - column : NP * PANEL;
-    finish(g, row, MR, column, columns, total[0], NP * 16);
 }
 
-// Some rows times NP panels: as few tiles as there can be.
+// MR rows from `row` on, all of one tile of A, times NP panels over a block, added to total[row][NP * 16]; it KEEPS the
+// pairs that it has decoded, for the rows after it.
+template <class Source, bool SCALED, int MR, int NP, bool KEEPS = false>
+INLINE void tile(const Source& source, const Block& block, int64_t row, float* total) {
+    const uint32_t* a = (const uint32_t*)(block.a + row / TALL * block.a_step + row % TALL * DEPTH);
+    const int64_t next = block.tall * DEPTH / 2;
+    Vec sum[MR][NP];
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; r++)
+#pragma GCC unroll 8
+        for (int p = 0; p < NP; p++) sum[r][p] = vzero();
+#pragma GCC unroll 2
+    for (int64_t i = 0; i < block.count; i += 4) {
+        const uint32_t* pair = a + i / DEPTH * next + i % DEPTH / 2;
+#pragma GCC unroll 8
+        for (int p = 0; p < NP; p++) {
+            const uint8_t* panel = block.b + p * block.stride;
+            const int64_t at = block.at + i * PANEL * Source::bytes;
+            __m512i first, second;
+            source.load(panel + at, first, second);
+            if constexpr (KEEPS) {
+                uint16_t* to = block.pairs + (p * STEP + i) * PANEL;
+                _mm512_storeu_si512(to, first), _mm512_storeu_si512(to + 2 * PANEL, second);
+            }
+            if constexpr (MR <= 2) ask_for<NP, 64 * Source::bytes>(panel, at, block.stride);
+#pragma GCC unroll 8
+            for (int r = 0; r < MR; r++) sum[r][p] = dot(sum[r][p], pair[r * DEPTH / 2], first);
+#pragma GCC unroll 8
+            for (int r = 0; r < MR; r++) sum[r][p] = dot(sum[r][p], pair[r * DEPTH / 2 + 1], second);
+        }
+    }
+    add_block<SCALED, MR, NP>(block, sum, row, total);
+}
+
+// The first MR rows times a panel of four-bit codes over a block, multiplied as they are decoded, between what is decoded
+// next; it keeps the pairs for rows after these. False, and nothing done, where they are not to be decoded so.
+template <bool SCALED, int MR, bool KEEPS>
+INLINE bool decoded_tile(const Product& g, const Block& block, int64_t panel, int64_t k, float* total) {
+    const uint32_t* a = (const uint32_t*)block.a;
+    const int64_t next = block.tall * DEPTH / 2;
+    uint16_t* pairs_out = block.pairs;
+    Vec sum[MR][1];
+#pragma GCC unroll 8
+    for (int r = 0; r < MR; r++) sum[r][0] = vzero();
+    const auto put = [&](int64_t pair, __m512i pairs) {
+        const uint32_t* of_a = a + pair / (DEPTH / 2) * next + pair % (DEPTH / 2);
+        if constexpr (KEEPS) _mm512_storeu_si512(pairs_out + pair * 2 * PANEL, pairs);
+#pragma GCC unroll 8
+        for (int r = 0; r < MR; r++) sum[r][0] = dot(sum[r][0], of_a[r * DEPTH / 2], pairs);
+    };
+    if (!pairs_of_block(g, panel, 1, k, put)) return false;
+    add_block<SCALED, MR, 1>(block, sum, 0, total);
+    return true;
+}
+
+// As many of the first rows as a tile has.
+template <bool SCALED>
+int64_t decoded_rows(const Product& g, const Block& block, int64_t rows, int64_t panel, int64_t k, float* total) {
+    if (rows > MOST) return decoded_tile<SCALED, MOST, true>(g, block, panel, k, total) ? MOST : 0;
+    if (rows == MOST) return decoded_tile<SCALED, MOST, false>(g, block, panel, k, total) ? MOST : 0;
+    if (rows >= 4) return decoded_tile<SCALED, 4, true>(g, block, panel, k, total) ? 4 : 0;
+    if (rows == 3) return decoded_tile<SCALED, 3, false>(g, block, panel, k, total) ? 3 : 0;
+    if (rows == 2) return decoded_tile<SCALED, 2, false>(g, block, panel, k, total) ? 2 : 0;
+    return decoded_tile<SCALED, 1, false>(g, block, panel, k, total) ? 1 : 0;
+}
+
+// Rows from r on, a multiple of 4, times NP panels over a block: as few tiles as there can be.
 template <class Source, bool SCALED, int NP>
-void row_groups(const Product& g, int64_t row, int64_t rows, int64_t panel, const uint8_t* b, const uint32_t* a,
-                int64_t lda, Source& source) {
-    int64_t r = 0;
+INLINE void tiles(const Source& source, const Block& block, int64_t r, int64_t rows, float* total) {
 #define ISOBIT_ROWS(MR) \
-    for (; r + MR <= rows; r += MR) tile<Source, SCALED, MR, NP>(g, row + r, panel, b, a + r * lda, lda, source)
+    for (; r + MR <= rows; r += MR) tile<Source, SCALED, MR, NP>(source, block, r, total)
     if constexpr (NP <= 2) { ISOBIT_ROWS(MOST); }
     ISOBIT_ROWS(4);
+    if constexpr (NP > 2) { ISOBIT_ROWS(3); }
     ISOBIT_ROWS(2);
     ISOBIT_ROWS(1);
 #undef ISOBIT_ROWS
 }
 
-// All rows of a chunk times all panels, read as they are packed. Groups of panels begin at multiples of NP, so that none
-// crosses a block of scales.
-template <class Source, bool SCALED, int NP>
-void as_packed(const Product& g, int64_t row, int64_t rows, int64_t panel0, int64_t panel1, const uint32_t* a, int64_t lda) {
-    Source source;
-    for (int64_t panel = panel0; panel < panel1;) {
-        const uint8_t* b = (const uint8_t*)g.packed + packed_offset(g, panel, 0) * Source::bytes;
-        if (panel % NP == 0 && panel + NP <= panel1)
-            row_groups<Source, SCALED, NP>(g, row, rows, panel, b, a, lda, source), panel += NP;
-        else
-            row_groups<Source, SCALED, 1>(g, row, rows, panel, b, a, lda, source), panel += 1;
-    }
+// The same of pairs that a block keeps.
+template <bool SCALED, int NP>
+void kept_tiles(Block block, int64_t r, int64_t rows, float* total) {
+    block.b = (const uint8_t*)block.pairs, block.stride = 2 * STEP * PANEL, block.at = 0;
+    tiles<Bf16Source, SCALED, NP>({}, block, r, rows, total);
 }
 
-// The same with two panels at a time decoded into `pairs` [2][depth / 2][16][2], with scratch of a block.
-template <bool SCALED>
-void decoded(const Product& g, int64_t row, int64_t rows, int64_t panel0, int64_t panel1, const uint32_t* a, int64_t lda,
-             uint16_t* pairs, float* block) {
-    const int64_t depth = padded(g.k, DEPTH);
-    Bf16Source source;
-    for (int64_t panel = panel0; panel < panel1; panel += 2) {
-        const int64_t panels = panel1 - panel < 2 ? 1 : 2;
-        for (int64_t p = 0; p < panels; p++)
-            for (int64_t k = 0; k < depth; k += STEP) {
-                const int64_t count = depth - k < STEP ? depth - k : STEP;
-                pairs_of_panel(g, panel + p, k, count, block, pairs + (p * depth + k) * PANEL);
-            }
-        if (panels == 2) row_groups<Bf16Source, SCALED, 2>(g, row, rows, panel, (uint8_t*)pairs, a, lda, source);
-        else row_groups<Bf16Source, SCALED, 1>(g, row, rows, panel, (uint8_t*)pairs, a, lda, source);
-    }
-}
-
-// A's rows as pairs of BF16, with their scales where they are folded: out[r * depth / 2 + k / 2].
-void pairs_of_a(const Product& g, int64_t row, int64_t rows, int64_t depth, uint32_t* out, float* line) {
-    constexpr int64_t AT_ONCE = 16;  // a transposed view is read by 16 rows
-    for (int64_t r = 0; r < rows; r += AT_ONCE) {
-        const int64_t some = rows - r < AT_ONCE ? rows - r : AT_ONCE;
-        decode_a(g, row + r, some, line, depth);
-        for (int64_t k = 0; k < some * depth; k += 32)
-            _mm512_storeu_si512(out + (r * depth + k) / 2, upper_halves(vload(line + k), vload(line + k + 16)));
-    }
-}
+// Of what needs more than a table: codes under other grids of scales, of E5M2, of two to a byte.
+struct AnySource {
+    static constexpr int64_t bytes = 1;
+    void begin(const Product&, int64_t, int64_t) {}
+};
 
 // Whether the codes of up to 4 panels have one scale for every 128 of K.
 bool uniform(const Product& g) {
@@ -123,35 +143,93 @@ bool uniform(const Product& g) {
     return (s.block_rows % (4 * PANEL) == 0 || s.block_rows >= g.n) && (s.block_columns % STEP == 0 || s.block_columns >= g.k);
 }
 
+// What a thread holds beside the operands of a chunk of rows.
+struct Room {
+    int64_t tall;
+    uint16_t *a, *pairs;                // tiles of `tall` rows and all K, and a block of four panels of B
+    float *row_scale, *total, *values;  // [blocks][rows], [rows][4][16], [STEP][16]
+};
+
+// Rows of a chunk times NP panels. The first tile of rows decodes B's codes, between its products; others read its pairs.
+template <class Source, bool SCALED, int NP>
+void panels_of(const Product& g, Source& source, int64_t row, int64_t rows, int64_t panel, const Room& room) {
+    constexpr bool any = std::is_same_v<Source, AnySource>, table = Source::bytes == 1 && !any;
+    const int64_t depth = padded(g.k, DEPTH);
+    alignas(64) float column_scale[NP * PANEL];
+    float* total = room.total;
+    std::memset(total, 0, rows * NP * PANEL * sizeof(float));
+    for (int64_t k = 0; k < depth; k += STEP) {
+        const int64_t count = depth - k < STEP ? depth - k : STEP;
+        if (SCALED) g.scale_b.fill(panel * PANEL, NP * PANEL, g.n, k, column_scale);
+        const uint8_t* b = (const uint8_t*)g.packed + packed_offset(g, panel, 0) * Source::bytes;
+        const Block block{room.a + k * room.tall, b, room.pairs, room.tall, depth * room.tall, depth * PANEL * Source::bytes,
+                          k * PANEL * Source::bytes, count, room.row_scale + k / STEP * rows, column_scale};
+        source.begin(g, panel, k);
+        if constexpr (any) {
+            const int64_t done = NP == 1 ? decoded_rows<SCALED>(g, block, rows, panel, k, total) : 0;
+            for (int64_t p = 0; done == 0 && p < NP; p++)
+                pairs_of_panel(g, panel + p, NP, k, count, room.values, room.pairs + p * STEP * PANEL);
+            if (done < rows) kept_tiles<SCALED, NP>(block, done, rows, total);
+        } else if (table && NP <= 2 && rows > MOST) {
+            tile<Source, SCALED, MOST, NP, true>(source, block, 0, total);
+            kept_tiles<SCALED, NP>(block, MOST, rows, total);
+        } else if (table && NP <= 2 && rows > 4 && rows < MOST) {
+            tile<Source, SCALED, 4, NP, true>(source, block, 0, total);
+            kept_tiles<SCALED, NP>(block, 4, rows, total);
+        } else {
+            tiles<Source, SCALED, NP>(source, block, 0, rows, total);
+        }
+    }
+    const int64_t column = panel * PANEL, columns = g.n - column < NP * PANEL ? g.n - column : NP * PANEL;
+    finish(g, row, rows, column, columns, total, NP * PANEL);
+}
+
+// Groups of panels begin at multiples of NP, so that none crosses a block of scales.
+template <class Source, bool SCALED, int NP>
+void groups(const Product& g, int64_t row, int64_t rows, int64_t panel, int64_t panel1, const Room& room) {
+    Source source;
+    while (panel < panel1)
+        if (panel % NP == 0 && panel + NP <= panel1)
+            panels_of<Source, SCALED, NP>(g, source, row, rows, panel, room), panel += NP;
+        else
+            panels_of<Source, SCALED, 1>(g, source, row, rows, panel, room), panel += 1;
+}
+
 template <class Source, bool SCALED>
-void few_rows(const Product& g, int64_t row, int64_t rows, int64_t panel0, int64_t panel1, const uint32_t* a, int64_t lda) {
-    if (rows <= 3) as_packed<Source, SCALED, 4>(g, row, rows, panel0, panel1, a, lda);
-    else as_packed<Source, SCALED, 2>(g, row, rows, panel0, panel1, a, lda);
+void rows_of(const Product& g, int64_t row, int64_t rows, int64_t panel0, int64_t panel1, const Room& room) {
+    if (g.kind_b == E2M1) groups<Source, SCALED, 1>(g, row, rows, panel0, panel1, room);
+    else if (rows <= 3) groups<Source, SCALED, 4>(g, row, rows, panel0, panel1, room);
+    else groups<Source, SCALED, 2>(g, row, rows, panel0, panel1, room);
+}
+
+// Rows times panels, by the source that B's kind has.
+void any_rows(const Product& g, int64_t row, int64_t rows, int64_t panel0, int64_t panel1, const Room& room) {
+    const bool blocks = g.scaled & BLOCKS, codes = g.kind_b == E4M3;
+    if (g.kind_b == BF16) rows_of<Bf16Source, false>(g, row, rows, panel0, panel1, room);
+    else if (codes && blocks) rows_of<CodeSource<false>, true>(g, row, rows, panel0, panel1, room);
+    else if (codes && g.scaled & FOLD_B && uniform(g)) rows_of<CodeSource<true>, false>(g, row, rows, panel0, panel1, room);
+    else if (blocks) rows_of<AnySource, true>(g, row, rows, panel0, panel1, room);
+    else rows_of<AnySource, false>(g, row, rows, panel0, panel1, room);
 }
 
 void bf16_part(const Product& g, int64_t row0, int64_t row1, int64_t panel0, int64_t panel1) {
     static thread_local Scratch scratch;
-    const int64_t depth = padded(g.k, DEPTH);
+    const int64_t depth = padded(g.k, DEPTH), blocks = (depth + STEP - 1) / STEP;
     int64_t chunk = (1 << 18) / depth / 16 * 16;  // rows of A whose pairs stay within half a megabyte
     chunk = chunk < 32 ? 32 : chunk > 512 ? 512 : chunk;
     if (chunk > row1 - row0) chunk = row1 - row0;
-    float* line = (float*)scratch.get((16 * depth + STEP * PANEL + chunk * depth / 2 + PANEL * depth) / 2 + 48);
-    float* block = line + 16 * depth;
-    uint32_t* a = (uint32_t*)(block + STEP * PANEL);
-    uint16_t* pairs = (uint16_t*)(a + padded(chunk * depth / 2, 16));
+    const int64_t tall = chunk < TALL ? padded(chunk, 2) : TALL;
+    const int64_t tiles_of_a = padded(chunk, tall) * depth, scales = blocks * chunk;
+    float* total = (float*)scratch.get((4 * chunk + 3 * STEP) * PANEL / 2 + (tiles_of_a + 2 * scales) / 4 + 16);
+    float* values = total + 4 * chunk * PANEL;
+    uint16_t *pairs = (uint16_t*)(values + STEP * PANEL), *a = pairs + 4 * STEP * PANEL;
+    const Room room{tall, a, pairs, (float*)(a + tiles_of_a), total, values};
     for (int64_t row = row0; row < row1; row += chunk) {
         const int64_t rows = row1 - row < chunk ? row1 - row : chunk;
-        pairs_of_a(g, row, rows, depth, a, line);
-        if (g.kind_b == BF16)
-            few_rows<Bf16Source, false>(g, row, rows, panel0, panel1, a, depth / 2);
-        else if (g.scaled & BLOCKS && g.kind_b == E4M3 && rows <= FEW)
-            few_rows<CodeSource<false>, true>(g, row, rows, panel0, panel1, a, depth / 2);
-        else if (g.scaled & FOLD_B && g.kind_b == E4M3 && rows <= FEW && uniform(g))
-            few_rows<CodeSource<true>, false>(g, row, rows, panel0, panel1, a, depth / 2);
-        else if (g.scaled & BLOCKS)
-            decoded<true>(g, row, rows, panel0, panel1, a, depth / 2, pairs, block);
-        else
-            decoded<false>(g, row, rows, panel0, panel1, a, depth / 2, pairs, block);
+        pack_a(g, row, rows, 0, depth, tall, room.a);
+        for (int64_t k = 0; g.scaled & BLOCKS && k < depth; k += STEP)
+            g.scale_a.fill(row, rows, g.m, k, room.row_scale + k / STEP * rows);
+        any_rows(g, row, rows, panel0, panel1, room);
     }
 }
 

@@ -1,4 +1,6 @@
-// Rows of A as AMX's tiles read them, [rows / 16][K / 32][16][32]: as they are stored, turned, or decoded.
+// Rows of A as tiles of BF16 numbers, [rows / 16][K / 32][16][32], from what is stored, turned, or decoded: a tile is what
+// AMX's instruction reads, and its rows are pairs of k. Fewer than 16 rows are tiles of so many, or one more: a row's
+// numbers 1 KiB apart would all be in the same few sets of the first cache, and lost to what is read beside them.
 #pragma once
 
 #include "product/ordered_avx512.h"
@@ -28,13 +30,12 @@ INLINE void tile_rows(const uint8_t* low, const uint8_t* high, int64_t stride, i
         }
         return;
     }
-    alignas(64) uint8_t codes[64];
-    for (int r = 0; r < 2; r++) {
-        _mm_store_si128((__m128i*)(codes + 32 * r), _mm_loadu_si128((const __m128i*)(low + r * stride)));
-        _mm_store_si128((__m128i*)(codes + 32 * r + 16), _mm_loadu_si128((const __m128i*)(high + r * stride)));
-    }
+    __m256i codes[2];  // not by way of memory: a load of what several stores have written waits for them
+    for (int r = 0; r < 2; r++)
+        codes[r] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)(low + r * stride))),
+                                           _mm_loadu_si128((const __m128i*)(high + r * stride)), 1);
     __m512i first, second;  // the lower and the upper eight of each 16
-    decode_pairs(codes, unscaled(), first, second);
+    decode_pairs(_mm512_inserti64x4(_mm512_castsi256_si512(codes[0]), codes[1], 1), unscaled(), first, second);
     const __m512i rows[2] = {_mm512_permutex2var_epi64(first, _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), second),
                              _mm512_permutex2var_epi64(first, _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), second)};
     for (int r = 0; r < 2; r++) _mm512_storeu_si512(out + r * DEPTH, factor ? scaled(rows[r], factor[r]) : rows[r]);
@@ -52,14 +53,15 @@ INLINE void turned_tile(const uint16_t* a, int64_t column, uint16_t* out) {
     store_turned(x, out);
 }
 
-// Rows of A from `row` on, at most 16, and [first, last) of K as tiles; what is beyond them is zero.
+// Rows of A from `row` on, at most 16, and [first, last) of K as tiles of `tall` rows; what is beyond K is zero.
 template <class T>
-void tiles_of(const Product& g, const T* a, int64_t row, int64_t rows, int64_t first, int64_t last, uint16_t* out) {
+void tiles_of(const Product& g, const T* a, int64_t row, int64_t rows, int64_t first, int64_t last, int64_t tall,
+              uint16_t* out) {
     alignas(64) T turned[2][TALL * 16], edge[TALL][DEPTH];
     alignas(64) float scale[2][TALL] = {};
     const bool fold = g.scaled & FOLD_A;
     const int64_t run = g.scale_a.block_columns;
-    for (int64_t k = first; k < last; k += DEPTH, out += TILE) {
+    for (int64_t k = first; k < last; k += DEPTH, out += tall * DEPTH) {
         const T *low = a + row * g.a_row + k * g.a_column, *high = low + 16;
         int64_t stride = g.a_row;
         if constexpr (sizeof(T) == 2)
@@ -94,13 +96,13 @@ void tiles_of(const Product& g, const T* a, int64_t row, int64_t rows, int64_t f
     }
 }
 
-// `rows` of them as [rows / 16][K / 32][16][32].
-void pack_a(const Product& g, int64_t row, int64_t rows, int64_t first, int64_t last, uint16_t* out) {
-    for (int64_t r = 0; r < rows; r += TALL, out += (last - first) * TALL) {
-        const int64_t count = rows - r < TALL ? rows - r : TALL;
-        if (count < TALL && rows > TALL) std::memset(out, 0, (last - first) * TALL * sizeof *out);
-        if (g.kind_a == BF16) tiles_of(g, (const uint16_t*)g.a, row + r, count, first, last, out);
-        else tiles_of(g, (const uint8_t*)g.a, row + r, count, first, last, out);
+// `rows` of them as [rows / tall][K / 32][tall][32].
+void pack_a(const Product& g, int64_t row, int64_t rows, int64_t first, int64_t last, int64_t tall, uint16_t* out) {
+    for (int64_t r = 0; r < rows; r += tall, out += (last - first) * tall) {
+        const int64_t count = rows - r < tall ? rows - r : tall;
+        if (count < tall && rows > tall) std::memset(out, 0, (last - first) * tall * sizeof *out);
+        if (g.kind_a == BF16) tiles_of(g, (const uint16_t*)g.a, row + r, count, first, last, tall, out);
+        else tiles_of(g, (const uint8_t*)g.a, row + r, count, first, last, tall, out);
     }
 }
 
