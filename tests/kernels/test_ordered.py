@@ -20,7 +20,7 @@ from isobit.kernels.product import ordered as definition
 from isobit.kernels.product import ordered_native as ordered
 from isobit.options import consistency
 from isobit.options.consistency import TDP32, VDP32, default_order, processor_features
-from isobit.precision import E4M3, E5M2, QuantSpec, quantize
+from isobit.precision import E4M3, E5M2, QTensor, QuantSpec, quantize
 from tests.models import slow_where
 
 from .helpers import bits, draw, same, threads
@@ -272,6 +272,35 @@ def test_cpp_is_the_definition_bit_for_bit(
                 for ops in sets:
                     assert same(ops.product(a, b, added, out), wanted), ops.why
                     assert same(ops.product(a, ops.prepare(b), added, out), wanted), ops.why
+
+
+@pytest.mark.parametrize("order", ordered.ORDERS)
+@pytest.mark.parametrize("powers", [(-9, 9), (-100, 100), (-102, -98), (98, 102), (-126, 112)])
+@pytest.mark.parametrize("grid", ["1x32", "1x128", "128x1", "1x16"])
+def test_codes_under_any_power_of_two_are_their_products(
+    grid: str, powers: tuple[int, int], order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every byte that is a number, also where products of codes and scales are subnormal. In the
+    control the largest scale is twice as large."""
+    sets = [native(monkeypatch, order, isa) for isa in SETS[order]]
+    random = torch.Generator().manual_seed(7)
+    spec = QuantSpec(E4M3, grid, "ue8m0")
+    for rows, columns, inner in ((1, 100, 256), (2, 64, 384), (7, 33, 160), (21, 48, 288)):
+        codes = torch.randint(256, (columns, inner), dtype=torch.uint8, generator=random)
+        codes[codes & 0x7F == 0x7F] = 0
+        blocks = [-(-size // block) for size, block in zip(codes.shape, spec.block(codes.shape))]
+        exponents = torch.randint(powers[0], powers[1] + 1, blocks, generator=random)
+        b = QTensor(codes.view(E4M3.dtype), torch.ldexp(torch.ones(blocks), exponents), spec)
+        a = draw(random, rows, inner).bfloat16()
+        for ops in sets:
+            wanted = ops.product(a, b.dequantize().bfloat16(), None, torch.float32)
+            assert wanted.isfinite().all()
+            assert same(ops.product(a, b, None, torch.float32), wanted), ops.why
+            assert same(ops.product(a, ops.prepare(b), None, torch.float32), wanted), ops.why
+            twice = b.scale.clone()
+            twice.view(-1)[int(twice.argmax())] *= 2
+            other = QTensor(b.data, twice, spec)
+            assert not same(ops.product(a, other, None, torch.float32), wanted)
 
 
 @pytest.mark.parametrize("order", ordered.ORDERS)

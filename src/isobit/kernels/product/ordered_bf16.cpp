@@ -18,6 +18,45 @@ INLINE Vec dot(Vec c, uint32_t pair_of_a, __m512i pairs) {
     return _mm512_dpbf16_ps(c, (__m512bh)_mm512_set1_epi32((int)pair_of_a), (__m512bh)pairs);
 }
 
+// Codes under powers of two that change within 128 of K or from one column to the next, such as those of MXFP8: the unscaled
+// table, and then an addition to the exponents of all that is not zero.
+struct ShiftedSource {
+    static constexpr int64_t bytes = 1;
+    const Table& table = unscaled();
+    __m512i added[4][STEP / DEPTH];
+    // False where a scale is none, or a product might be subnormal or infinite.
+    bool begin(const Product& g, int64_t panel, int64_t panels, int64_t k) {
+        for (int64_t p = 0; p < panels; p++)
+            for (int64_t i = 0; i < STEP / DEPTH && k + i * DEPTH < g.k; i++) {
+                alignas(64) float scale[PANEL];
+                const int64_t first = (panel + p) * PANEL;
+                g.scale_b.fill(first, PANEL, g.n, k + i * DEPTH, scale);
+                for (int64_t j = g.n - first; j < PANEL; j++) scale[j] = 1.0f;
+                const __m512i bits = _mm512_load_si512(scale), least = _mm512_set1_epi32(27 << 23);
+                if (_mm512_test_epi32_mask(bits, _mm512_set1_epi32((int)0x807fffff)) ||
+                    _mm512_cmpgt_epu32_mask(_mm512_sub_epi32(bits, least), _mm512_set1_epi32(200 << 23)))
+                    return false;
+                const __m512i more = _mm512_sub_epi32(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(127 << 7));
+                added[p][i] = _mm512_or_si512(_mm512_slli_epi32(more, 16), _mm512_and_si512(more, _mm512_set1_epi32(0xffff)));
+            }
+        return true;
+    }
+    INLINE void load(const uint8_t* p, __m512i& first, __m512i& second) const {
+        decode_pairs(_mm512_loadu_si512(p), table, first, second);
+    }
+    INLINE __m512i shifted(__m512i pairs, int p, int64_t i) const {
+        return _mm512_mask_add_epi16(pairs, _mm512_test_epi16_mask(pairs, _mm512_set1_epi16(0x7fff)), pairs, added[p][i / DEPTH]);
+    }
+};
+template <class Source>
+INLINE bool begins(Source& source, const Product& g, int64_t panel, int64_t, int64_t k) {
+    source.begin(g, panel, k);
+    return true;
+}
+INLINE bool begins(ShiftedSource& source, const Product& g, int64_t panel, int64_t panels, int64_t k) {
+    return source.begin(g, panel, panels, k);
+}
+
 // A block of up to 128 of K: tiles of `tall` rows of A, `a_step` apart; panels of B, `stride` bytes apart, from `at` on, and
 // room for their pairs [4][STEP / 2][16][2]; and the scales of rows and columns.
 struct Block {
@@ -65,6 +104,8 @@ INLINE void tile(const Source& source, const Block& block, int64_t row, float* t
             const int64_t at = block.at + i * PANEL * Source::bytes;
             __m512i first, second;
             source.load(panel + at, first, second);
+            if constexpr (std::is_same_v<Source, ShiftedSource>)
+                first = source.shifted(first, p, i), second = source.shifted(second, p, i);
             if constexpr (KEEPS) {
                 uint16_t* to = block.pairs + (p * STEP + i) * PANEL;
                 _mm512_storeu_si512(to, first), _mm512_storeu_si512(to + 2 * PANEL, second);
@@ -131,7 +172,7 @@ void kept_tiles(Block block, int64_t r, int64_t rows, float* total) {
     tiles<Bf16Source, SCALED, NP>({}, block, r, rows, total);
 }
 
-// Of what needs more than a table: codes under other grids of scales, of E5M2, of two to a byte.
+// Of what needs more than that: codes under finer grids of scales, of E5M2, of two to a byte.
 struct AnySource {
     static constexpr int64_t bytes = 1;
     void begin(const Product&, int64_t, int64_t) {}
@@ -142,6 +183,9 @@ bool uniform(const Product& g) {
     const Scales& s = g.scale_b;
     return (s.block_rows % (4 * PANEL) == 0 || s.block_rows >= g.n) && (s.block_columns % STEP == 0 || s.block_columns >= g.k);
 }
+
+// Whether each has one for every 32 of K.
+bool by_32(const Product& g) { return g.scale_b.block_columns % DEPTH == 0 || g.scale_b.block_columns >= g.k; }
 
 // What a thread holds beside the operands of a chunk of rows.
 struct Room {
@@ -164,20 +208,21 @@ void panels_of(const Product& g, Source& source, int64_t row, int64_t rows, int6
         const uint8_t* b = (const uint8_t*)g.packed + packed_offset(g, panel, 0) * Source::bytes;
         const Block block{room.a + k * room.tall, b, room.pairs, room.tall, depth * room.tall, depth * PANEL * Source::bytes,
                           k * PANEL * Source::bytes, count, room.row_scale + k / STEP * rows, column_scale};
-        source.begin(g, panel, k);
-        if constexpr (any) {
-            const int64_t done = NP == 1 ? decoded_rows<SCALED>(g, block, rows, panel, k, total) : 0;
+        if (!begins(source, g, panel, NP, k) || any) {
+            const int64_t done = any && NP == 1 ? decoded_rows<SCALED>(g, block, rows, panel, k, total) : 0;
             for (int64_t p = 0; done == 0 && p < NP; p++)
                 pairs_of_panel(g, panel + p, NP, k, count, room.values, room.pairs + p * STEP * PANEL);
             if (done < rows) kept_tiles<SCALED, NP>(block, done, rows, total);
-        } else if (table && NP <= 2 && rows > MOST) {
-            tile<Source, SCALED, MOST, NP, true>(source, block, 0, total);
-            kept_tiles<SCALED, NP>(block, MOST, rows, total);
-        } else if (table && NP <= 2 && rows > 4 && rows < MOST) {
-            tile<Source, SCALED, 4, NP, true>(source, block, 0, total);
-            kept_tiles<SCALED, NP>(block, 4, rows, total);
-        } else {
-            tiles<Source, SCALED, NP>(source, block, 0, rows, total);
+        } else if constexpr (!any) {
+            if (table && NP <= 2 && rows > MOST) {
+                tile<Source, SCALED, MOST, NP, true>(source, block, 0, total);
+                kept_tiles<SCALED, NP>(block, MOST, rows, total);
+            } else if (table && NP <= 2 && rows > 4 && rows < MOST) {
+                tile<Source, SCALED, 4, NP, true>(source, block, 0, total);
+                kept_tiles<SCALED, NP>(block, 4, rows, total);
+            } else {
+                tiles<Source, SCALED, NP>(source, block, 0, rows, total);
+            }
         }
     }
     const int64_t column = panel * PANEL, columns = g.n - column < NP * PANEL ? g.n - column : NP * PANEL;
@@ -208,6 +253,7 @@ void any_rows(const Product& g, int64_t row, int64_t rows, int64_t panel0, int64
     if (g.kind_b == BF16) rows_of<Bf16Source, false>(g, row, rows, panel0, panel1, room);
     else if (codes && blocks) rows_of<CodeSource<false>, true>(g, row, rows, panel0, panel1, room);
     else if (codes && g.scaled & FOLD_B && uniform(g)) rows_of<CodeSource<true>, false>(g, row, rows, panel0, panel1, room);
+    else if (codes && g.scaled & FOLD_B && by_32(g)) rows_of<ShiftedSource, false>(g, row, rows, panel0, panel1, room);
     else if (blocks) rows_of<AnySource, true>(g, row, rows, panel0, panel1, room);
     else rows_of<AnySource, false>(g, row, rows, panel0, panel1, room);
 }
