@@ -85,9 +85,12 @@ def test_tenants_take_turns(folder: Path) -> None:
             ended.append(str(tenant))
 
         many = [pool.submit(ask, 0) for _ in range(10)]
-        until(lambda: server.gateway.device.num_open + server.gateway.device.num_waiting == 10)
+        device = server.gateway.device
+        until(lambda: device.num_open + device.num_waiting + len(ended) >= 10)
+        before = len(ended)  # on a busy machine some have ended when the last one comes
+        assert before < 6
         pool.submit(ask, 1).result()
-        assert "".join(ended).index("1") <= 3
+        assert "".join(ended).index("1") <= before + 3
         assert all(each.result() is None for each in many)
 
 
