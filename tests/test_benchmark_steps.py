@@ -14,6 +14,7 @@ from isobit.run.directory import read_jsonl
 from isobit.training.loop import training_step
 
 
+@pytest.mark.slow
 def test_a_step_of_the_benchmarks_is_one_of_a_run(tmp_path: Path, base_model: Path) -> None:
     with ExitStack() as stack:
         session = open_run(tmp_path, base_model, "fp8", stack)

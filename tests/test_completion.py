@@ -46,6 +46,7 @@ def test_commands() -> None:
     assert tab("isobit tr") == ["train", "track"]
 
 
+@pytest.mark.slow
 def test_config_files(tmp_path: Path) -> None:
     assert tab("isobit train configs/quick") == [
         "configs/quickstart-sft.yaml",

@@ -114,6 +114,7 @@ def test_learning_has_the_bits_of_the_cpu(
     assert repr(found) == repr(wanted)  # NaN is equal to itself
 
 
+@pytest.mark.slow
 def test_checkpointed_activations_too() -> None:
     samples = samples_of(on(ReferenceOps("exact"), "fp8"))
 
@@ -257,6 +258,7 @@ def test_fp8_blocks_of_a_model_there(tmp_path: Path) -> None:
     assert here == there
 
 
+@pytest.mark.slow
 def test_scores_and_log_probabilities_and_what_is_measured_of_a_model() -> None:
     sequences = [[3, 4, 5, 6], [7], [8, 9, 10]]
 

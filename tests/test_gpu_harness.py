@@ -274,6 +274,7 @@ def test_where_the_gpu_is_lost_the_process_ends(
     assert len(_lines(tmp_path)[-1]["failures"]) == 1
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_another_was_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,6 +313,7 @@ def test_a_stage_without_time_says_what_is_missing(tmp_path: Path) -> None:
     assert not own.whole("decode")
 
 
+@pytest.mark.slow
 def test_what_a_stage_does_not_run_restarts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -415,6 +417,7 @@ write("around", "done")
 """
 
 
+@pytest.mark.slow
 def test_a_case_that_hangs_costs_itself_alone(tmp_path: Path) -> None:
     """Its process is ended, it has failed and is not run again, and another process goes on; the
     case around it is run again."""
@@ -696,6 +699,7 @@ def test_a_test_that_loses_the_gpu_fails_alone(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", slow_where([0, 5, 2, -9], lambda status: status not in (0, 5)))
 def test_a_pytest_that_records_nothing_has_failed(
     status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

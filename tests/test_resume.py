@@ -148,6 +148,7 @@ def test_a_reward_that_fails_loses_no_finished_step(
     assert fingerprint(tmp_path / "run") == whole
 
 
+@pytest.mark.slow
 def test_a_run_that_a_reward_stopped_goes_on_without_it(tmp_path: Path, base_model: Path) -> None:
     """`rewards.on_error` may change: completions that cannot be scored are left out from there
     on."""
@@ -339,6 +340,7 @@ def test_a_run_goes_on_with_its_own_backend_only(tmp_path: Path, base_model: Pat
     assert resume(run_dir, ["steps=2"]).metrics[-1]["step"] == 2
 
 
+@pytest.mark.slow
 def test_a_run_of_another_processor_goes_on_in_its_order(tmp_path: Path, base_model: Path) -> None:
     """`bitwise` has the order that the run began with. The control: the other order is refused by
     name."""

@@ -181,6 +181,7 @@ def test_tritons_cases_are_where_they_are_looked_for() -> None:
     assert ROOT / "tests/kernels/test_attention.py" not in files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "noticed", "not_noticed"),
     [

@@ -29,6 +29,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 def test_a_fork_sees_nothing_of_the_one_before(tmp_path: Path) -> None:
     """And has its own folder, variables, arguments and exit code."""
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -60,6 +61,7 @@ def test_an_error_is_a_traceback_and_a_kill_its_signal(tmp_path: Path) -> None:
     assert slow.wait().returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_isobit_is_the_command(tmp_path: Path) -> None:
     done = warm.isobit(tmp_path, "train", "nowhere.yaml")
     assert done.returncode == 2

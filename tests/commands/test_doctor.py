@@ -44,6 +44,7 @@ def test_it_says_what_of_a_preset_is_not_in_cpp() -> None:
     assert "fp8: " not in said
 
 
+@pytest.mark.slow
 def test_without_a_compiler_it_says_why_everything_is_slow_and_what_helps(tmp_path: Path) -> None:
     slow = "the operators run in PyTorch, much slower than in C++: install a compiler"
     found = _doctor(tmp_path, CXX="no-such-compiler", ISOBIT_CACHE=str(tmp_path))

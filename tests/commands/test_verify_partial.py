@@ -43,6 +43,7 @@ def _rows(run: Path) -> list[Row]:
     return list(completions.read(run / COMPLETIONS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [False, True], ids=["now", "ahead"])
 def test_every_segment_is_drawn_again(
     tmp_path: Path,

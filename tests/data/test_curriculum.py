@@ -84,6 +84,7 @@ CHOSEN = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path, base_model: Path) -> None:
     """With rollouts ahead too. The controls: it passed prompts over, and without the fractions of
     its checkpoint it is another."""

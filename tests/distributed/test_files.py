@@ -153,6 +153,7 @@ def _umask() -> int:
     return now
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 300_000])

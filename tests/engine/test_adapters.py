@@ -78,6 +78,7 @@ def test_each_request_has_the_bits_that_it_has_alone(
     _each_is_as_it_is_alone(folder, backend, consistency, precision)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "consistency", "precision"),
     slow_where(

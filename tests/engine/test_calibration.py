@@ -104,6 +104,7 @@ def test_one_scale_per_layer_is_what_is_allocated_and_what_it_clamps_is_counted(
     assert per_head.cache_metrics() == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["rollout", "learner"])
 @pytest.mark.parametrize("preset", ["fp8-rollout-kv", "fp8"])
 def test_a_run_recalibrates_every_step_and_resumes_bit_for_bit(

@@ -171,6 +171,7 @@ def test_negative_control_another_rounding_of_int8(
     assert count > total // 2
 
 
+@pytest.mark.slow
 def test_negative_control_weights_of_another_version(make_engine: MakeEngine) -> None:
     model = fresh("fp8")
     engine = make_engine(model)

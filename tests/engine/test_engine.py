@@ -44,6 +44,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, make_engine: Ma
     )
 
 
+@pytest.mark.slow
 def test_greedy_tokens_of_a_real_model_are_those_of_transformers(
     stories: Path, make_engine: MakeEngine
 ) -> None:

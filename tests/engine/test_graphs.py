@@ -76,6 +76,7 @@ def test_any_ladder_gives_the_same_bits(rungs: list[int], make_captured: MakeEng
     check("fp8", "native", engine)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     page_size=st.sampled_from([1, 2, 3, 16]),
@@ -157,6 +158,7 @@ def test_steps_launched_ahead_end_where_simple_ones_do(
         assert sum(ahead) > len(ahead) / 2, "most steps were launched ahead"
 
 
+@pytest.mark.slow
 def test_a_step_that_nothing_goes_on_from_is_dropped(
     make_captured: MakeEngine, make_engine: MakeEngine
 ) -> None:

@@ -91,6 +91,7 @@ def test_page_size(preset: str, backend: str, page_size: int, make_engine: MakeE
     assert engine.stats.shared_pages > sum(length // page_size for length in LENGTHS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "preset", ["bf16[engines=separate]", "fp8-rollout", "fp8-rollout-kv", "fp8-e2e"]
 )
@@ -156,6 +157,7 @@ def test_a_call_of_its_own_for_every_prompt(make_engine: MakeEngine) -> None:
     assert results == baseline("fp8", "reference")
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(
     page_size=st.sampled_from([1, 2, 3, 16]),
@@ -189,6 +191,7 @@ def test_negative_control_a_scale_shared_by_the_batch(make_engine: MakeEngine) -
     assert len(differing) > len(many) // 2
 
 
+@pytest.mark.slow
 def test_negative_control_seed_and_ids_matter(make_engine: MakeEngine) -> None:
     engine = make_engine(tiny("float32"), kv_pages=200)
     base = list(baseline("float32", "reference").values())

@@ -144,6 +144,7 @@ def test_a_row_that_came_meanwhile_and_one_that_was_cancelled(
     assert seen["changed places"] >= 1
 
 
+@pytest.mark.slow
 def test_requests_that_arrive_and_are_cancelled_between(
     make_captured: MakeEngine,
     seen: Counter,

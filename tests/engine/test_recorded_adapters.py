@@ -135,6 +135,7 @@ def test_others_take_the_places_of_those_that_left(
     assert set(replays) == {None}
 
 
+@pytest.mark.slow
 def test_an_adapter_comes_while_requests_are_open(
     make_engine: MakeEngine, replays: list[str | None]
 ) -> None:

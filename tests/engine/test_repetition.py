@@ -63,6 +63,7 @@ def differing(model: Model, completions: list[Completion], sampling: Sampling) -
     return count / total
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("preset", "backend"),

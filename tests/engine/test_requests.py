@@ -88,6 +88,7 @@ def arrive(engine: Engine, seed: int, cancels: bool = False) -> dict[int, list[C
     return whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("preset", "backend"), FLOWS)
 def test_requests_in_any_order_give_the_bits_of_each_alone(
     preset: str, backend: str, make_engine: MakeEngine

@@ -91,6 +91,7 @@ def test_length_and_stop_at_the_same_token_is_a_stop(spell: Callable[..., Comple
     assert spell("abc", ending=(EOS,), max_new_tokens=4).finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_the_models_context_is_a_length(spell: Callable[..., Completion]) -> None:
     completion = spell("a" * 100, max_new_tokens=1000)
     assert (len(completion.token_ids), completion.finish_reason) == (96 - 4, "length")

@@ -60,6 +60,7 @@ def test_what_goes_wrong_is_one_observation_and_the_next_call_works(
     pool.end(0)
 
 
+@pytest.mark.slow
 def test_a_late_call_is_cancelled_and_the_server_goes_on() -> None:
     config = EnvironmentConfig(mcp=(McpServer(COMMAND),), turn_deadline_s=1.0)
     with EnvironmentPool(config) as pool:

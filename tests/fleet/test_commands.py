@@ -148,6 +148,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("token", [None, "0" * 64, "the run's"])
 def test_ray_that_is_started_here_answers_who_has_the_token(ray: Any, token: str | None) -> None:
     """What a stranger could do without it: write to Ray's store of classes, which engines

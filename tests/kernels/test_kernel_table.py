@@ -434,6 +434,7 @@ def test_the_kept_table_of_architectures_has_all_and_no_failure() -> None:
         assert row["presets"] == (plain if row["architecture"] in ("sm_80", "sm_86") else low)
 
 
+@pytest.mark.slow
 def test_the_page_has_the_tables_that_the_code_makes() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert filled(page) == page

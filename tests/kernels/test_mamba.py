@@ -169,6 +169,7 @@ def test_cpp_is_the_reference_bit_for_bit(
     assert not alike(case.computed(native, None, rows, layout), wanted[:2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_do_not_depend_on_how_tokens_are_divided(backend: str, dtype: torch.dtype) -> None:

@@ -123,6 +123,7 @@ def test_rows_are_independent_and_threads_change_nothing() -> None:
         assert all(same(ops.product(a[i : i + 1], found), one[i : i + 1]) for i in (0, 63, 199))
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("flags", ["-march=x86-64-v3", "-march=x86-64", "-DISOBIT_PORTABLE"])
 def test_every_instruction_set_has_these_bits(

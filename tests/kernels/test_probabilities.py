@@ -140,6 +140,7 @@ def test_the_gradient_goes_straight_through(backend: str, level: str) -> None:
         assert float((other.double() - mine.double()).abs().max()) > 100 * bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", STORES)
 def test_native_is_the_definition_bit_for_bit(cache: str) -> None:
     """With sinks, under a window, and where one row is read as it is stored. The control: weights

@@ -169,6 +169,7 @@ def activation(kind: str, x: Tensor) -> Operand:
 KINDS = ["fp8", "fp8 fp32 scale", "e5m2", "bf16", "fp32"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_the_same_in_every_batch(kind: str) -> None:
     """Every batch size from 1 to 257, every row alone, rows shuffled, on one thread and on two."""

@@ -204,6 +204,7 @@ touch "$last"
 """
 
 
+@pytest.mark.slow
 def test_two_processes_compile_once_and_a_compiler_for_each_processor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

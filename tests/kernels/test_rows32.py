@@ -128,6 +128,7 @@ def test_fused_multiply_adds_are_rounded_once(low: int) -> None:
     assert int((twice[:99] != torch.tensor(wanted[:99])).sum()) > 40
 
 
+@pytest.mark.slow
 def test_the_error_of_exp_is_bounded() -> None:
     """2^-22 where it is not 0, and exactly 1 at 0. The control: it is no correctly rounded exp."""
     random = torch.Generator().manual_seed(3)
@@ -196,6 +197,7 @@ def test_norms_and_gates_are_the_definition_bit_for_bit(
 
 
 # INT8 differs by how codes are read, not by how they are added
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cache", "data", "shapes"),
     [

@@ -220,6 +220,7 @@ def test_no_sum_is_taken_for_exact_that_needs_more_than_53_bits(dtype: torch.dty
         assert sum(claimed for claimed, _ in found) > 100
 
 
+@pytest.mark.slow
 @given(
     st.floats(-3e38, 3e38, allow_nan=False),
     st.integers(-60, -8),

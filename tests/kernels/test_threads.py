@@ -34,6 +34,7 @@ def said(folder: Path, changed: tuple[str, str] | None = None) -> dict[str, bool
     return {name: all(how == "held" for one, how in lines if one == name) for name, _ in lines}
 
 
+@pytest.mark.slow
 def test_every_item_is_computed_once_whoever_comes_late_and_wherever_it_is_called(
     tmp_path: Path,
 ) -> None:

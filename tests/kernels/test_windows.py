@@ -120,6 +120,7 @@ def test_gradients_of_a_long_window_are_those_of_none(level: str, cache: str) ->
     assert not same(computed(ops, given, 99)[2], computed(ops, given, None)[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", STORES)
 def test_native_windows_are_the_definition_bit_for_bit(cache: str) -> None:
     """Blocks below every window are left out in C++ and added as zeros in the definition. Signs

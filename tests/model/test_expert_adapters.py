@@ -206,6 +206,7 @@ def test_some_experts_of_a_layer_are_refused(base: Path, tmp_path: Path) -> None
         Model.load(base, "bf16", adapter=tmp_path / "adapter")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_what_was_trained_is_saved_and_served(tmp_path: Path, family: str) -> None:
     """A learner that goes on from the folder has the bits of one that never stopped, what is served

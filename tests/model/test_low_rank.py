@@ -216,6 +216,7 @@ def test_a_new_adapter_leaves_the_bits_of_its_model(
         assert torch.equal(_hidden(switched_off, use), _hidden(bare, use))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_a_new_adapter_leaves_the_bits_of_its_model_by_the_definition(
     tmp_path: Path, family: str

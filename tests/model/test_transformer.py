@@ -132,6 +132,7 @@ def test_two_flows_do_differ(precision: Any) -> None:
     )
 
 
+@pytest.mark.slow
 def test_stale_weights_do_differ() -> None:
     model = random_model("fp8")
     before = _decoded(model, _SEQUENCES[:2], 7)
@@ -157,6 +158,7 @@ def test_recording_a_graph_changes_no_bit(preset: str, backend: str) -> None:
         assert _differing(recorded, _packed(model, _SEQUENCES)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "family"),
     slow_where(

@@ -60,6 +60,7 @@ def test_each_total_is_the_one_that_a_plan_with_these_keys_prints(
     assert len(set(named.values())) == len(named), "the control: another key has another total"
 
 
+@pytest.mark.slow
 def test_together_they_are_as_few_as_fit() -> None:
     """The control: one fewer leaves less than a tenth."""
     given = job("Qwen3-1.7B", card=card_of("24GiB"))
@@ -73,6 +74,7 @@ def test_together_they_are_as_few_as_fit() -> None:
     assert f"  {both.typed}" in advice(given, found)
 
 
+@pytest.mark.slow
 def test_what_fits_is_given_no_advice() -> None:
     keys = "optimizer.micro_batch_tokens=4608", "engine.kv_pages=1000"
     given = job("Qwen3-0.6B", *keys, card="h200")

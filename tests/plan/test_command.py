@@ -151,6 +151,7 @@ def test_what_fits_barely_or_not_is_given_advice(plan: Plan) -> None:
     assert "optimizer.state=8bit" not in plan("--gpus", "8", "--memory", f"{1.2 * total:.1f}GiB")
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_after_its_table(plan: Plan) -> None:
     text = plan("--gpus", "1", code=2)
     assert "FP32 masters" in text
@@ -232,6 +233,7 @@ def test_a_tab_knows_the_cards() -> None:
     assert devices("h") == ["h100", "h200"]
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,6 +60,7 @@ def test_calls_are_of_what_is_added_together_in_whatever_order(file: str, worker
     assert threads() == []
 
 
+@pytest.mark.slow
 def test_errors_name_the_sample_in_the_order_of_samples(file: str) -> None:
     with RewardPool([RewardSpec(f"{file}:hanging")], deadline_s=0.5) as pool:
         batch = pool.begin(4)

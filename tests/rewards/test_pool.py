@@ -201,6 +201,7 @@ def test_several_guilty_samples_are_all_found(file: str) -> None:
             pool.score(PROMPTS, completions, [{}] * COUNT)
 
 
+@pytest.mark.slow
 def test_the_search_for_guilty_samples_is_bounded(file: str) -> None:
     with RewardPool([RewardSpec(f"{file}:exiting")], on_error="skip") as pool:
         results = pool.score(["p"] * 64, ["bad"] * 64, [{}] * 64)
@@ -399,6 +400,7 @@ def test_a_function_that_is_silent_writes_no_file(file: str, tmp_path: Path) -> 
     assert not (tmp_path / "rewards.log").exists()
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_the_number_of_workers(file: str) -> None:
     names = ("length", "raising", "nan", "some", "exiting")
     one, three = (score(file, *names, on_error="skip", chunk_size=3, num_workers=n) for n in (1, 3))

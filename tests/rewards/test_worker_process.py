@@ -186,6 +186,7 @@ def test_an_interrupt_leaves_no_worker_with_an_unread_reply(
     worker.close()
 
 
+@pytest.mark.slow
 def test_the_workers_own_file_of_output_stays_small(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -162,6 +162,7 @@ def of_loss(folder: Path, model: Path, teacher: Path | None, *more: str, **chang
     return load_config(path, ["algorithm.loss=divergence", *more])
 
 
+@pytest.mark.slow
 def test_a_policy_comes_nearer_and_goes_on_after_a_stop(
     tmp_path: Path, base_model: Path, teacher: Path
 ) -> None:
@@ -199,6 +200,7 @@ def test_a_teacher_with_more_rows_in_its_vocabulary_is_refused(
     )
 
 
+@pytest.mark.slow
 def test_a_teacher_that_is_shown_more_is_read_again_after_a_stop(
     tmp_path: Path, base_model: Path
 ) -> None:

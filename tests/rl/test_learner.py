@@ -324,6 +324,7 @@ def test_a_reference_that_is_the_policy_has_no_kl_and_no_gradient() -> None:
     assert penalized.learn(samples, alternating(samples), 1).metrics["loss/kl"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["k2", "k3", "k3-unbiased"])
 def test_the_kl_penalty_pulls_towards_the_reference(estimator: str) -> None:
     """With no advantage it is all that is learned; the reference computes under a precision of its
@@ -339,6 +340,7 @@ def test_the_kl_penalty_pulls_towards_the_reference(estimator: str) -> None:
     assert sum(distances[-3:]) < 0.5 * sum(distances[:3])
 
 
+@pytest.mark.slow
 def test_the_probability_of_a_rewarded_token_rises() -> None:
     """Rollouts, rewards and learning under fp8, with the same bits on both sides in every step."""
     model = tiny_model("fp8")

@@ -375,6 +375,7 @@ def settings_of(config: Callable[..., Path], folder: Path, base: Path, **optimiz
     return config(folder, base, optimizer={"name": "muon", "learning_rate": 0.01, **optimizer})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masters", ["fp32", "bf16"])
 def test_a_run_goes_on_bit_for_bit_and_not_with_another_optimizer(
     tmp_path: Path, masters: str

@@ -205,6 +205,7 @@ def test_masters_are_in_float32_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch
     assert sum(p.numel() * p.element_size() for p in chosen.parameters.values()) == 2 * count
 
 
+@pytest.mark.slow
 def test_a_run_rolls_out_what_it_learns_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """Its checkpoints are in BF16, and a run with other masters does not go on from them."""
     base = tmp_path / "model"

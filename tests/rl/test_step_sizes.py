@@ -99,6 +99,7 @@ def rounding_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eight_bit, "smallest_second", lambda *_: 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_the_largest_step_is_about_that_of_32_bits(name: str) -> None:
     """At most that of 32 bits and one and a half rates, and the same way in the end up to a
@@ -110,6 +111,7 @@ def test_the_largest_step_is_about_that_of_32_bits(name: str) -> None:
     assert float((other - path).norm() / path.norm()) < 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(GRADIENTS)[:4])
 def test_rounded_to_nearest_steps_are_many_rates_long(name: str, rounding_to_nearest: None) -> None:
     """The control: what the values were before."""
@@ -117,6 +119,7 @@ def test_rounded_to_nearest_steps_are_many_rates_long(name: str, rounding_to_nea
     assert largest > 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["embed", "head"])
 def test_embedding_and_head_have_the_steps_of_32_bits(name: str) -> None:
     """Bit for bit. The control: another matrix has not."""

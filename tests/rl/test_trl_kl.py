@@ -79,6 +79,7 @@ def trls(level: str, off_policy: float) -> tuple[Tensor, Tensor]:
 INSTALLED = pytest.param(trls, marks=needs_trl, id="trl")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theirs", [pytest.param(restated, id="restated"), INSTALLED])
 @pytest.mark.parametrize("off_policy", [0.0, 0.5])
 @pytest.mark.parametrize("level", ["token", "sequence"])

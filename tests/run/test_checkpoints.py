@@ -60,6 +60,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / "step-000100" / "model.safetensors").read_text() == "again"
 
 
+@pytest.mark.slow
 @given(
     keep_last=st.integers(1, 12),
     steps=st.lists(st.integers(0, 10_000_000), min_size=1, max_size=12, unique=True),

@@ -256,6 +256,7 @@ def test_a_run_that_changed_its_mind_is_not_repeated_in_part(
         replay(run, tmp_path / "again")
 
 
+@pytest.mark.slow
 def test_a_run_whose_last_steps_are_missing_is_not_repeated(
     tmp_path: Path, base_model: Path
 ) -> None:

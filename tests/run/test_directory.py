@@ -129,6 +129,7 @@ def test_a_directory_that_is_not_there_any_more_ends_the_run(
             assert [row["step"] for row in read_jsonl(Path("run") / METRICS)] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_moved_goes_on_where_it_is(tmp_path: Path, base_model: Path) -> None:
     """As one that was never stopped: no step and no checkpoint is in two places."""
     whole = train(load_config(write_config(tmp_path, base_model)), quiet=True).run_dir

@@ -140,6 +140,7 @@ def test_a_log_costs_its_rows_and_not_the_run(
     assert [parse(line)["step"] for line in lines(run / COMPLETIONS, last)] == [6] * 16
 
 
+@pytest.mark.slow
 def test_checkpoints_that_are_gone_are_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run that has recorded a step does not begin again without a word; one that has not begins
     again."""

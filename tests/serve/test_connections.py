@@ -114,6 +114,7 @@ def trickle(line: socket.socket) -> None:
         time.sleep(0.2 * LIMITS.body_seconds)
 
 
+@pytest.mark.slow
 def test_a_body_that_nobody_reads_does_not_hold_its_connection(narrow: Running) -> None:
     """Of a request that was answered without it, as strangers' are. In the control it ends in time,
     and the next request is answered."""

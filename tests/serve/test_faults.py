@@ -74,6 +74,7 @@ def test_too_many_are_told_to_come_again(folder: Path) -> None:
         assert server.post("/v1/completions", LONG | {"max_tokens": 1}).status_code == 200
 
 
+@pytest.mark.slow
 def test_tenants_take_turns(folder: Path) -> None:
     """One tenant's line of requests does not stand before another's only one."""
     with serving(folder / "base", max_sequences=1) as server, ThreadPoolExecutor(12) as pool:
@@ -94,6 +95,7 @@ def test_tenants_take_turns(folder: Path) -> None:
         assert all(each.result() is None for each in many)
 
 
+@pytest.mark.slow
 def test_a_slow_body_and_a_long_one(folder: Path) -> None:
     with serving(folder / "base", limits=Limits(body_bytes=2000, body_seconds=0.3)) as server:
         refused = server.post("/v1/completions", {"prompt": "a" * 3000})
@@ -160,6 +162,7 @@ def test_an_end_without_grace_answers_503(folder: Path) -> None:
         assert "the server is shutting down" in text or text.endswith("[DONE]\n\n")
 
 
+@pytest.mark.slow
 def test_no_threads_or_descriptors_are_left(folder: Path) -> None:
     """Over many requests, half of whose clients go away."""
     with serving(folder / "base") as server:

@@ -103,6 +103,7 @@ def test_weights_that_are_saved_to_be_taken_away(
     assert "was deleted" in gone.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_link_is_for_its_file_and_its_time(
     trainer: Running, client: Any, rest: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def test_a_request_that_was_taken_is_done_by_the_next_server(served: Any) -> Non
         assert weights(server, run) == expected
 
 
+@pytest.mark.slow
 def test_create_is_answered_again(served: Any) -> None:
     with served() as server:
         session = started(mine(server))
@@ -174,6 +175,7 @@ def test_a_sampling_client_never_samples_from_other_weights_of_its_name(served: 
         assert server.get(f"/api/v1/samplers/{kept}").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_damaged_state_of_a_run_ends_that_run_alone(served: Any, tmp_path: Path) -> None:
     with served() as server:
         runs = [new(mine(server)) for _ in range(2)]
@@ -190,6 +192,7 @@ def test_a_damaged_state_of_a_run_ends_that_run_alone(served: Any, tmp_path: Pat
         assert answer(server, step(server, runs[1], 1)).status_code == 200
 
 
+@pytest.mark.slow
 def test_what_the_server_cannot_do_ends_no_run(
     served: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

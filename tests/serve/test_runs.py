@@ -100,6 +100,7 @@ def test_requests_are_done_in_the_order_of_their_numbers_and_once(trainer: Runni
     assert weights(trainer, run) != expected
 
 
+@pytest.mark.slow
 def test_a_retried_request_has_the_answer_of_the_first(trainer: Running) -> None:
     run = new(trainer)
     first, again = (gradients(trainer, run, 1, data(1)) for _ in range(2))
@@ -188,6 +189,7 @@ def test_a_run_that_is_unloaded_answers_those_who_wait(trainer: Running) -> None
     assert step(trainer, run, 3).status_code == 404
 
 
+@pytest.mark.slow
 def test_a_request_that_never_comes_fails_those_behind_it(
     trainer: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +212,7 @@ def test_a_request_that_never_comes_fails_those_behind_it(
     assert weights(trainer, run) == weights(trainer, clean)
 
 
+@pytest.mark.slow
 def test_limits(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs, bytes of adapters, requests that wait, and bodies before they are parsed."""
     monkeypatch.setattr("tests.serve.helpers.TOKENS", (KEY,))

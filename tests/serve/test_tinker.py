@@ -204,6 +204,7 @@ def test_stops_and_what_is_refused(service: Any, running: Running) -> None:
         service.create_lora_training_client(base_model="tiny", rank=4).result()
 
 
+@pytest.mark.slow
 def test_a_request_is_done_once_and_belongs_to_its_tenant(running: Running) -> None:
     headers = {"X-Api-Key": KEY}
 

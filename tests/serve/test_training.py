@@ -102,6 +102,7 @@ def test_a_run_ends_with_the_same_adapter_alone_and_among_others(
 PARAMS = tinker.SamplingParams(max_tokens=12, seed=5)
 
 
+@pytest.mark.slow
 def test_open_requests_keep_their_snapshot(service: Any, trainer: Running) -> None:
     """A request that is open while its run steps has the answer that it has alone; the control is a
     new sampling client."""
@@ -285,6 +286,7 @@ def test_saved_weights_are_sampled_from(service: Any, other: Any, trainer: Runni
         sampled(other.create_sampling_client(model_path=path).result(), seed=4)
 
 
+@pytest.mark.slow
 def test_many_clients_of_saved_weights_rest(
     service: Any, trainer: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ def trained_alone(folder: Path, seeds: Sequence[int], rate: float) -> str:
     return digest_of(model)
 
 
+@pytest.mark.slow
 def test_samples_have_the_bits_of_forward_and_steps_those_of_the_learner(
     folder: Path, server: Running
 ) -> None:
@@ -149,6 +150,7 @@ def test_sampling_clients_are_of_the_present_weights_or_are_told_so(server: Runn
         sampled(present, seed=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stepped", [False, True])
 def test_after_a_restart_saved_weights_that_are_the_present_ones_are_sampled_from(
     begin: Begin, stepped: bool
@@ -179,6 +181,7 @@ def test_after_a_restart_saved_weights_that_are_the_present_ones_are_sampled_fro
             assert sampled(old, seed=1) == before
 
 
+@pytest.mark.slow
 def test_requests_before_a_step_are_finished_by_the_weights_before_it(begin: Begin) -> None:
     """More than run at once, so that some wait; those after it are of the new weights. The control
     is how many there were when the step came."""
@@ -236,6 +239,7 @@ def test_scores_of_a_prompt_and_its_answer_are_of_the_same_weights(
     assert all(one != two for one, two in zip(told(both(fresh).result()), alone, strict=True))
 
 
+@pytest.mark.slow
 def test_there_is_one_run_and_the_next_begins_as_the_first(server: Running) -> None:
     mine, other = service(server), service(server, OTHER_KEY)
     client = new(mine)

@@ -108,6 +108,7 @@ def test_images_and_texts_of_a_loss_are_refused() -> None:
         wire.read_message(b"\xff" * 9)
 
 
+@pytest.mark.slow
 def test_very_many_parts_are_refused_before_they_are_read() -> None:
     """A body within its limit may have millions of empty ones; the control has as many as a
     request may have."""

@@ -68,6 +68,7 @@ def test_demonstrations_are_turns_of_what_is_played(name: str) -> None:
     assert turns > 500
 
 
+@pytest.mark.slow
 def test_the_tool_runs_in_the_cage() -> None:
     try:
         check_cage("namespaces", False)

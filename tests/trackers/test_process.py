@@ -216,6 +216,7 @@ def test_a_process_that_cannot_be_started(
     assert "cannot start its process: Not a directory" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other", ["1 / 0", "import time; time.sleep(1000)", "import os; os._exit(7)"]
 )

@@ -93,6 +93,7 @@ def test_a_broken_operator_stops_the_run_before_it_learns(
     assert checkpoints.all_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == "step-000002"
 
 
+@pytest.mark.slow
 def test_a_resume_may_warn_and_go_on_or_correct(
     tmp_path: Path, base_model: Path, broken_operator: Broken, capsys: pytest.CaptureFixture[str]
 ) -> None:

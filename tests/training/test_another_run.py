@@ -43,6 +43,7 @@ def weights(checkpoint: Path) -> Any:
     return load_file(file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [None, {"rank": 2}], ids=["whole", "adapter"])
 def test_it_begins_where_the_run_was(adapter: Any, tmp_path: Path, base_model: Path) -> None:
     more = {} if adapter is None else {"adapter": adapter}
@@ -60,6 +61,7 @@ def test_it_begins_where_the_run_was(adapter: Any, tmp_path: Path, base_model: P
     assert printed(run, resume)[-1] == f"{run}-3"
 
 
+@pytest.mark.slow
 def test_a_supervised_run_too(tmp_path: Path) -> None:
     run = train_supervised(load_sft_config(written(tmp_path, steps=1)), quiet=True).run_dir
     values, _ = begun(printed(run, resume), tmp_path)

@@ -187,6 +187,7 @@ def test_experts_and_adapters_agree_too(tmp_path: Path) -> None:
     assert [row["mismatch/differing_tokens"] for row in rows] == [0.0] * 4
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit_and_its_report_has_no_differing_token(
     tmp_path: Path, base: Path
 ) -> None:

@@ -49,6 +49,7 @@ def _bits(folder: Path) -> tuple[str, str, list[list[float]]]:
     return found["model.safetensors"], found["trainer/optimizer.safetensors"], logprobs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_run_keeps_its_bits(
     tmp_path: Path, base_model: Path, variant: str, monkeypatch: pytest.MonkeyPatch
@@ -84,6 +85,7 @@ def _at_least(least: float) -> Any:
     return credited
 
 
+@pytest.mark.slow
 def test_a_resumed_run_leaves_out_and_measures_the_same(tmp_path: Path, base_model: Path) -> None:
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()

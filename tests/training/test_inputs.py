@@ -189,6 +189,7 @@ def test_objects_of_python_and_rewards_by_name_have_no_file(
     }
 
 
+@pytest.mark.slow
 def test_a_config_that_was_edited_by_hand(
     tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

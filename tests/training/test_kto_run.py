@@ -30,6 +30,7 @@ def labelled(folder: Path, model: Path, rows: Any = ROWS, **changes: Any) -> Pat
     return written(folder, model, **{**given, **changes})
 
 
+@pytest.mark.slow
 def test_labels_are_learned_and_a_killed_run_goes_on(tmp_path: Path, base_model: Path) -> None:
     """The control: a run of another weight is another model."""
     found = train_supervised(load_sft_config(labelled(tmp_path / "whole", base_model)), quiet=True)

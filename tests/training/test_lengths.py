@@ -248,6 +248,7 @@ def test_data_without_shuffling_are_seen_in_their_order(run: Callable[..., Path]
     assert shown == [text for text in "abcd" for _ in range(2)]
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_end_a_completion_is_said(
     tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -159,6 +159,7 @@ def test_dynamic_sampling_drops_groups_and_keeps_the_surplus(
     assert result.metrics[-1]["prompts/consumed"] > 4 * 3
 
 
+@pytest.mark.slow
 def test_replay_repeats_the_learning_bit_for_bit(tmp_path: Path, base_model: Path) -> None:
     """`--from-rollouts`; the control is a replay under another seed of nothing: a changed rate must
     change the weights."""
@@ -230,6 +231,7 @@ def test_a_replay_that_goes_on_learns_from_the_same_rollouts(
         resume(halves["half"], ["steps=5"])
 
 
+@pytest.mark.slow
 def test_ranks_that_are_started_again_go_on_with_a_replay(
     tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +260,7 @@ def test_a_run_begins_where_a_replay_was_killed_before_its_config(
     assert len(resume(result.run_dir, ["steps=2"]).metrics) == 2
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_the_engine_settings(tmp_path: Path, base_model: Path) -> None:
     """Small pages, chunks and batches, and a cache so small that sequences are preempted and
     computed again."""
@@ -420,6 +423,7 @@ def test_router_replay_between_two_engines(tmp_path: Path, mixture_model: Path) 
     assert 0 < first["replay"]["mismatch/kl_k3"] < first["free"]["mismatch/kl_k3"]
 
 
+@pytest.mark.slow
 def test_routes_are_recorded_and_replayed_from_a_run(tmp_path: Path, mixture_model: Path) -> None:
     recorded = run(tmp_path, mixture_model, "precision=fp8-rollout", "algorithm.router_replay=true")
     again = replay(recorded.run_dir, tmp_path / "again")
@@ -461,6 +465,7 @@ def test_rollouts_ahead_of_the_learner(tmp_path: Path, base_model: Path, preset:
     }
 
 
+@pytest.mark.slow
 def test_replayed_groups_are_learned_from_again_and_corrected(
     tmp_path: Path, base_model: Path
 ) -> None:

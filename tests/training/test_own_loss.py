@@ -50,6 +50,7 @@ def run(folder: Path, model: Path, name: str, *overrides: str) -> Path:
     return train(load_config(write_config(folder, model), settings)).run_dir
 
 
+@pytest.mark.slow
 def test_the_named_ones_written_anew_train_to_the_same_bits(files: Path, base_model: Path) -> None:
     own = run(files, base_model, "own", f"algorithm.loss={files}/losses.py:loss")
     both = f"algorithm.advantage={files}/credit.py:advantage"

@@ -160,6 +160,7 @@ def test_without_prompts_to_spare_it_is_the_run_without_it(
         assert other[name] != whole[name], name
 
 
+@pytest.mark.slow
 def test_tokens_grow_too_old_while_a_batch_waits(
     tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,6 +277,7 @@ def test_two_ranks_sample_what_one_samples(tmp_path: Path, base_model: Path) -> 
         assert bits(tmp_path / name) == one, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["finished", "ahead"])
 def test_recorded_segments_are_learned_from_again(
     request: pytest.FixtureRequest, kind: str, tmp_path: Path
@@ -295,6 +297,7 @@ def test_killed_in_the_middle_of_a_step(
     assert fingerprint(resume(tmp_path / "run").run_dir) == fingerprint(finished.run_dir)
 
 
+@pytest.mark.slow
 def test_an_error_loses_no_unfinished_completion(tmp_path: Path, base_model: Path) -> None:
     whole = fingerprint(run(tmp_path / "whole", base_model).run_dir)
     flag, source = tmp_path / "away", tmp_path / "failing.py"

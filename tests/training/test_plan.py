@@ -72,6 +72,7 @@ def test_more_tokens_take_more_in_straight_lines() -> None:
     assert found.at(200) > 3 * found.at(24) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "experts", [None, Experts(5, 2, 96), Experts(64, 2, 16), Experts(16, 8, 24)]
 )

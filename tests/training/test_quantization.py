@@ -31,6 +31,7 @@ def weights_of(run: Path) -> str:
 _LEARNED = ("model.safetensors", "trainer/optimizer.safetensors", "completions")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp8", "fp8-e2e", "mxfp8"])
 def test_logging_changes_no_bit_of_a_run(tmp_path: Path, base_model: Path, precision: str) -> None:
     given = [f"precision={precision}", "algorithm.updates_per_batch=2"]

@@ -194,6 +194,7 @@ def test_a_run_goes_on_with_its_reference_at_other_numbers_of_ranks(tmp_path: Pa
     assert trained(config, tmp_path / "other", 0, other) != alone
 
 
+@pytest.mark.slow
 def test_with_an_adapter_it_is_the_adapter_that_follows(tmp_path: Path, base_model: Path) -> None:
     """It begins as the model without one, keeps no second model, and goes on after a stop."""
     given: dict[str, Any] = {"adapter": {"rank": 2}, "optimizer": {"learning_rate": 1e-2}}

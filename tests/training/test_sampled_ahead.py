@@ -62,6 +62,7 @@ def rows(result: TrainResult) -> list[Any]:
     return [row for row in result.metrics if row["step"] > 0]
 
 
+@pytest.mark.slow
 def test_flipped_keys_end_the_run_in_the_step_that_sampled_them(
     tmp_path: Path, base_model: Path, flipped_keys: list[int]
 ) -> None:
@@ -143,6 +144,7 @@ def test_two_engines_are_measured_in_every_step(tmp_path: Path, base_model: Path
     )
 
 
+@pytest.mark.slow
 def test_a_mixture_that_repeats_routes(tmp_path: Path) -> None:
     tiny_model(family="qwen3_moe").save(tmp_path / "model")
     measured = rows(go(tmp_path, tmp_path / "model", "algorithm.router_replay=true"))
@@ -152,6 +154,7 @@ def test_a_mixture_that_repeats_routes(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_which_are_compared_is_drawn_by_batch(
     tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

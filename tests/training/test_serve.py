@@ -242,6 +242,7 @@ def test_nothing_of_the_run_changes_and_answers_have_their_weights_bits(
     assert sum(row["serve/tokens"] for row in result.metrics[-4:]) >= 8 * len(heard)
 
 
+@pytest.mark.slow
 def test_an_adapter_s_answers_have_its_bits(tmp_path: Path, base: Path) -> None:
     given = config(tmp_path, base, free_port(), adapter={"rank": 4}, steps=3)
     train(load_config(given), quiet=True)
@@ -271,6 +272,7 @@ def test_negative_control_a_server_that_touches_a_weight_is_seen(
     assert left_by(tmp_path / "other")["model.safetensors"] != alone["model.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_ends_and_goes_on(
     tmp_path: Path, base: Path, alone: dict[str, Any]
 ) -> None:

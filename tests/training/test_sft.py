@@ -414,6 +414,7 @@ def test_two_runs_that_begin_at_once_make_their_base_once(
         cached_model(path)
 
 
+@pytest.mark.slow
 def test_bf16_masters_learn_and_are_saved_as_they_are(config: WriteConfig) -> None:
     """Their loss falls as that of FP32 masters does, and is not the same in any step."""
     losses: dict[str, list[float]] = {}

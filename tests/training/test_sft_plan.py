@@ -75,6 +75,7 @@ def test_random_weights_are_planned_too(tmp_path: Path) -> None:
     assert "qwen3, " in said(written(tmp_path))
 
 
+@pytest.mark.slow
 def test_auto_is_a_number_that_a_run_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planner's own; a run that goes on where there is less memory has it still, and its
     bits."""
@@ -105,6 +106,7 @@ def test_a_base_model_takes_a_number(tmp_path: Path) -> None:
         cached_model(str(path), quiet=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss",
     ["cross_entropy", "dpo"],
@@ -140,6 +142,7 @@ def _of_a_step(job: Job) -> int:
     return held + next(size for label, size in planned.parts if label.startswith("learning"))
 
 
+@pytest.mark.slow
 def test_what_lowers_a_plan_are_keys_of_a_supervised_run(tmp_path: Path) -> None:
     tiny_model(hidden_size=256, intermediate_size=768, num_layers=6).save(tmp_path / "model")
     path = written(tmp_path, tmp_path / "model", optimizer={"micro_batch_tokens": 4096})

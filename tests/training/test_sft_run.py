@@ -119,6 +119,7 @@ def test_killed_it_goes_on_as_if_never_stopped(
     assert fingerprint(tmp_path / "run") == unbroken[1]
 
 
+@pytest.mark.slow
 def test_a_run_of_another_seed_or_that_skips_an_example_is_another(
     tmp_path: Path, unbroken: tuple[Path, dict[str, Any]]
 ) -> None:
@@ -167,6 +168,7 @@ def test_interrupted_it_saves_and_goes_on(
     assert fingerprint(tmp_path / "run") == unbroken[1]
 
 
+@pytest.mark.slow
 def test_ranks_train_the_same_bits(tmp_path: Path, unbroken: tuple[Path, dict[str, Any]]) -> None:
     """Two of them; and one that goes on where two stopped."""
 
@@ -201,6 +203,7 @@ def test_ranks_that_the_command_starts_train_the_same_bits(
     assert without_memory(found) == without_memory(wanted)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_saved_and_goes_on(tmp_path: Path, base_model: Path) -> None:
     given = {"adapter": {"rank": 2}, "steps": 4}
     whole = train_supervised(load_sft_config(written(tmp_path / "a", base_model, **given)))
@@ -224,6 +227,7 @@ def test_a_run_is_the_model_of_another(
     assert more.metrics[0]["loss/held_out"] == last["loss/held_out"]
 
 
+@pytest.mark.slow
 def test_what_cannot_go_on_is_refused(
     tmp_path: Path, base_model: Path, unbroken: tuple[Path, dict[str, Any]]
 ) -> None:

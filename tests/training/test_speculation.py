@@ -52,6 +52,7 @@ def test_a_run_with_drafts_is_the_run_without(tmp_path: Path, most: int | str) -
     assert fingerprint(other)["completions"] != fingerprint(plain)["completions"], "the control"
 
 
+@pytest.mark.slow
 def test_a_run_of_several_turns(tmp_path: Path) -> None:
     model = save_chat_model(tmp_path / "chat")
     found = [

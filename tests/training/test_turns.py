@@ -230,6 +230,7 @@ def comparable(found: dict[str, Any]) -> dict[str, Any]:
     return {name: found[name] for name in ("step", "model.safetensors", "completions")}
 
 
+@pytest.mark.slow
 def test_a_run_replays_without_an_environment(tmp_path: Path, chat_model: Path) -> None:
     """Whose file may be gone, also where it scored; the control asks held-out prompts, and needs
     it."""
@@ -248,6 +249,7 @@ def test_a_run_replays_without_an_environment(tmp_path: Path, chat_model: Path) 
         assert fingerprint(first.run_dir)[name] == fingerprint(again.run_dir)[name]
 
 
+@pytest.mark.slow
 def test_a_run_is_verified_without_calling_a_tool(
     tmp_path: Path, chat_model: Path, run_isobit: RunIsobit
 ) -> None:

@@ -220,6 +220,7 @@ def test_tiles_of_every_size_and_either_side_first_have_the_same_bits(
     assert not same(found(16, 32, 128)[0], wanted[0])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_short_splits")
 @pytest.mark.parametrize("kind", ["e4m3 fp32", "int8", "bf16"])
 def test_queries_of_any_magnitude(kind: str) -> None:

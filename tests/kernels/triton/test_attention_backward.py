@@ -123,6 +123,7 @@ def within(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cache", "shape", "blocks"),
     [

@@ -45,11 +45,13 @@ def _failing(part: str, card: Card) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_hopper_passes(part: str) -> None:
     assert _failing(part, Card()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", OTHER_ORDERS)
 @pytest.mark.parametrize("part", PARTS)
 def test_another_order_in_small_tiles_is_refused(part: str, order: str) -> None:

@@ -280,6 +280,7 @@ def test_one_schedule_serves_products_of_the_same_offsets() -> None:
     assert Schedule.of(offsets, ROWS, 64) is not Schedule.of(offsets.clone(), ROWS, 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_weight_gradients_are_added_to_those_that_there_are(fp8: bool, apart: bool) -> None:

@@ -154,6 +154,7 @@ def test_draws_are_the_references_and_have_the_learners_bits(
     assert not same(logprobs, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_temperature_for_each_row(dtype: torch.dtype) -> None:
     """The bits of every row with its temperature as one number; the next row's would be noticed."""
@@ -198,6 +199,7 @@ def test_rollout_and_learner_run_the_same_instructions(counts: tuple[int, int]) 
                 assert name in free or ours == theirs, name
 
 
+@pytest.mark.slow
 def test_draws_depend_on_the_row_and_the_key_alone() -> None:
     hidden, weight, _ = operands(torch.bfloat16)
     keys = keys_of(T)

@@ -148,6 +148,7 @@ def test_without_norms_all_is_the_references(name: str, shape: tuple[int, int, i
     assert_stored_alike(store, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape"), [("ue8m0", SHAPES[0]), ("int8", SHAPES[1]), ("fp32 scales", SHAPES[1])]
 )
@@ -205,6 +206,7 @@ def test_the_comparison_of_stored_bytes_can_fail() -> None:
     assert same(store.v.cpu(), wanted.v)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bf16", "ue8m0"])
 def test_a_row_alone_has_the_bits_that_it_has_in_a_batch(name: str) -> None:
     shape, layout = SHAPES[1], make_layout()
@@ -302,6 +304,7 @@ def gradient_inputs(
     return (drawn[0], drawn[1], drawn[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "chunks"), [(SHAPES[0], 512), (SHAPES[1], 4)])
 @pytest.mark.parametrize("dtype", STEP)
 def test_gradients_are_the_references_to_a_bound(

@@ -89,6 +89,7 @@ def test_attention_of_other_heads_and_over_two_splits(cache: str, dim: int, leng
     assert _differing(_attention(cache, dim, length)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", QUICK_CACHES)
 def test_reversed_channels_in_attentions_small_tiles_are_noticed(cache: str) -> None:
     _is_noticed(lambda: _attention(cache), Card(order=in_small_tiles(last_channels_first)))
@@ -100,11 +101,13 @@ def test_other_terms_in_an_instruction_of_attentions_small_tiles_are_noticed(cac
     _is_noticed(lambda: _attention(cache), Card(order=in_small_tiles(alternating_channels)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", QUICK_CACHES)
 def test_exchanged_operands_are_noticed_where_sides_are_not_alike(cache: str) -> None:
     _is_noticed(lambda: _attention(cache), Card(unlike_sides))
 
 
+@pytest.mark.slow
 def test_a_kernel_that_reverses_the_channels_of_small_tiles_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -170,6 +173,7 @@ def _by_every_tile(kind: str) -> Pairs:
     return [(each, found[0]) for each in found[1:]]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("kind", ["e4m3", "bf16"])
 def test_every_tile_gives_the_same_bits(kind: str) -> None:
@@ -251,6 +255,7 @@ def test_the_output_head_gives_a_row_the_same_bits() -> None:
     assert _differing(_head()) == 0
 
 
+@pytest.mark.slow
 def test_another_order_in_the_heads_small_tiles_is_noticed() -> None:
     """Small ones have 64 rows there."""
     _is_noticed(_head, Card(order=in_small_tiles(last_channels_first, 64)))

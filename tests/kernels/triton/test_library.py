@@ -130,6 +130,7 @@ def test_every_other_order_shows(order: tuple[int, ...]) -> None:
     assert shares[0] == 0 if order[2:] == (2, 3) else shares[0] > 0.05 > 10 * shares[1]
 
 
+@pytest.mark.slow
 def test_a_library_gets_whole_steps_and_triton_the_rest() -> None:
     """So packs of any length need one trial for each number of steps."""
     rows: list[int] = []
@@ -158,6 +159,7 @@ def _quick(noted: list[int]) -> LibraryProducts:
     return LibraryProducts({"it": multiply}, lambda call: float(call.args[0] is product))  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_fewer_rows_are_tried_where_a_captured_step_may_have_so_many() -> None:
     """As one product, so that no weight is read twice. The controls: fewer, and a number that no
     step is padded to."""

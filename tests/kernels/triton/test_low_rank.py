@@ -110,6 +110,7 @@ def test_together_they_have_the_bits_of_each_alone() -> None:
     assert set(changed.any(1).nonzero()[:, 0].tolist()) == set(rows[[0, COUNTS[0]]].tolist())
 
 
+@pytest.mark.slow
 def test_a_record_of_other_addresses_is_noticed() -> None:
     """The control of where factors are read; also where records that were stacked before are those
     of the same first adapter."""
@@ -164,6 +165,7 @@ def test_any_number_of_adapters_takes_two_launches() -> None:
     assert len(found) == 2 * (len(PARTS) * len(RANKS) - 1)
 
 
+@pytest.mark.slow
 def test_what_the_kernels_do_not_take_is_the_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Float32, a rank beyond the kernels', and parts with rows in common; also beside others."""
     a, b = draw(1, 8, INNER), draw(2, 60, 8)
@@ -201,6 +203,7 @@ def _in_tiles_of_any_height() -> int:
     return int((bits(alone) != bits(among)).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HAS_GPU, reason="a GPU has an instruction of its own")
 def test_hoppers_instruction_gives_a_row_the_same_bits_in_every_tile() -> None:
     """The controls: a card with another order in small tiles, whose bits differ; and its product

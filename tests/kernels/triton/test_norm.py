@@ -212,6 +212,7 @@ def test_chunks_of_rows_are_added_in_order_and_none_is_missed() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gradient_that_is_added_has_the_bits_of_an_addition(dtype: torch.dtype) -> None:
     """The rounded gradient, and one addition that is rounded; the control: before it is rounded."""

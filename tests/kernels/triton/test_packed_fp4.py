@@ -36,6 +36,7 @@ def moved(weight: PackedFP4) -> PackedFP4:
     return PackedFP4(*(there(part) for part in weight.tensors))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "columns", "inner"), SHAPES)
 def test_products_have_the_bits_of_the_values(rows: int, columns: int, inner: int) -> None:
     wide, found, wrong = matrices(1, columns, inner)

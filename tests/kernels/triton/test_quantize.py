@@ -71,6 +71,7 @@ def test_codes_and_scales_are_the_quantizers(
             assert raised.item() == 0
 
 
+@pytest.mark.slow
 def test_rows_of_any_stride_and_long_rows() -> None:
     wide = draw(2, 7, 400).to(DEVICE)
     long = draw(3, 2, 33_000).to(DEVICE)
@@ -83,6 +84,7 @@ def test_rows_of_any_stride_and_long_rows() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_along_tokens_is_the_composition(dtype: torch.dtype, scale: str) -> None:
