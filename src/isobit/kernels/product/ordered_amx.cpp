@@ -207,7 +207,7 @@ const uint16_t* pairs_of(const Product& g, int64_t panel, int64_t first, int64_t
     }
     for (int64_t k = first; k < last; k += STEP) {
         const int64_t count = last - k < STEP ? last - k : STEP;
-        pairs_of_panel(g, panel, 1, k, count, values, room + (k - first) * PANEL);
+        pairs_of_panel(g, panel, k, count, values, room + (k - first) * PANEL);
     }
     return room;
 }

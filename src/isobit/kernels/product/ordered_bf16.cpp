@@ -136,7 +136,7 @@ INLINE bool decoded_tile(const Product& g, const Block& block, int64_t panel, in
 #pragma GCC unroll 8
         for (int r = 0; r < MR; r++) sum[r][0] = dot(sum[r][0], of_a[r * DEPTH / 2], pairs);
     };
-    if (!pairs_of_block(g, panel, 1, k, put)) return false;
+    if (!pairs_of_block(g, panel, k, put)) return false;
     add_block<SCALED, MR, 1>(block, sum, 0, total);
     return true;
 }
@@ -211,7 +211,7 @@ void panels_of(const Product& g, Source& source, int64_t row, int64_t rows, int6
         if (!begins(source, g, panel, NP, k) || any) {
             const int64_t done = any && NP == 1 ? decoded_rows<SCALED>(g, block, rows, panel, k, total) : 0;
             for (int64_t p = 0; done == 0 && p < NP; p++)
-                pairs_of_panel(g, panel + p, NP, k, count, room.values, room.pairs + p * STEP * PANEL);
+                pairs_of_panel(g, panel + p, k, count, room.values, room.pairs + p * STEP * PANEL);
             if (done < rows) kept_tiles<SCALED, NP>(block, done, rows, total);
         } else if constexpr (!any) {
             if (table && NP <= 2 && rows > MOST) {

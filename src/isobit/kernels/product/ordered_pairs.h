@@ -99,10 +99,10 @@ INLINE void pairs_of_eight(__m512i eight, __m512i once, __m512i more, int64_t pa
 }
 
 // A panel's STEP of K from k on, all within K, as pairs of BF16 numbers, codes times scales: put(pair, [16][2]) for pairs 0
-// to 63. In a number of 32 bits are eight codes of a row, or four scales; the panel `ahead` of this one is asked for. False,
-// and nothing done, where numbers may be subnormal or infinite, or a scale is negative or no number.
+// to 63. In a number of 32 bits are eight codes of a row, or four scales; the next panel's are asked for. False, and
+// nothing done, where numbers may be subnormal or infinite, or a scale is negative or no number.
 template <class Put>
-INLINE bool pairs_of_block(const Product& g, int64_t panel, int64_t ahead, int64_t k, const Put& put) {
+INLINE bool pairs_of_block(const Product& g, int64_t panel, int64_t k, const Put& put) {
     if (g.kind_b != E2M1 || k + STEP > g.k) return false;
     const Multiples& multiples = multiples_of(*g.common);
     if (!multiples.holds) return false;
@@ -112,7 +112,7 @@ INLINE bool pairs_of_block(const Product& g, int64_t panel, int64_t ahead, int64
     const uint8_t* from = (const uint8_t*)g.packed + (first * g.k + k) / 2;
     const uint8_t* scale = g.small_scales + (first * g.k + k) / PANEL;
     const int64_t row = g.k / 2, scale_row = g.k / PANEL;
-    const uint8_t* next = from + ahead * PANEL * row;
+    const uint8_t* next = from + PANEL * row;
     __m512i x[16];
 #pragma GCC unroll 16
     for (int64_t i = 0; i < PANEL; i++) {
@@ -120,7 +120,7 @@ INLINE bool pairs_of_block(const Product& g, int64_t panel, int64_t ahead, int64
         std::memcpy(eight + i, scale, 8);
         if (i + 1 < there) from += row, scale += scale_row;
     }
-    for (int64_t line = 0; line < STEP; line += 64) __builtin_prefetch(g.small_scales + (panel + ahead) * g.k + k + line);
+    for (int64_t line = 0; line < STEP; line += 64) __builtin_prefetch(g.small_scales + (panel + 1) * g.k + k + line);
     store_turned(x, codes);
     const __m512i low = _mm512_load_si512(eight), high = _mm512_load_si512(eight + 8);
     const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
@@ -142,9 +142,9 @@ INLINE bool pairs_of_block(const Product& g, int64_t panel, int64_t ahead, int64
 }
 
 // `count` of K of a panel, at most STEP, as BF16 pairs: [count / 2][16][2]; by way of `values` where codes need it.
-void pairs_of_panel(const Product& g, int64_t panel, int64_t ahead, int64_t k, int64_t count, float* values, uint16_t* out) {
+void pairs_of_panel(const Product& g, int64_t panel, int64_t k, int64_t count, float* values, uint16_t* out) {
     const auto put = [&](int64_t pair, __m512i pairs) { _mm512_storeu_si512(out + pair * 2 * PANEL, pairs); };
-    if (count == STEP && pairs_of_block(g, panel, ahead, k, put)) return;
+    if (count == STEP && pairs_of_block(g, panel, k, put)) return;
     decode_b(g, panel, k, count, values);
     for (int64_t i = 0; i < count; i += 2)
         _mm512_storeu_si512(out + i * PANEL, pair_up(vload(values + i * PANEL), vload(values + (i + 1) * PANEL)));
