@@ -4,7 +4,8 @@ run them in.
 The convention of every page: a block with a title is a file, written where it stands; every line of
 a `sh` block is a command, run where it stands, in a folder with a model, prompts, `rewards.py` and
 `run.yaml`. `make`, `pip`, `mkdocs` and the `source` that activates the environment are checked and
-not run. `isobit serve` runs to the page's end. `text` is output.
+not run. `isobit serve` runs to the page's end. `text` is output. A port that a command listens at is
+replaced by a free one, wherever the page has it.
 """
 
 import json
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from isobit.model import Model, ModelConfig, Tokenizer
 from tests import warm
+from tests.ports import with_free_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -154,7 +156,7 @@ def check(command: str) -> None:
 def follow(text: str, folder: Path) -> None:
     """Do what a page says, in order: write its files, run its commands, parse the rest."""
     with ExitStack() as servers:
-        _follow(text, folder, servers)
+        _follow(with_free_ports(text), folder, servers)
 
 
 @contextmanager

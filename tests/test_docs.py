@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from tests.documents import (
     succeed,
     succeed_in_shell,
 )
+from tests.ports import free_port, with_free_ports
 
 MEASURED = ROOT / "docs" / "measured.md"
 
@@ -76,6 +78,36 @@ def test_a_page_that_is_wrong_fails(page: str, message: str, tmp_path: Path) -> 
     """The control of the test above."""
     with pytest.raises(AssertionError, match=message):
         follow(page + "\n", tmp_path)
+
+
+def test_a_page_serves_beside_others_at_its_port(tmp_path: Path) -> None:
+    """A page that is followed at the same time, or a reader's own server."""
+    taken = socket.create_server(("127.0.0.1", free_port()))
+    port = taken.getsockname()[1]
+    page = f"""
+```python title="listen.py"
+import socket, sys
+socket.create_server(("127.0.0.1", int(sys.argv[-1]))).close()
+```
+
+```sh
+python listen.py --port {port}
+```
+"""
+    with taken:
+        follow(page, tmp_path)
+        with pytest.raises(AssertionError, match="Address already in use"):
+            follow(page.replace("--port ", ""), tmp_path)  # control: it is not said to be a port
+
+
+def test_a_pages_clients_ask_where_its_server_listens() -> None:
+    page = "isobit serve x --port 8765\nhttp://127.0.0.1:8765/v1 18765 serve.port=9000 :9000"
+    found = with_free_ports(page)
+    first, second = re.findall(r"(?:--port |serve.port=)(\d+)", found)
+    assert not {first, second} & {"8765", "9000"}
+    assert found == page.replace(" 8765", f" {first}").replace(":8765", f":{first}").replace(
+        "9000", second
+    )
 
 
 def test_a_page_is_followed_in_order(tmp_path: Path) -> None:

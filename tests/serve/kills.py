@@ -10,7 +10,6 @@ import io
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ import httpx
 import tinker
 
 from benchmarks.common import Claim, Result, Row
+from tests.ports import free_port
 
 from .helpers import KEY, LONG, base_model
 from .training import PROMPT, data
@@ -43,14 +43,11 @@ class Server:
     folder: Path
     every: int = 3
     full: bool = False
-    port: int = 0
+    port: int = field(default_factory=free_port)
     process: "subprocess.Popen[bytes] | None" = None
     kills: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
         (self.folder / "token").write_text(KEY + "\n")
         (self.folder / "token").chmod(0o600)
 

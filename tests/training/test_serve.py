@@ -26,6 +26,7 @@ from isobit.run.directory import read_jsonl
 from isobit.training.rollouts.serving import Allowance, Serving
 from isobit.training.running.result import TrainResult
 from isobit.training.train import resume, train
+from tests.ports import free_port
 from tests.runs import fingerprint, write_config
 from tests.serve.helpers import base_model
 
@@ -76,11 +77,6 @@ def left_by(run: Path) -> dict[str, Any]:
     for row in rows:
         row.pop("memory/kv_cache_mib", None)
     return found | {"metrics": rows}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 def config(folder: Path, base: Path, port: int | None = None, **changes: Any) -> Path:
