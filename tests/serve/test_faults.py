@@ -4,8 +4,9 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import httpx
 import pytest
 
 from isobit.errors import RunFailed
+from isobit.serve.device import Device
 from isobit.serve.jobs import WorkJob
 from isobit.serve.requests import Limits
 from isobit.serve.state.state import State
@@ -27,6 +29,23 @@ def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
     while not true():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+@contextmanager
+def held(device: Device) -> Iterator[None]:
+    """The engine does nothing meanwhile: what comes waits, on a machine of any speed."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        ended.wait()
+
+    device.submit(WorkJob("holds the engine", hold, lambda _: None))
+    assert begun.wait(20)
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def abandon(server: Running, streamed: bool) -> None:
@@ -65,9 +84,11 @@ def test_too_many_are_told_to_come_again(folder: Path) -> None:
         serving(folder / "base", limits=Limits(open_samples=3)) as server,
         ThreadPoolExecutor(3) as pool,
     ):
-        going = [pool.submit(server.post, "/v1/completions", LONG) for _ in range(3)]
-        until(lambda: server.gateway.device.num_open == 3)
-        refused = server.post("/v1/completions", LONG)
+        device = server.gateway.device
+        with held(device):
+            going = [pool.submit(server.post, "/v1/completions", LONG) for _ in range(3)]
+            until(lambda: device.num_waiting == 3)
+            refused = server.post("/v1/completions", LONG)
         assert refused.status_code == 429
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["type"] == "rate_limit_error"
@@ -86,16 +107,13 @@ def test_tenants_take_turns(folder: Path) -> None:
             assert server.post("/v1/completions", LONG, headers=headers).status_code == 200
             ended.append(str(tenant))
 
-        device, all_came = server.gateway.device, threading.Event()
-        device.submit(WorkJob("holds the engine", all_came.wait, lambda _: None))
-        try:
+        device = server.gateway.device
+        with held(device):
             many = [pool.submit(ask, 0) for _ in range(10)]
             until(lambda: device.num_waiting == 10)
             one = pool.submit(ask, 1)
             until(lambda: device.num_waiting == 11)
             assert not ended
-        finally:
-            all_came.set()
         one.result()
         assert "".join(ended).index("1") <= 3
         assert all(each.result() is None for each in many)
