@@ -85,13 +85,15 @@ INLINE int64_t packed_offset(const Product& g, int64_t panel, int64_t k) {
 }
 
 // Asks for what a tile of NP panels, each of `stride` bytes, will read AHEAD bytes after it has read BYTES at b + at: of
-// the same panel, and at its end of the next tile's. The processor's own prefetching ends with every page of memory.
-constexpr int64_t AHEAD = 2048;
+// the same panel, and at its end of the next tile's. The processor's own prefetching ends with every page of memory. For the
+// second cache: what the first one waits for is a few lines, and memory is slower than so few of them are.
+constexpr int64_t AHEAD = 8192;
 template <int NP, int64_t BYTES>
 INLINE void ask_for(const uint8_t* b, int64_t at, int64_t stride) {
-    const uint8_t* next = b + at + AHEAD + (at + AHEAD < stride ? 0 : (NP - 1) * stride);
+    const int64_t ahead = AHEAD < stride ? AHEAD : stride;
+    const uint8_t* next = b + at + ahead + (at + ahead < stride ? 0 : (NP - 1) * stride);
 #pragma GCC unroll 2
-    for (int64_t line = 0; line < BYTES; line += 64) __builtin_prefetch(next + line);
+    for (int64_t line = 0; line < BYTES; line += 64) __builtin_prefetch(next + line, 0, 2);
 }
 
 // One code of a kind, or one BF16 number.

@@ -84,9 +84,12 @@ INLINE void add_block(const Block& block, const Vec (&sum)[MR][NP], int64_t row,
         }
 }
 
-// MR rows from `row` on, all of one tile of A, times NP panels over a block, added to total[row][NP * 16]; it KEEPS the
-// pairs that it has decoded, for the rows after it.
-template <class Source, bool SCALED, int MR, int NP, bool KEEPS = false>
+// Where a tile's B is, and what becomes of it: in memory, so that it asks for more; there too, and it keeps the pairs that it
+// has decoded for the rows after it; or among those pairs.
+enum From { MEMORY, MEMORY_KEPT, KEPT };
+
+// MR rows from `row` on, all of one tile of A, times NP panels over a block, added to total[row][NP * 16].
+template <class Source, bool SCALED, int MR, int NP, From FROM>
 INLINE void tile(const Source& source, const Block& block, int64_t row, float* total) {
     const uint32_t* a = (const uint32_t*)(block.a + row / TALL * block.a_step + row % TALL * DEPTH);
     const int64_t next = block.tall * DEPTH / 2;
@@ -106,11 +109,11 @@ INLINE void tile(const Source& source, const Block& block, int64_t row, float* t
             source.load(panel + at, first, second);
             if constexpr (std::is_same_v<Source, ShiftedSource>)
                 first = source.shifted(first, p, i), second = source.shifted(second, p, i);
-            if constexpr (KEEPS) {
+            if constexpr (FROM == MEMORY_KEPT) {
                 uint16_t* to = block.pairs + (p * STEP + i) * PANEL;
                 _mm512_storeu_si512(to, first), _mm512_storeu_si512(to + 2 * PANEL, second);
             }
-            if constexpr (MR <= 2) ask_for<NP, 64 * Source::bytes>(panel, at, block.stride);
+            if constexpr (FROM != KEPT) ask_for<NP, 64 * Source::bytes>(panel, at, block.stride);
 #pragma GCC unroll 8
             for (int r = 0; r < MR; r++) sum[r][p] = dot(sum[r][p], pair[r * DEPTH / 2], first);
 #pragma GCC unroll 8
@@ -120,43 +123,49 @@ INLINE void tile(const Source& source, const Block& block, int64_t row, float* t
     add_block<SCALED, MR, NP>(block, sum, row, total);
 }
 
-// The first MR rows times a panel of four-bit codes over a block, multiplied as they are decoded, between what is decoded
+// The first MR rows times NP panels of four-bit codes over a block, multiplied as they are decoded, between what is decoded
 // next; it keeps the pairs for rows after these. False, and nothing done, where they are not to be decoded so.
-template <bool SCALED, int MR, bool KEEPS>
+template <bool SCALED, int NP, int MR, bool KEEPS>
 INLINE bool decoded_tile(const Product& g, const Block& block, int64_t panel, int64_t k, float* total) {
     const uint32_t* a = (const uint32_t*)block.a;
     const int64_t next = block.tall * DEPTH / 2;
     uint16_t* pairs_out = block.pairs;
-    Vec sum[MR][1];
+    Vec sum[MR][NP];
 #pragma GCC unroll 8
-    for (int r = 0; r < MR; r++) sum[r][0] = vzero();
-    const auto put = [&](int64_t pair, __m512i pairs) {
+    for (int r = 0; r < MR; r++)
+#pragma GCC unroll 8
+        for (int p = 0; p < NP; p++) sum[r][p] = vzero();
+    const auto put = [&](int p, int64_t pair, __m512i pairs) {
         const uint32_t* of_a = a + pair / (DEPTH / 2) * next + pair % (DEPTH / 2);
-        if constexpr (KEEPS) _mm512_storeu_si512(pairs_out + pair * 2 * PANEL, pairs);
+        if constexpr (KEEPS) _mm512_storeu_si512(pairs_out + (p * STEP + 2 * pair) * PANEL, pairs);
 #pragma GCC unroll 8
-        for (int r = 0; r < MR; r++) sum[r][0] = dot(sum[r][0], of_a[r * DEPTH / 2], pairs);
+        for (int r = 0; r < MR; r++) sum[r][p] = dot(sum[r][p], of_a[r * DEPTH / 2], pairs);
     };
-    if (!pairs_of_block(g, panel, k, put)) return false;
-    add_block<SCALED, MR, 1>(block, sum, 0, total);
+    if (!pairs_of_block<NP>(g, panel, k, put)) return false;
+    add_block<SCALED, MR, NP>(block, sum, 0, total);
     return true;
 }
 
-// As many of the first rows as a tile has.
-template <bool SCALED>
+// As many of the first rows as a tile has. Of fewer than four, sums would wait for each other without a second panel.
+template <bool SCALED, int NP>
 int64_t decoded_rows(const Product& g, const Block& block, int64_t rows, int64_t panel, int64_t k, float* total) {
-    if (rows > MOST) return decoded_tile<SCALED, MOST, true>(g, block, panel, k, total) ? MOST : 0;
-    if (rows == MOST) return decoded_tile<SCALED, MOST, false>(g, block, panel, k, total) ? MOST : 0;
-    if (rows >= 4) return decoded_tile<SCALED, 4, true>(g, block, panel, k, total) ? 4 : 0;
-    if (rows == 3) return decoded_tile<SCALED, 3, false>(g, block, panel, k, total) ? 3 : 0;
-    if (rows == 2) return decoded_tile<SCALED, 2, false>(g, block, panel, k, total) ? 2 : 0;
-    return decoded_tile<SCALED, 1, false>(g, block, panel, k, total) ? 1 : 0;
+#define ISOBIT_DECODED(MR, KEEPS) decoded_tile<SCALED, NP, MR, KEEPS>(g, block, panel, k, total) ? MR : 0
+    if constexpr (NP == 1) {
+        if (rows > MOST) return ISOBIT_DECODED(MOST, true);
+        if (rows == MOST) return ISOBIT_DECODED(MOST, false);
+        if (rows >= 4) return ISOBIT_DECODED(4, true);
+    }
+    if (rows == 3) return ISOBIT_DECODED(3, false);
+    if (rows == 2) return ISOBIT_DECODED(2, false);
+    return ISOBIT_DECODED(1, false);
+#undef ISOBIT_DECODED
 }
 
 // Rows from r on, a multiple of 4, times NP panels over a block: as few tiles as there can be.
-template <class Source, bool SCALED, int NP>
+template <class Source, bool SCALED, int NP, From FROM>
 INLINE void tiles(const Source& source, const Block& block, int64_t r, int64_t rows, float* total) {
 #define ISOBIT_ROWS(MR) \
-    for (; r + MR <= rows; r += MR) tile<Source, SCALED, MR, NP>(source, block, r, total)
+    for (; r + MR <= rows; r += MR) tile<Source, SCALED, MR, NP, FROM>(source, block, r, total)
     if constexpr (NP <= 2) { ISOBIT_ROWS(MOST); }
     ISOBIT_ROWS(4);
     if constexpr (NP > 2) { ISOBIT_ROWS(3); }
@@ -169,7 +178,7 @@ INLINE void tiles(const Source& source, const Block& block, int64_t r, int64_t r
 template <bool SCALED, int NP>
 void kept_tiles(Block block, int64_t r, int64_t rows, float* total) {
     block.b = (const uint8_t*)block.pairs, block.stride = 2 * STEP * PANEL, block.at = 0;
-    tiles<Bf16Source, SCALED, NP>({}, block, r, rows, total);
+    tiles<Bf16Source, SCALED, NP, KEPT>({}, block, r, rows, total);
 }
 
 // Of what needs more than that: codes under finer grids of scales, of E5M2, of two to a byte.
@@ -209,19 +218,20 @@ void panels_of(const Product& g, Source& source, int64_t row, int64_t rows, int6
         const Block block{room.a + k * room.tall, b, room.pairs, room.tall, depth * room.tall, depth * PANEL * Source::bytes,
                           k * PANEL * Source::bytes, count, room.row_scale + k / STEP * rows, column_scale};
         if (!begins(source, g, panel, NP, k) || any) {
-            const int64_t done = any && NP == 1 ? decoded_rows<SCALED>(g, block, rows, panel, k, total) : 0;
+            int64_t done = 0;
+            if constexpr (any && NP <= 2) done = decoded_rows<SCALED, NP>(g, block, rows, panel, k, total);
             for (int64_t p = 0; done == 0 && p < NP; p++)
                 pairs_of_panel(g, panel + p, k, count, room.values, room.pairs + p * STEP * PANEL);
             if (done < rows) kept_tiles<SCALED, NP>(block, done, rows, total);
         } else if constexpr (!any) {
             if (table && NP <= 2 && rows > MOST) {
-                tile<Source, SCALED, MOST, NP, true>(source, block, 0, total);
+                tile<Source, SCALED, MOST, NP, MEMORY_KEPT>(source, block, 0, total);
                 kept_tiles<SCALED, NP>(block, MOST, rows, total);
             } else if (table && NP <= 2 && rows > 4 && rows < MOST) {
-                tile<Source, SCALED, 4, NP, true>(source, block, 0, total);
+                tile<Source, SCALED, 4, NP, MEMORY_KEPT>(source, block, 0, total);
                 kept_tiles<SCALED, NP>(block, 4, rows, total);
             } else {
-                tiles<Source, SCALED, NP>(source, block, 0, rows, total);
+                tiles<Source, SCALED, NP, MEMORY>(source, block, 0, rows, total);
             }
         }
     }
@@ -242,7 +252,8 @@ void groups(const Product& g, int64_t row, int64_t rows, int64_t panel, int64_t 
 
 template <class Source, bool SCALED>
 void rows_of(const Product& g, int64_t row, int64_t rows, int64_t panel0, int64_t panel1, const Room& room) {
-    if (g.kind_b == E2M1) groups<Source, SCALED, 1>(g, row, rows, panel0, panel1, room);
+    if (g.kind_b == E2M1 && rows > 3) groups<Source, SCALED, 1>(g, row, rows, panel0, panel1, room);
+    else if (g.kind_b == E2M1) groups<Source, SCALED, 2>(g, row, rows, panel0, panel1, room);
     else if (rows <= 3) groups<Source, SCALED, 4>(g, row, rows, panel0, panel1, room);
     else groups<Source, SCALED, 2>(g, row, rows, panel0, panel1, room);
 }

@@ -98,53 +98,83 @@ INLINE void pairs_of_eight(__m512i eight, __m512i once, __m512i more, int64_t pa
     }
 }
 
-// A panel's STEP of K from k on, all within K, as pairs of BF16 numbers, codes times scales: put(pair, [16][2]) for pairs 0
-// to 63. In a number of 32 bits are eight codes of a row, or four scales; the next panel's are asked for. False, and
-// nothing done, where numbers may be subnormal or infinite, or a scale is negative or no number.
-template <class Put>
+INLINE __m512i joined(const __m128i (&part)[8], int first) {
+    const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(part[first]), part[first + 1], 1);
+    const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(part[first + 2]), part[first + 3], 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+
+// A panel's STEP of K from k on, as they are stored: in a number of 32 bits are eight codes of a row, or four scales.
+struct Stored {
+    alignas(64) uint32_t codes[16][PANEL];
+    __m512i scales[2];
+
+    INLINE void read(const Product& g, int64_t panel, int64_t k) {
+        const int64_t first = panel * PANEL, there = g.n - first < PANEL ? g.n - first : PANEL;
+        const uint8_t* from = (const uint8_t*)g.packed + (first * g.k + k) / 2;
+        const uint8_t* scale = g.small_scales + (first * g.k + k) / PANEL;
+        __m512i x[16];
+        __m128i eight[8];  // scales of two rows; not by way of memory, where a load of several stores waits for them
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < PANEL; i++) {
+            x[i] = _mm512_loadu_si512(from);
+            if (i % 2 == 0) eight[i / 2] = _mm_loadl_epi64((const __m128i*)scale);
+            else eight[i / 2] = _mm_castpd_si128(_mm_loadh_pd(_mm_castsi128_pd(eight[i / 2]), (const double*)scale));
+            if (i + 1 < there) from += g.k / 2, scale += g.k / PANEL;
+        }
+        store_turned(x, codes);
+        const __m512i low = joined(eight, 0), high = joined(eight, 4);
+        const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        scales[0] = _mm512_permutex2var_epi32(low, even, high);
+        scales[1] = _mm512_permutex2var_epi32(low, _mm512_add_epi32(even, _mm512_set1_epi32(1)), high);
+    }
+    // Whether a scale is negative or no number.
+    INLINE bool strange() const {
+        return _mm512_cmpge_epu8_mask(_mm512_max_epu8(scales[0], scales[1]), _mm512_set1_epi8(0x7f)) != 0;
+    }
+};
+
+// NP panels' STEP of K from k on, all within K, as pairs of BF16 numbers, codes times scales: put(panel, pair, [16][2]) for
+// pairs 0 to 63; the next panels' are asked for. False, and nothing done, where numbers may be subnormal or infinite, or a
+// scale is negative or no number.
+template <int NP, class Put>
 INLINE bool pairs_of_block(const Product& g, int64_t panel, int64_t k, const Put& put) {
     if (g.kind_b != E2M1 || k + STEP > g.k) return false;
     const Multiples& multiples = multiples_of(*g.common);
     if (!multiples.holds) return false;
-    alignas(64) uint32_t codes[16][PANEL];
-    alignas(64) uint64_t eight[PANEL];  // scales of a row
-    const int64_t first = panel * PANEL, there = g.n - first < PANEL ? g.n - first : PANEL;
-    const uint8_t* from = (const uint8_t*)g.packed + (first * g.k + k) / 2;
-    const uint8_t* scale = g.small_scales + (first * g.k + k) / PANEL;
-    const int64_t row = g.k / 2, scale_row = g.k / PANEL;
-    const uint8_t* next = from + PANEL * row;
-    __m512i x[16];
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < PANEL; i++) {
-        x[i] = _mm512_loadu_si512(from);
-        std::memcpy(eight + i, scale, 8);
-        if (i + 1 < there) from += row, scale += scale_row;
-    }
-    for (int64_t line = 0; line < STEP; line += 64) __builtin_prefetch(g.small_scales + (panel + 1) * g.k + k + line);
-    store_turned(x, codes);
-    const __m512i low = _mm512_load_si512(eight), high = _mm512_load_si512(eight + 8);
-    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    const __m512i scales[2] = {_mm512_permutex2var_epi32(low, even, high),
-                               _mm512_permutex2var_epi32(low, _mm512_add_epi32(even, _mm512_set1_epi32(1)), high)};
-    for (int64_t part = 0; part < 2; part++)
-        if (_mm512_cmpge_epu8_mask(scales[part], _mm512_set1_epi8(0x7f))) return false;
+    Stored stored[NP];
+    const uint8_t* next[NP];
 #pragma GCC unroll 2
-    for (int64_t part = 0; part < 2; part++) {
-        __m512i once[4], more[4];
-        multiples.of_scales(scales[part], once, more);
+    for (int p = 0; p < NP; p++) {
+        stored[p].read(g, panel + p, k);
+        next[p] = (const uint8_t*)g.packed + ((panel + NP + p) * PANEL * g.k + k) / 2;
+        for (int64_t line = 0; line < STEP; line += 64)
+            __builtin_prefetch(g.small_scales + (panel + NP + p) * g.k + k + line);
+    }
+    for (int p = 0; p < NP; p++)
+        if (stored[p].strange()) return false;
+#pragma GCC unroll 2
+    for (int part = 0; part < 2; part++) {
+        __m512i once[NP][4], more[NP][4];
+        for (int p = 0; p < NP; p++) multiples.of_scales(stored[p].scales[part], once[p], more[p]);
 #pragma GCC unroll 4
-        for (int64_t j = 0; j < 8; j++, next += row) {
-            __builtin_prefetch(next);  // no processor sees that 16 rows go on
-            pairs_of_eight(_mm512_load_si512(codes[8 * part + j]), once[j / 2], more[j / 2], 32 * part + 4 * j, put);
-        }
+        for (int j = 0; j < 8; j++)
+#pragma GCC unroll 2
+            for (int p = 0; p < NP; p++) {
+                __builtin_prefetch(next[p]);  // no processor sees that 16 rows go on
+                next[p] += g.k / 2;
+                const auto put_here = [&](int64_t pair, __m512i pairs) { put(p, pair, pairs); };
+                const __m512i eight = _mm512_load_si512(stored[p].codes[8 * part + j]);
+                pairs_of_eight(eight, once[p][j / 2], more[p][j / 2], 32 * part + 4 * j, put_here);
+            }
     }
     return true;
 }
 
 // `count` of K of a panel, at most STEP, as BF16 pairs: [count / 2][16][2]; by way of `values` where codes need it.
 void pairs_of_panel(const Product& g, int64_t panel, int64_t k, int64_t count, float* values, uint16_t* out) {
-    const auto put = [&](int64_t pair, __m512i pairs) { _mm512_storeu_si512(out + pair * 2 * PANEL, pairs); };
-    if (count == STEP && pairs_of_block(g, panel, k, put)) return;
+    const auto put = [&](int, int64_t pair, __m512i pairs) { _mm512_storeu_si512(out + pair * 2 * PANEL, pairs); };
+    if (count == STEP && pairs_of_block<1>(g, panel, k, put)) return;
     decode_b(g, panel, k, count, values);
     for (int64_t i = 0; i < count; i += 2)
         _mm512_storeu_si512(out + i * PANEL, pair_up(vload(values + i * PANEL), vload(values + (i + 1) * PANEL)));
