@@ -85,8 +85,8 @@ INLINE int64_t packed_offset(const Product& g, int64_t panel, int64_t k) {
 }
 
 // Asks for what a tile of NP panels, each of `stride` bytes, will read AHEAD bytes after it has read BYTES at b + at: of
-// the same panel, and at its end of the next tile's. The processor's own prefetching ends with every page of memory. For the
-// second cache: what the first one waits for is a few lines, and memory is slower than so few of them are.
+// the same panel, and at its end of the next tile's. The processor's own prefetching ends with every page of memory. Into
+// the second cache: the first waits for a few lines at a time only, and memory is further away than those few.
 constexpr int64_t AHEAD = 8192;
 template <int NP, int64_t BYTES>
 INLINE void ask_for(const uint8_t* b, int64_t at, int64_t stride) {
