@@ -3,8 +3,8 @@ that imports isobit first and in one that imports torch first.
 
 Beside `n` busy processes a run of `t` threads on `c` cores has a fair share of t / (t + n) of them.
 Each script is a process, which loads the model and samples once for a line that it reads; they take
-turns, and while one samples the other waits for its line. Run as a script, this file is such a
-process.
+turns with `transformers`, vLLM and llama.cpp (`rollout.py` says how these are named), and while one
+samples the others wait. Run as a script, this file is such a process.
 """
 
 import json
@@ -78,29 +78,49 @@ def run(rounds: int):  # type: ignore[no-untyped-def]
 
     from benchmarks.common import Claim, Result, race
     from benchmarks.models import save_model
+    from benchmarks.peer import LLAMACPP, VLLM, peers
+    from benchmarks.rollout import transformers
 
     result, threads = Result("beside_others"), torch.get_num_threads()
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = save_model(Path(folder) / "model", HIDDEN, LAYERS, VOCABULARY)
-        contestants = {
+        own = {
             f"{first} imported first": stack.enter_context(sampling(model, first, threads))
             for first in FIRST
+        }
+        others = {
+            **transformers(model, _prompts(), NEW),
+            **stack.enter_context(peers(model, _prompts(), NEW, (VLLM, LLAMACPP[0]))),
         }
         for count in BUSY:
             with busy(count):
                 result.rows += race(
-                    f"beside {count} busy processes", contestants, rounds, amount=BATCH * NEW,
-                    unit="tokens",
+                    f"beside {count} busy processes", {**others, **own}, rounds,
+                    amount=BATCH * NEW, unit="tokens",
                 )  # fmt: skip
-    for name in contestants:
+    for name in own:
         alone = result.median(name, f"beside {BUSY[0]} busy processes")
         for count in BUSY[1:]:
             fair = min(1.0, cores / (threads + count))
             speed = alone / result.median(name, f"beside {count} busy processes")
             what = f"{name}: speed beside {count} busy processes over the fair share"
             result.claims.append(Claim(what, speed / fair, ">=", AIM))
+    for count in BUSY:
+        case, name = f"beside {count} busy processes", f"{FIRST[0]} imported first"
+        for peer in others:
+            speed = result.median(peer, case) / result.median(name, case)
+            result.claims.append(Claim(f"{case}: isobit over {peer}", speed, ">=", 1.0))
     return result
+
+
+def _prompts() -> list[list[int]]:
+    import torch
+
+    from benchmarks.rollout import PROMPT
+
+    numbers = torch.Generator().manual_seed(0)
+    return torch.randint(10, 60, (BATCH, PROMPT), generator=numbers).tolist()  # type: ignore[no-any-return]
 
 
 def _serve(given: dict[str, object]) -> None:
@@ -110,9 +130,7 @@ def _serve(given: dict[str, object]) -> None:
     from benchmarks import rollout
 
     torch.set_num_threads(int(str(given["threads"])))
-    torch.manual_seed(0)
-    prompts = torch.randint(10, 60, (BATCH, rollout.PROMPT)).tolist()
-    sample = rollout._own(Path(str(given["model"])), prompts, "fp8", "bitwise", NEW)
+    sample = rollout._own(Path(str(given["model"])), _prompts(), "fp8", "bitwise", NEW)
     print("done", flush=True)
     for _ in sys.stdin:
         sample()

@@ -4,7 +4,7 @@ each line that they read. Only those are there whose interpreter a variable name
 import json
 import os
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,12 +61,14 @@ class Peer:
 
 
 @contextmanager
-def peers(model: Path, prompts: list[list[int]], new: int) -> Iterator[dict[str, Peer]]:
-    """By name, all whose interpreter is named."""
+def peers(
+    model: Path, prompts: list[list[int]], new: int, kinds: Sequence[Kind] = KINDS
+) -> Iterator[dict[str, Peer]]:
+    """By name, those of `kinds` whose interpreter is named."""
     with ExitStack() as stack:
         yield {
             kind.name: stack.enter_context(_peer(kind, model, prompts, new))
-            for kind in KINDS
+            for kind in kinds
             if kind.variable in os.environ
         }
 

@@ -10,6 +10,7 @@ BF16 and in float32, and a copy of 256 MiB.
 """
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,7 +104,8 @@ def _compete(case: Case, rounds: int, result: Result) -> None:
         path = save_model(Path(folder) / "model", case.hidden, case.layers, case.vocabulary)
         own = {f"isobit {p} {c}": _own(path, prompts, p, c, case.new) for p, c in case.flows}
         with peers(path, prompts, case.new) as others:
-            contestants = {**_transformers(path, prompts, case), **others, **own}
+            dtypes = ("bfloat16", "float32") if case is CASES[0] else ("bfloat16",)
+            contestants = {**transformers(path, prompts, case.new, dtypes), **others, **own}
             result.rows += race(
                 case.name, contestants, rounds, amount=case.batch * case.new, unit="tokens"
             )
@@ -138,21 +140,23 @@ def _own(path: Path, prompts: list[list[int]], precision: str, consistency: str,
     return lambda: engine.generate(prompts, Sampling(1, new, seed=0, ignore_eos=True))
 
 
-def _transformers(path: Path, prompts: list[list[int]], case: Case) -> Contestants:
+def transformers(
+    path: Path, prompts: list[list[int]], new: int, dtypes: Sequence[str] = ("bfloat16",)
+) -> Contestants:
+    """`generate` in each dtype."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     ids = torch.tensor(prompts)
     settings = GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, max_new_tokens=case.new, min_new_tokens=case.new,
+        do_sample=True, temperature=1.0, top_k=0, max_new_tokens=new, min_new_tokens=new,
         pad_token_id=0,
         eos_token_id=1,
     )  # fmt: skip
 
-    def peer(dtype: torch.dtype):  # type: ignore[no-untyped-def]
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    def peer(dtype: str):  # type: ignore[no-untyped-def]
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
         return lambda: model.generate(
             ids, attention_mask=torch.ones_like(ids), generation_config=settings
         )
 
-    dtypes = {"bfloat16": torch.bfloat16} | ({"float32": torch.float32} if case is CASES[0] else {})
-    return {f"transformers {name}": peer(dtype) for name, dtype in dtypes.items()}
+    return {f"transformers {dtype}": peer(dtype) for dtype in dtypes}

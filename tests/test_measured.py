@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 MEASURED = ROOT / "docs" / "measured.md"
@@ -106,16 +108,31 @@ def test_the_prose_beside_the_measured_figures_has_their_numbers() -> None:
     )
 
 
-def test_the_figures_beside_busy_processes_are_those_of_the_results() -> None:
-    results, page = Results("beside_others"), MEASURED.read_text()
-    for first in ("isobit", "torch"):
-        name = f"{first} imported first"
+@pytest.mark.parametrize("machine", ["beside_others", "beside_others_amx"])
+def test_the_figures_beside_busy_processes_are_those_of_the_results(machine: str) -> None:
+    results, page = Results(machine), MEASURED.read_text()
+    for name in ("isobit imported first", "torch imported first"):
         cells = [f"{results.rate['beside 0 busy processes', name]:,.0f}"]
         for count in (1, 2):
             case = f"beside {count} busy processes"
             share = results.aim(f"{name}: speed {case} over the fair share")
             cells.append(f"{results.rate[case, name]:,.0f}, {share}")
-        assert f"| {first} | {' | '.join(cells)} |" in page
+        assert f"| {name} | {' | '.join(cells)} |" in page
+
+
+def test_the_figures_of_peers_beside_busy_processes_are_those_of_the_results() -> None:
+    results, page = Results("beside_others"), MEASURED.read_text()
+    peers = {
+        "transformers bfloat16": "`transformers`, bfloat16",
+        "vLLM CPU bfloat16": "vLLM CPU, bfloat16",
+        "llama.cpp Q8_0": "llama.cpp, Q8_0",
+    }
+    for peer, shown in peers.items():
+        cells = [
+            f"{results.rate[case, peer]:,.0f}, {results.aim(f'{case}: isobit over {peer}')}"
+            for case in results.cases
+        ]
+        assert f"| {shown} | {' | '.join(cells)} |" in page
 
 
 def test_the_figures_of_open_episodes_are_those_of_the_results() -> None:
