@@ -79,9 +79,10 @@ def run(rounds: int):  # type: ignore[no-untyped-def]
     from benchmarks.common import Claim, Result, race
     from benchmarks.models import save_model
     from benchmarks.peer import LLAMACPP, VLLM, peers
-    from benchmarks.rollout import transformers
+    from benchmarks.rollout import drawn_prompts, transformers
 
-    result, threads = Result("beside_others"), torch.get_num_threads()
+    result, prompts = threads = Result("beside_others"), drawn_prompts(BATCH)
+    threads = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = save_model(Path(folder) / "model", HIDDEN, LAYERS, VOCABULARY)
@@ -90,8 +91,8 @@ def run(rounds: int):  # type: ignore[no-untyped-def]
             for first in FIRST
         }
         others = {
-            **transformers(model, _prompts(), NEW),
-            **stack.enter_context(peers(model, _prompts(), NEW, (VLLM, LLAMACPP[0]))),
+            **transformers(model, prompts, NEW),
+            **stack.enter_context(peers(model, prompts, NEW, (VLLM, LLAMACPP[0]))),
         }
         for count in BUSY:
             with busy(count):
@@ -114,15 +115,6 @@ def run(rounds: int):  # type: ignore[no-untyped-def]
     return result
 
 
-def _prompts() -> list[list[int]]:
-    import torch
-
-    from benchmarks.rollout import PROMPT
-
-    numbers = torch.Generator().manual_seed(0)
-    return torch.randint(10, 60, (BATCH, PROMPT), generator=numbers).tolist()  # type: ignore[no-any-return]
-
-
 def _serve(given: dict[str, object]) -> None:
     import_module(str(given["first"]))
     import torch
@@ -130,7 +122,8 @@ def _serve(given: dict[str, object]) -> None:
     from benchmarks import rollout
 
     torch.set_num_threads(int(str(given["threads"])))
-    sample = rollout._own(Path(str(given["model"])), _prompts(), "fp8", "bitwise", NEW)
+    prompts = rollout.drawn_prompts(BATCH)
+    sample = rollout._own(Path(str(given["model"])), prompts, "fp8", "bitwise", NEW)
     print("done", flush=True)
     for _ in sys.stdin:
         sample()

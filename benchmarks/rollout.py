@@ -99,7 +99,7 @@ def run(rounds: int) -> Result:
 
 
 def _compete(case: Case, rounds: int, result: Result) -> None:
-    prompts = torch.randint(10, 60, (case.batch, PROMPT)).tolist()
+    prompts = drawn_prompts(case.batch)
     with tempfile.TemporaryDirectory() as folder:
         path = save_model(Path(folder) / "model", case.hidden, case.layers, case.vocabulary)
         own = {f"isobit {p} {c}": _own(path, prompts, p, c, case.new) for p, c in case.flows}
@@ -128,6 +128,12 @@ def _compete(case: Case, rounds: int, result: Result) -> None:
             result.claims.append(Claim(f"{case.name}: {name} over {peer}", ratio, ">=", aim))
     ratio = result.median("isobit fp8 fast", case.name) / fp8
     result.claims.append(Claim(f"{case.name}: isobit fp8, bitwise over fast", ratio, ">=", 0.9))
+
+
+def drawn_prompts(count: int) -> list[list[int]]:
+    """The same in every run."""
+    numbers = torch.Generator().manual_seed(0)
+    return torch.randint(10, 60, (count, PROMPT), generator=numbers).tolist()  # type: ignore[no-any-return]
 
 
 def _own(path: Path, prompts: list[list[int]], precision: str, consistency: str, new: int):  # type: ignore[no-untyped-def]

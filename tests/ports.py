@@ -27,6 +27,11 @@ def free_port() -> int:
 def with_free_ports(text: str) -> str:
     """A page whose servers listen at free ports in the place of its own, and whose clients ask
     there: tests follow pages side by side, and a reader's server may listen at the port too."""
-    for port in sorted(set(_GIVEN.findall(text))):
-        text = re.sub(rf"\b{port}\b", str(free_port()), text)
-    return text
+    given = set(_GIVEN.findall(text))
+    if not given:
+        return text
+    free = set[int]()
+    while len(free) < len(given):
+        free.add(free_port())
+    instead = dict(zip(given, map(str, free)))
+    return re.sub(rf"\b({'|'.join(given)})\b", lambda found: instead[found[0]], text)

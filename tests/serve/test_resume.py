@@ -110,6 +110,22 @@ def test_create_is_answered_again(served: Any) -> None:
         assert step(mine(server), first["model_id"], 1).status_code == 404
 
 
+def test_a_session_is_finished_again(served: Any) -> None:
+    """A kill can come between its end and the answer, and then the client asks again. The control
+    is a session that has not ended."""
+
+    def status(server: Running, path: str, body: dict[str, str]) -> int:
+        return mine(server).post(f"/api/v1/{path}", body).status_code
+
+    with served() as server:
+        ended, goes_on = started(mine(server)), started(server)
+        assert [status(server, f"sessions/{ended}/finish", {}) for _ in range(2)] == [200, 200]
+    with served() as server:
+        assert status(server, f"sessions/{ended}/finish", {}) == 200
+        assert status(server, "session_heartbeat", {"session_id": ended}) == 410
+        assert status(server, "session_heartbeat", {"session_id": goes_on}) == 200
+
+
 @pytest.mark.slow
 def test_saved_weights_sample_and_train_as_before(served: Any) -> None:
     """A sampling client of a path, one of weights without a name, and training that goes on from a

@@ -81,6 +81,17 @@ def session(narrow: Running) -> Iterator[str]:
     assert asked(narrow, 0, f"/api/v1/sessions/{name}/finish", {}).status_code == 200
 
 
+def test_nobody_finishes_anothers_session(narrow: Running, session: str) -> None:
+    """Nor learns that it is there: the answer is that of one which has ended."""
+    found = [asked(narrow, 1, f"/api/v1/sessions/{name}/finish", {}) for name in (session, "none")]
+    assert [each.status_code for each in found] == [200, 200]
+    assert found[0].content == found[1].content
+    beat = [
+        asked(narrow, who, "/api/v1/session_heartbeat", {"session_id": session}) for who in (0, 1)
+    ]
+    assert [each.status_code for each in beat] == [200, 410]
+
+
 def sampler_of(server: Running, session: str, **given: Any) -> httpx.Response:
     """Ask for a sampling client."""
     begin = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny", **given}

@@ -154,6 +154,8 @@ int64_t decoded_rows(const Product& g, const Block& block, int64_t rows, int64_t
         if (rows > MOST) return ISOBIT_DECODED(MOST, true);
         if (rows == MOST) return ISOBIT_DECODED(MOST, false);
         if (rows >= 4) return ISOBIT_DECODED(4, true);
+    } else if (rows > 3) {
+        return 0;  // two panels' sums of so many would have no registers left
     }
     if (rows == 3) return ISOBIT_DECODED(3, false);
     if (rows == 2) return ISOBIT_DECODED(2, false);

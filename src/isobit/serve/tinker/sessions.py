@@ -72,8 +72,11 @@ class Sessions:
         return JSONResponse({"type": "session_heartbeat"})
 
     async def finish(self, request: Request) -> Response:
-        """A client ends."""
-        await self.end(self.find(request, request.path_params["name"]))
+        """A client ends. It asks again where the answer did not reach it, and of a session that has
+        ended meanwhile all is done: so that is no error."""
+        session = self._sessions.get(request.path_params["name"])
+        if session is not None and session.tenant == request.state.tenant:
+            await self.end(session)
         return JSONResponse({"status": "ok"})
 
     def find(self, request: Request, name: str | None) -> Session:
