@@ -5,6 +5,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -58,6 +59,49 @@ def test_a_recording_gives_the_bits_of_the_function_on_other_inputs(ops) -> None
         assert torch.equal(found, y)
         assert found.abs().sum() > 0
         y.zero_()
+
+
+def nothing(_: object) -> None:
+    """A recorded function returns nothing."""
+
+
+PLACES = torch.tensor([2, 0, 2])
+COPIES: dict[str, tuple[Callable[[Tensor, Tensor], object], bool]] = {
+    "whole": (lambda x, y: y.copy_(x), True),
+    "rows": (lambda x, y: y.copy_(x.index_select(0, PLACES)), True),
+    "into rows": (lambda x, y: y[1:].copy_(x[:2]), True),
+    "columns": (lambda x, y: y.copy_(x.index_select(1, PLACES)), False),
+    "strided": (lambda x, y: y.copy_(x.t()), False),
+    "repeated": (lambda x, y: y.copy_(x[1]), False),
+    "of another type": (lambda x, y: y.copy_(x.double()), False),
+    "of narrow places": (lambda x, y: y.copy_(x.index_select(0, PLACES.int())), False),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_are_made_without_pytorch_where_they_are_plain(name: str, ops) -> None:  # type: ignore[no-untyped-def]
+    copy, plain = COPIES[name]
+    x, y = torch.randn(3, 3), torch.zeros(3, 3)
+    recording = recorded(lambda: nothing(copy(x, y)), ops)
+    assert recording.refused is None
+    others = [part for part in recording._parts if not isinstance(part, partial)]
+    assert (not others) is plain
+    x.neg_()
+    recording.run()
+    found = y.clone()
+    copy(x, y)
+    assert torch.equal(found, y)
+    assert found.abs().sum() > 0
+
+
+@pytest.mark.parametrize("outside", [-1, 3])
+def test_a_row_that_is_not_there_is_said_as_pytorch_says_it(outside: int, ops) -> None:  # type: ignore[no-untyped-def]
+    x, y, places = torch.randn(3, 2), torch.zeros(2, 2), torch.tensor([0, 2])
+    recording = recorded(lambda: nothing(y.copy_(x.index_select(0, places))), ops)
+    recording.run()
+    places[1] = outside
+    with pytest.raises(IndexError, match="out of range"):
+        recording.run()
 
 
 def test_memory_is_taken_again_within_a_recording_and_by_the_next(ops) -> None:  # type: ignore[no-untyped-def]
@@ -182,7 +226,7 @@ def test_calls_of_other_threads_are_not_recorded(ops) -> None:  # type: ignore[n
         recording = recorded(lambda work=work: function(work), ops)  # type: ignore[misc]
         words, _ = recording._kept[-2:]
         counted.append(len(words))  # type: ignore[arg-type]
-    assert counted == [1, 2]
+    assert counted == [2, 3]  # with the copy
     assert ops.lib.isobit_rms_norm.errcheck is None, "no hook is left"
 
 

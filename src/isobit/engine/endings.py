@@ -55,13 +55,13 @@ class Endings:
         record, slots = self._scheduler.record, plan.sampled
         count = record.generated[slots] + 1
         stopped = self._is_eos[tokens] & record.ends[slots]
-        for row in np.flatnonzero(record.watched[slots]).tolist():
+        for row in record.watched[slots].nonzero()[0].tolist():
             stopped[row] |= self._found(
                 self._scheduler.at[int(slots[row])], int(tokens[row]), int(count[row])
             )
         done = stopped | (count >= record.limit[slots])
         finished = []
-        for row in np.flatnonzero(done).tolist():
+        for row in done.nonzero()[0].tolist():
             sequence = self._scheduler.at[int(slots[row])]
             pages = sequence.pages or plan.parent_pages(sequence)
             reason = "stop" if stopped[row] else "length"

@@ -69,6 +69,7 @@ class _Host:
         self.ints, self.table, self.tokens, self.logprobs = (
             torch.zeros(x.shape, dtype=x.dtype, pin_memory=on_gpu) if apart else x for x in buffers
         )
+        self.drawn = self.tokens.numpy(), self.logprobs.numpy()
         self._inputs: dict[tuple[int, int], _Inputs] = {}
         self._event = torch.cuda.Event() if on_gpu else None
 
@@ -113,7 +114,8 @@ class Launch:
         """Tokens and log-probabilities of some rows. Waits for the step; to be called before the
         next but one."""
         self._host.wait()
-        return self._host.tokens.numpy()[places], self._host.logprobs.numpy()[places]
+        tokens, logprobs = self._host.drawn
+        return tokens[places], logprobs[places]
 
 
 class DecodeGraphs:

@@ -131,7 +131,7 @@ class DecodeRows:
 
     def full(self) -> NDArray[np.int64]:
         """Rows whose next position has no slot yet."""
-        return np.flatnonzero(self.position[: self.count] >= self.num_slots[: self.count])
+        return (self.position[: self.count] >= self.num_slots[: self.count]).nonzero()[0]
 
     def slots(self, count: int) -> NDArray[np.int64]:
         """The slots of the next keys and values of the first `count` rows."""

@@ -196,9 +196,8 @@ class Scheduler:
         self.stats.prefill_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
         self.stats.peak_pages = self.pages.peak_used
         first = [sequence.slot for chunk in chunks for sequence in chunk.samples]
-        return StepPlan(
-            decode, chunks, np.concatenate([self.rows.slot[:decode], np.array(first, np.int64)])
-        )
+        sampled = np.concatenate([self.rows.slot[:decode], np.array(first, np.int64)])
+        return StepPlan(decode, chunks, sampled)
 
     def commit(self, plan: StepPlan, tokens: NDArray[np.int64], done: NDArray[np.bool_]) -> None:
         """Account for a step: `tokens`, which the record has, were sampled by `plan.sampled`, and
@@ -207,7 +206,7 @@ class Scheduler:
         self.stats.sampled_tokens += tokens.size
         self.rows.advance(tokens[: plan.decode])
         # from the last row down: then the row that fills a gap is never one that is done
-        for row in np.flatnonzero(done[: plan.decode])[::-1].tolist():
+        for row in done[: plan.decode].nonzero()[0][::-1].tolist():
             sequence = self.at[int(self.rows.slot[row])]
             self.rows.remove(row)
             self._leave(sequence)

@@ -1,10 +1,10 @@
 """Records what a function does with tensors of the CPU, and does it again without the function.
 
 Calls of C++ operators are taken down as they are made, with their arguments, and made again from
-one call (`replay.cpp`). What PyTorch computes between them is computed again by PyTorch, into the
-same memory; views and allocations are not repeated, since memory keeps its addresses
-(`arena.py`). So a function that goes the same way each time, and whose inputs change in place,
-gives the bits that it would give anew (`tests/kernels/test_recording.py`).
+one call (`replay.cpp`), and so are plain copies of tensors and of rows. What else PyTorch computes
+is computed again by PyTorch, into the same memory; views and allocations are not repeated, since
+memory keeps its addresses (`arena.py`). So a function that goes the same way each time, and whose
+inputs change in place, gives the bits that it would give anew (`tests/kernels/test_recording.py`).
 
 What would make it go another way is the value of a tensor that Python reads. A function that reads
 one, or calls an operator that cannot be repeated, is `refused`, and runs as it is. What the
@@ -153,6 +153,11 @@ class _Recorder(TorchFunctionMode):
         results: list[Tensor],
     ) -> None:
         args, kwargs, targets = mapped((args, kwargs, results), self._arena.alias)
+        copy = None if kwargs else _as_copy(getattr(function, "__name__", ""), args, targets)
+        if copy is not None:
+            self.kept.append((args, targets))
+            self._calls.append((_address(self._library.copy_rows_replayed), copy))
+            return
 
         def again() -> None:
             found = function(*args, **kwargs)
@@ -172,7 +177,7 @@ class _Recorder(TorchFunctionMode):
             self._refuse(function.__name__)
         else:
             words = [self._word(*pair) for pair in zip(function.argtypes, arguments)]
-            self._calls.append((ctypes.cast(again, ctypes.c_void_p).value or 0, words))
+            self._calls.append((_address(again), words))
 
     def _word(self, kind: type, given: Any) -> int:
         """An argument as its eight bytes."""
@@ -196,6 +201,31 @@ def _hook(result: Any, function: Any, arguments: tuple[Any, ...]) -> Any:
     if recorder is not None:
         recorder.called(function, arguments)
     return result
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def _as_copy(name: str, args: Sequence[Any], targets: Sequence[Tensor]) -> list[int] | None:
+    """The arguments of `copy_rows` (`replay.cpp`) that do what a function of PyTorch does; None where
+    it does something else, or copies what does not lie one behind the other."""
+    if name == "copy_" and len(args) == 2:
+        to, source, index = *args, None
+        same = to.shape == source.shape
+    elif name == "index_select" and args[1] == 0 and args[0].dim() and targets:
+        (to,), (source, _, index) = targets, args
+        same = index.dtype == torch.int64 and index.is_contiguous()
+    else:
+        return None
+    plain = all(not x.is_mkldnn and x.is_contiguous() for x in (to, source))
+    if not (plain and same and to.dtype == source.dtype):
+        return None
+    if index is None:
+        return [to.data_ptr(), source.data_ptr(), 0, 1, source.nbytes, 1]
+    count, rows = index.numel(), source.shape[0]
+    row = source.nbytes // max(rows, 1)
+    return [to.data_ptr(), source.data_ptr(), index.data_ptr(), count, row, rows]
 
 
 def _in_place(name: str, kwargs: Mapping[str, Any]) -> bool:
