@@ -81,7 +81,7 @@ def run(rounds: int):  # type: ignore[no-untyped-def]
     from benchmarks.peer import LLAMACPP, VLLM, peers
     from benchmarks.rollout import drawn_prompts, transformers
 
-    result, prompts = threads = Result("beside_others"), drawn_prompts(BATCH)
+    result, prompts = Result("beside_others"), drawn_prompts(BATCH)
     threads = torch.get_num_threads()
     cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:

@@ -74,17 +74,22 @@ class Sessions:
     async def finish(self, request: Request) -> Response:
         """A client ends. It asks again where the answer did not reach it, and of a session that has
         ended meanwhile all is done: so that is no error."""
-        session = self._sessions.get(request.path_params["name"])
-        if session is not None and session.tenant == request.state.tenant:
+        session = self._find(request, request.path_params["name"])
+        if session is not None:
             await self.end(session)
         return JSONResponse({"status": "ok"})
 
     def find(self, request: Request, name: str | None) -> Session:
         """The session that a request names. Raises BadRequest for what is none of its tenant."""
-        found = self._sessions.get(name or "")
-        if found is None or found.tenant != request.state.tenant:
+        found = self._find(request, name)
+        if found is None:
             raise BadRequest(f"no session {brief(name)}: it has ended", status=410)
         return found
+
+    def _find(self, request: Request, name: str | None) -> Session | None:
+        """One of its tenant's, while it goes on."""
+        found = self._sessions.get(name or "")
+        return found if found is not None and found.tenant == request.state.tenant else None
 
     def _tell_untested(self, version: str | None) -> None:
         """Say once in the log that a client is of a version that was not tested."""
