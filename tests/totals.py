@@ -20,58 +20,13 @@ from tests.test_architecture import MODULES, SOURCE, functions, imported, parsed
 TABLE = Path(__file__).with_name("totals.json")
 MOST_ARGUMENTS = 8
 
-_NO_VERB = set(
-    [
-        "Of",
-        "As",
-        "Those",
-        "These",
-        "This",
-        "That",
-        "So",
-        "It",
-        "They",
-        "None",
-        "Where",
-        "Which",
-        "Who",
-        "What",
-        "How",
-        "One",
-        "All",
-        "And",
-        "Likewise",
-        "Not",
-        "The",
-        "A",
-        "An",
-        "Whether",
-    ]
+_RIDDLE = re.compile(
+    "Of|As|Those|These|This|That|So|It|They|None|Where|Which|Who|What|How|One|All|And|Likewise|Not"
 )
-_VAGUE = set(
-    [
-        "found",
-        "given",
-        "each",
-        "part",
-        "parts",
-        "place",
-        "places",
-        "kept",
-        "own",
-        "said",
-        "told",
-        "asked",
-        "one",
-        "ones",
-        "before",
-        "after",
-        "other",
-        "others",
-        "what",
-        "thing",
-        "things",
-    ]
+_NO_VERB = re.compile(f"The|A|An|Whether|{_RIDDLE.pattern}")
+_VAGUE = re.compile(
+    "found|given|each|parts?|places?|kept|own|said|told|asked|ones?|before|after|others?|what"
+    "|things?"
 )
 _UNCLEAR = re.compile(
     r"\b(so many|so much|nobody|somebody|whoever|whom|is no|are no|was no|of its own|of their own"
@@ -153,7 +108,7 @@ def documented(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
 def reads_badly(node: ast.AST, first: str, text: str) -> bool:
     """Return whether a docstring is a place to look at: by its first word, length or phrases."""
     return (
-        (first in _NO_VERB - {"The", "A", "An", "Whether"} and not isinstance(node, ast.Module))
+        (bool(_RIDDLE.fullmatch(first)) and not isinstance(node, ast.Module))
         or len(text) < 24
         or bool(_UNCLEAR.search(text))
     )
@@ -171,11 +126,12 @@ def prose() -> dict[str, int]:
             if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
             is_property = any("property" in ast.unparse(d) for d in node.decorator_list)
-            verb = first.isalpha() and first[0].isupper() and first not in _NO_VERB
+            verb = first.isalpha() and first[0].isupper() and not _NO_VERB.fullmatch(first)
             count["functions without a verb first"] += not verb and not is_property
         count["vague names"] += sum(
-            isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and n.id in _VAGUE
+            _VAGUE.fullmatch(n.id) is not None
             for n in ast.walk(tree)
+            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
         )
     return dict(count)
 
