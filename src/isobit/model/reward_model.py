@@ -20,7 +20,8 @@ from isobit.kernels import Layout, Ops, get_ops
 from isobit.model.forward.sequences import passes
 from isobit.model.hub import names
 from isobit.model.hub.checkpoint import Shapes, model_folder, open_weights, read_json
-from isobit.model.hub.config import ModelConfig, architectures
+from isobit.model.hub.config import ModelConfig
+from isobit.model.hub.wrapped import architectures
 from isobit.model.text.tokenizer import DEFAULT_RULES, TextRules, Tokenizer
 from isobit.model.transformer import Transformer
 from isobit.precision import Precision, precision_from

@@ -97,8 +97,16 @@ def new_adapter(config: ModelConfig, given: NewAdapter, base: str = "") -> Adapt
             tensors[name] = torch.zeros(shape)
         else:
             tensors[name] = (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
-    together = held_together(config)
-    return Adapter(given.rank, float(given.alpha), chosen, tensors, base, given.rslora, together)
+    return Adapter(
+        given.rank,
+        float(given.alpha),
+        chosen,
+        tensors,
+        base,
+        given.rslora,
+        held_together(config),
+        config.wrapped,
+    )
 
 
 def beyond_use(config: ModelConfig, rank: int, targets: Sequence[str]) -> str | None:
