@@ -25,7 +25,7 @@ from isobit.distributed.files import Part, write_file
 from isobit.errors import IsobitError, brief
 from isobit.model.adapters.low_rank import Adapter, Projection
 from isobit.model.adapters.peft_experts import apart, config_of, form_of, joined
-from isobit.model.adapters.targets import held_together, projections
+from isobit.model.adapters.targets import held_together, is_renamed, projections
 from isobit.model.families import flag
 from isobit.model.hub.checkpoint import (
     Shapes,
@@ -43,6 +43,7 @@ _PREFIX = "base_model.model."
 _BESIDE = r"(?!model\.(language_model\.)?layers\.).*"
 """The modules of a model that reads images outside its language model's layers: its towers have
 projections of the same names."""
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _REFUSED = {
     "use_dora": "DoRA",
     "modules_to_save": "modules that are trained whole",
@@ -141,7 +142,17 @@ def read_peft(directory: Path, config: ModelConfig, base: str = "") -> Adapter:
         shapes, read = apart(weights, own, rank, form, together, _PREFIX)
         chosen = _adapted(shapes, config, rank, directory)
         tensors = {name: read(key) for one in chosen for name, key in _keys(one).items()}
-    return Adapter(rank, alpha, tuple(chosen), tensors, base, rslora, together, config.wrapped)
+    return Adapter(
+        rank,
+        alpha,
+        tuple(chosen),
+        tensors,
+        base,
+        rslora,
+        together,
+        config.wrapped,
+        is_renamed(config),
+    )
 
 
 def _of_language_model(weights: Weights, config: ModelConfig, directory: Path) -> Weights:
@@ -203,7 +214,7 @@ def _config(adapter: Adapter) -> dict[str, Any]:
         "modules_to_save": None,
         "init_lora_weights": True,
         "inference_mode": True,
-        **({} if adapter.together is None else config_of(adapter)),
+        **({} if adapter.together is None else config_of(adapter, _by_parameter(adapter))),
     }
 
 
@@ -213,11 +224,24 @@ def _apart_in_files(adapter: Adapter) -> list[Projection]:
     return [one for one in adapter.projections if not together or one.expert is None]
 
 
+def _by_parameter(adapter: Adapter) -> list[Projection]:
+    """Return the matrices beside experts that PEFT would take for the experts' own, by their ends.
+    Named by their parameter they have the same factors."""
+    return [
+        one
+        for one in _apart_in_files(adapter)
+        if adapter.renamed and one.name.rpartition(".")[2] in _OF_EXPERTS
+    ]
+
+
 def _target_modules(adapter: Adapter) -> list[str]:
     """The ends of the modules' names; whole names where an end is found in some layers only, as
     dense ones among experts are, or is that of experts too."""
     layers: dict[str, set[str]] = {}
     apart = _apart_in_files(adapter)
+    if adapter.together is not None:
+        beside = set(_by_parameter(adapter))
+        apart = [one for one in apart if one not in beside]
     for one in apart:
         layers.setdefault(one.name.rpartition(".")[2], set()).add(one.name.split(".")[1])
     if not apart:
