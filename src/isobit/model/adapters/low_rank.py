@@ -67,7 +67,8 @@ class Projection(NamedTuple):
 class Adapter:
     """Factors of `projections`, whole, FP32 on the CPU, by name; `base` is the path of the model
     that they adapt; `rslora`: alpha is divided by the root of the rank; `together`: PEFT holds the
-    factors of a layer's experts in one tensor, so (`peft_experts.py`)."""
+    factors of a layer's experts in one tensor, so (`peft_experts.py`); `wrapped`: as of the model's
+    config, for the names in its folder; `renamed`: as of the family's mixtures."""
 
     rank: int
     alpha: float
@@ -76,6 +77,8 @@ class Adapter:
     base: str = ""
     rslora: bool = False
     together: Packing | None = None
+    wrapped: bool = False
+    renamed: bool = False
 
     @property
     def scale(self) -> float:

@@ -305,7 +305,8 @@ def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
 
 def _check_teacher(path: str, teacher: Model, policy: Model, loss: str) -> None:
     """Raise IsobitError unless a token has one meaning to both, since the teacher is given the
-    policy's tokens; and, where a loss compares all of them, unless both have as many."""
+    policy's tokens, and the teacher has all of them; and, where a loss compares all, unless both
+    have as many."""
     theirs, ours = (model.tokenizer.fast.get_vocab() for model in (teacher, policy))
     if theirs != ours:
         word = min(
@@ -324,6 +325,13 @@ def _check_teacher(path: str, teacher: Model, policy: Model, loss: str) -> None:
             f"policy one of {policy.config.max_positions}, which the teacher cannot read"
         )
     sizes = teacher.config.vocab_size, policy.config.vocab_size
+    if sizes[0] < sizes[1]:
+        raise IsobitError(
+            f"reference.path: {path} has a vocab_size of {sizes[0]}, and the policy one of "
+            f"{sizes[1]}: ids above the tokenizer's may be sampled, and the teacher has no "
+            "log-probability of them; take one with as many or more, or enlarge it "
+            f"(resize_token_embeddings({sizes[1]}) in transformers)"
+        )
     if loss == "divergence" and sizes[0] != sizes[1]:
         raise IsobitError(
             f"reference.path: {path} has a vocab_size of {sizes[0]}, and the policy one of "
