@@ -21,6 +21,7 @@ from isobit.rl.algorithm.objective import ResolvedObjective
 from isobit.rl.algorithm.samples import Sample
 
 _NEAR_1 = 4.0  # where 1 - sigmoid is below 0.02
+_AT_ONCE = 1 << 14  # too few for a second thread
 GIVEN = "given"
 """The advantage of a given answer, by name."""
 
@@ -99,8 +100,14 @@ def of_labels(
     desirable, undesirable = (log_ratios.new_tensor(weight) for weight in weights)
     each = torch.where(labels > 0, desirable, undesirable)
     z = labels * beta * (log_ratios - baseline)
-    # the gradient of `sigmoid` is s·(1 - s): nothing in float32 where s is near 1
-    return each * torch.where(z > _NEAR_1, torch.sigmoid(-z), 1 - torch.sigmoid(z))
+    # some at a time: the bits of `sigmoid` at the ends of a thread's share are others
+    return each * torch.cat([_falling(some) for some in z.split(_AT_ONCE)])
+
+
+def _falling(z: Tensor) -> Tensor:
+    """1 - sigmoid(z). The gradient of `sigmoid` is s·(1 - s): nothing in float32 where s is near
+    1."""
+    return torch.where(z > _NEAR_1, torch.sigmoid(-z), 1 - torch.sigmoid(z))
 
 
 def kto(inputs: LossInputs) -> LossOutputs:
