@@ -98,7 +98,7 @@ def step_metrics(
         for s in (before, after)
     )
     kept = [bool(part.any()) for part in correction.kept.split(list(lengths)) if part.numel()]
-    left = total(correction.weights.double() * new) / total(old)
+    left = total(correction.weights.double() * new) / (total(old) or math.nan)
     return {"correction/kept_fraction": sum(kept) / len(kept), "correction/effective_step": left}
 
 
