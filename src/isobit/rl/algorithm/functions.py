@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
+from isobit.kernels.reference.sums import block_sum
 from isobit.rl.algorithm.advantages import (
     Advantage,
     AdvantageFunction,
@@ -206,7 +207,7 @@ def _gradient(loss: LossFunction, inputs: LossInputs, what: str) -> Tensor:
 
 def weighted_sum(outputs: LossOutputs, inputs: LossInputs) -> Tensor:
     """What a micro-batch adds to the loss of the step."""
-    return (outputs.loss * inputs.importance_weights * inputs.token_weights).sum()
+    return block_sum(outputs.loss * inputs.importance_weights * inputs.token_weights)
 
 
 def _found(reference: str, key: str, form: str) -> tuple[Callable[[object], Any], str]:

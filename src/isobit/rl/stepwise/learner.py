@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError, NonFiniteError, brief
+from isobit.kernels.reference.sums import total
 from isobit.model import Model
 from isobit.model.adapters.low_rank import Adapter
 from isobit.model.forward.accumulate_grad import adding_in_place
@@ -185,15 +186,15 @@ class StepwiseLearner:
         taught = torch.ones(packed.num_targets) if loss.factor is None else inputs[loss.factor]
         found = logprobs(self.model, packed, taught != 0, self._recompute)
         losses = loss.of(Rows(found, inputs, packed.sequence))
-        total = float(losses.detach().double().sum())
-        if not math.isfinite(total):
+        value = total(losses)
+        if not math.isfinite(value):
             raise NonFiniteError(
                 "the loss is not finite; are weights, advantages or ratios too large?"
             )
         if torch.is_grad_enabled():
             losses.sum().backward()
         rows = found.detach().split([datum.targets.numel() for datum in data])
-        return [row.view(datum.targets.shape) for row, datum in zip(rows, data)], total
+        return [row.view(datum.targets.shape) for row, datum in zip(rows, data)], value
 
     @contextmanager
     def _gradients_kept(self) -> Iterator[None]:
