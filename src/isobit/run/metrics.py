@@ -241,6 +241,12 @@ TIMINGS = (
 )
 """What differs between a run and its exact repetition."""
 
+EVALUATED = tuple(
+    name for name in METRICS if name.startswith(("accuracy/", "evaluation/")) or "/held_out" in name
+)
+"""What an evaluation adds to the row of its step. A step that is evaluated because it is the last
+has other ones, or none, in a longer run."""
+
 
 def check(metrics: Mapping[str, float]) -> None:
     """Assert that every name is defined."""
@@ -256,6 +262,11 @@ def member(name: str) -> str:
 def is_timing(name: str) -> bool:
     """Whether a metric may differ between a run and its exact repetition."""
     return _matches(name, TIMINGS)
+
+
+def of_an_evaluation(name: str) -> bool:
+    """Whether a metric is measured by an evaluation, and not by the step."""
+    return _matches(name, EVALUATED)
 
 
 @cache  # the same names come in every step
