@@ -4,10 +4,11 @@ of step 0.
 A row has the SHA-256 of the row before it (`previous`) and of what belongs to its step: `weights`
 after it (`training/saving/certificate.py`), the `rollouts` as their lines in completions.jsonl.gz,
 the `metrics` without times and without an evaluation's (`of_an_evaluation` in metrics.py), the
-`config` without what a resume may change, and the `build` of isobit. `hash` is the SHA-256 of all of these. So a row that is changed,
-deleted, repeated or moved anywhere breaks the chain there, and a checkpoint, which has the hash of
-its step's row, shows rows that are missing at the end. Whoever rewrites a run can compute its chain
-anew: what was said then is known by who kept its last hash (tests/commands/test_forgeries.py).
+`config` without what a resume may change, and the `build` of isobit. `hash` is the SHA-256 of all
+of these. So a row that is changed, deleted, repeated or moved anywhere breaks the chain there, and
+a checkpoint, which has the hash of its step's row, shows rows that are missing at the end. Whoever
+rewrites a run can compute its chain anew: what was said then is known by who kept its last hash
+(tests/commands/test_forgeries.py).
 """
 
 import hashlib

@@ -228,6 +228,9 @@ METRICS: dict[str, str] = {
 """Name to definition. Fractions are from 0 to 1, times in seconds, memory in MiB, log-probabilities
 in nats."""
 
+SUPERVISED_LOSSES = ("loss/cross_entropy", "loss/dpo", "loss/ipo", "loss/kto")
+"""The loss of a step of a supervised run, by its kind."""
+
 TIMINGS = (
     "time/*",
     "throughput/*",
