@@ -42,6 +42,7 @@ from isobit.rl.algorithm.token_advantages import (
     reinforce_pp,
     reinforce_pp_baseline,
 )
+from isobit.run.metrics import METRICS
 from isobit.workers.loading import find_function, last_line
 
 ADVANTAGES: dict[str, AdvantageFunction] = {
@@ -249,10 +250,11 @@ def _check_outputs(outputs: object, inputs: LossInputs, what: str) -> None:
                 f"{list(shape)}"
             )
     for name in outputs.metrics:
-        if not str(name).isidentifier() or name in ("policy", "kl"):
+        if not str(name).isidentifier() or f"loss/{name}" in METRICS:
+            taken = [own.removeprefix("loss/") for own in METRICS if own.startswith("loss/")]
             raise IsobitError(
-                f"{what}: metric {name!r}: expected letters, digits and _, and neither policy "
-                "nor kl"
+                f"{what}: metric {name!r}: expected letters, digits and _, and none of "
+                f"{', '.join(own for own in taken if own != '*')}, which isobit itself logs"
             )
 
 
