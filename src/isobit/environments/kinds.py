@@ -54,6 +54,8 @@ class Kind:
     schemas: Sequence[Mapping[str, Any]] = ()
     reward: str | None = None
     """The name of its own reward: that of the class."""
+    worked: set[str] = field(default_factory=set)
+    """The methods and tools that have come back once."""
 
     async def probe(self, until: float) -> None:
         """Make the first one, and look at what it is. Raises IsobitError."""

@@ -6,6 +6,7 @@ Left out: a cage. A tool runs as the user and with what the user may do.
 """
 
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -16,7 +17,7 @@ from typing import Any
 from isobit.data.dataset import Prompt
 from isobit.environments.base import Reply, Turn
 from isobit.environments.pump import START_DEADLINE_S, Pump, Question, Worker
-from isobit.environments.replies import reply_of, turn_message
+from isobit.environments.replies import message_of, turn_message
 from isobit.environments.settings import EnvironmentConfig
 from isobit.errors import IsobitError, RunFailed, brief, did_you_mean
 from isobit.rewards.spec import RewardSpec
@@ -24,6 +25,8 @@ from isobit.workers.output import MAX_AT_ONCE, Output
 from isobit.workers.process import Process
 from isobit.workers.variables import check_names, hint
 
+PATIENCE_S = 5.0
+"""How long a worker may load something before that is said."""
 _COLUMN = "environment"
 _VARIABLES = "environment.variables"
 
@@ -119,24 +122,42 @@ class EnvironmentPool:
         }
 
     def _loaded(self, worker: Worker) -> dict[str, Any]:
-        """What a worker says once it has loaded everything. Raises IsobitError."""
-        process, received, end = worker.process, b"", time.monotonic() + START_DEADLINE_S
-        while not received.endswith(b"\n"):
-            if not process.wait(end - time.monotonic()):
-                raise IsobitError(
-                    f"environment: not loaded within {START_DEADLINE_S:g} s{process.last_output()}"
+        """Return what a worker says once it has loaded everything; say on stderr what it waits for,
+        where that takes long. Raises IsobitError."""
+        process, received, loading = worker.process, b"", "its code"
+        end = time.monotonic() + START_DEADLINE_S
+        due = time.monotonic() + PATIENCE_S
+        while True:
+            if not process.wait(min(end, due) - time.monotonic()):
+                limit = f"within {START_DEADLINE_S:g} s{process.last_output()}"
+                if time.monotonic() >= end:
+                    raise IsobitError(f"environment: {loading} was not loaded {limit}")
+                print(
+                    f"environment: waiting for {loading}; it has to load {limit}", file=sys.stderr
                 )
+                due = end
+                continue
             try:
                 received += process.receive()
             except EOFError:
                 raise IsobitError(f"environment: {process.bury()} while it was loaded") from None
-        reply: dict[str, Any] = json.loads(received)
-        if "error" in reply:
-            text = reply["error"]
-            raise IsobitError(text + hint(text, self._variables, option=_VARIABLES))
-        worker.ready = True
-        loaded: dict[str, Any] = reply["loaded"]
-        return loaded
+            *lines, received = received.split(b"\n")
+            for line in lines:
+                try:
+                    message = message_of(line)
+                except ValueError:
+                    raise IsobitError(
+                        f"environment: {loading} wrote what is not a reply into the pipe of "
+                        "replies while it was loaded; it may write to stdout and its own files"
+                    ) from None
+                if "error" in message:
+                    text = message["error"]
+                    raise IsobitError(text + hint(text, self._variables, option=_VARIABLES))
+                if "loaded" in message:
+                    worker.ready = True
+                    loaded: dict[str, Any] = message["loaded"]
+                    return loaded
+                loading, due = message.get("loading", loading), time.monotonic() + PATIENCE_S
 
     def check_row(self, where: str, columns: Mapping[str, Any]) -> None:
         """Raise IsobitError where a row names no environment that there is."""
@@ -196,32 +217,32 @@ class EnvironmentPool:
 
     def poll(self, wait_s: float) -> list[Reply]:
         """Replies that have come; waits at most so many seconds for the first. Raises RunFailed
-        for a problem where `on_error` is stop, and IsobitError where a worker that died cannot be
-        replaced."""
+        for a mistake of the program, and for every problem where `on_error` is stop; IsobitError
+        where a worker that died cannot be replaced; and whatever else ended the pump's thread."""
         assert self._pump is not None, "it was not started"
-        found: list[Reply] = []
+        replies: list[Reply] = []
         while True:
             try:
-                came = self._pump.replies.get(timeout=0 if found else max(0.0, wait_s))
+                arrived = self._pump.replies.get(timeout=0 if replies else max(0.0, wait_s))
             except Empty:
-                return found
-            if isinstance(came, IsobitError):
-                raise came
-            serial, message = came
-            key = self._keys.get(serial)
+                return replies
+            if isinstance(arrived, BaseException):
+                self._pump.replies.put(arrived)  # for whoever asks again
+                raise arrived
+            reply, died = arrived
+            key = self._keys.get(reply.key)
             if key is None:  # it was ended meanwhile
                 continue
             kind = self._kind_of[key]
-            if isinstance(message, Reply):  # its process has died
-                unscored = dict.fromkeys(self._names[kind])
-                reply = replace(message, key=key, tools=tuple(self._kinds[kind]), rewards=unscored)
-            else:
-                reply = reply_of(message, key, self._kinds[kind])
-            if reply.problem is not None and self.config.on_error == "stop":
-                raise RunFailed(self._why(reply.problem))
-            found.append(reply)
+            rewards = dict.fromkeys(self._names[kind]) if died else reply.rewards
+            reply = replace(reply, key=key, tools=tuple(self._kinds[kind]), rewards=rewards)
+            if reply.problem is not None and (reply.mistake or self.config.on_error == "stop"):
+                raise RunFailed(self.explained(reply.problem))
+            replies.append(reply)
 
-    def _why(self, problem: str) -> str:
+    def explained(self, problem: str) -> str:
+        """Return a problem as a message: with the variable that seems to lack, and where to read
+        what the workers have printed."""
         self.pass_output_on()
         printed = f"; what it printed: {self.output.path}" if self.output.written else ""
         return f"environment: {problem}{hint(problem, self._variables, option=_VARIABLES)}{printed}"
