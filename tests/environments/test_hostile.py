@@ -344,8 +344,8 @@ def test_an_episode_that_cannot_begin_is_over(path: str, how: str, problem: str)
         ("", {"Box": 0.0}, None),
         ("none", {}, None),
         ("no reward", {"Box": None}, "get_reward: RuntimeError: no judge (hostile.py, line"),
-        ("nan", {"Box": None}, "get_reward returned nan, expected a finite number or None"),
-        ("huge", {"Box": None}, "get_reward returned 1e+31, expected a number within ±1e+30"),
+        ("nan", {"Box": None}, "returned nan, expected a finite number or None"),
+        ("huge", {"Box": None}, "returned 1e+31, expected a number within ±1e+30"),
     ],
 )
 def test_a_reward_that_goes_wrong_is_none_and_said(

@@ -278,8 +278,8 @@ def test_a_tool_that_has_worked_and_text_that_a_model_wrote_do_not(code: str) ->
 @pytest.mark.parametrize(
     ("name", "what", "says"),
     [
-        ("Judge", "text", "get_reward returned str 'good', expected a finite number or None"),
-        ("Judge", "list", "get_reward returned list, expected a finite number or None"),
+        ("Judge", "text", "returned str 'good', expected a finite number or None"),
+        ("Judge", "list", "returned list, expected a finite number or None"),
         (
             "Final",
             "",
@@ -294,6 +294,7 @@ def test_a_reward_that_is_never_right_ends_the_run(
         begun(pool, 0, what=what)
         with pytest.raises(RunFailed, match="environment: get_reward") as caught:
             finished(pool, 0)
+    assert "get_reward (code.py, line" in str(caught.value)
     assert says in str(caught.value)
 
 

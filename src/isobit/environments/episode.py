@@ -174,7 +174,8 @@ class Episode:
             except Mistake as error:
                 return self._over(str(error), True)
             outcome = await self._called(instance, method, until)
-            found.append(self._scored(own, "get_reward", replace(outcome, result=[outcome.result])))
+            one = replace(outcome, result=[outcome.result])
+            found.append(self._scored(own, "get_reward", one, place_of(method)))
         given = {name: [value] for name, value in arguments.items()}
         given["environments"] = [instance.value]
         for each in scorers:
@@ -196,7 +197,7 @@ class Episode:
             self.lost = instance.home.lost
             return Outcome(error=TimeoutError(f"no result in time: {late}"))
 
-    def _scored(self, name: str, what: str, outcome: Outcome) -> "_Scored":
+    def _scored(self, name: str, what: str, outcome: Outcome, where: str = "") -> _Scored:
         if outcome.error is not None:
             problem, mistake = self._raised(what, outcome.error)
             return _Scored(name, None, problem, mistake)
@@ -204,11 +205,11 @@ class Episode:
         try:
             values, wrong = checked_values(outcome.result, 1)
         except MalformedResult as error:
-            return _Scored(name, None, f"{what} {error}", True)
+            return _Scored(name, None, f"{what}{where} {error}", True)
         if not wrong:
             return _Scored(name, values[0])
         numeric = hasattr(next(iter(outcome.result)), "__float__")
-        return _Scored(name, None, f"{what} {wrong[0]}", not numeric)
+        return _Scored(name, None, f"{what}{where} {wrong[0]}", not numeric)
 
     def _raised(self, method: str, error: BaseException) -> tuple[str, bool]:
         """Say what a method of the environment raised, and whether it is the program's mistake: it

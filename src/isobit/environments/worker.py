@@ -109,13 +109,17 @@ class Worker:
             function = load_function(reference)
             if _ASKS_FOR in function.names:
                 self._scorers.append(Scorer(label, function))
-                called_here.append(label)
+                required = [name for name in function.required if name != _ASKS_FOR]
+                called_here.append([label, required])
         if called_here and given["factory"] is None:
             raise IsobitError(
-                f"reward function {called_here[0]}: it asks for {_ASKS_FOR}, and there is no "
+                f"reward function {called_here[0][0]}: it asks for {_ASKS_FOR}, and there is no "
                 "environment.factory"
             )
-        kinds = [[each.name, each.schemas, each.reward] for each in self._kinds.values()]
+        kinds = [
+            [kind.name, kind.schemas, kind.reward, kind.answers_turns]
+            for kind in self._kinds.values()
+        ]
         return {"kinds": kinds, "called_here": called_here}
 
     async def _answer(self, episode: Episode, message: Mapping[str, Any]) -> None:
