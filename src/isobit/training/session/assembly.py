@@ -55,9 +55,6 @@ from isobit.training.scoring import RewardScorer, WeightedModel
 from isobit.training.session.conversing import open_dialogue
 from isobit.training.sft.base import cached_model
 
-Tools = Sequence[Mapping[str, Any]]
-"""Schemas of tools, as a chat template takes them."""
-
 
 def open_parts(
     config: Config,
@@ -67,14 +64,14 @@ def open_parts(
     objects: Objects = NO_OBJECTS,
     ranks: Ranks = ALONE,
     began: Mapping[str, Any] = MappingProxyType({}),
-    before_weights: Callable[[Task, Path, Tools], None] | None = None,
+    before_weights: Callable[[Task, Path, Processes], None] | None = None,
     recorded: Path | None = None,
 ) -> Parts:
     """Open everything; weights from `checkpoint` where one is given; `began`: the facts of the run
     that goes on, or is replayed; `recorded`: the run whose rollouts this one learns from, where
     nothing answers between turns unless held-out prompts are asked;
-    `before_weights` is called with the task, the model's directory and the tools that prompts
-    show, before a weight is read, instead of a warning where the run cannot fit. Raises
+    `before_weights` is called with the task, the model's directory and the processes of the user's
+    code, before a weight is read, instead of a warning where the run cannot fit. Raises
     IsobitError for whatever does not fit.
     Several `ranks` share the policy's masters; a reference and reward models are whole on each,
     once they are read."""
@@ -90,7 +87,7 @@ def open_parts(
         processes.check(config, task, quiet=not ranks.first)
         base = base_of(config, began, quiet)
         if before_weights is not None:
-            before_weights(task, base, processes.tools)
+            before_weights(task, base, processes)
         elif checkpoint is None and ranks.first and not is_adapter(base):  # which is refused
             _say_what_cannot_fit(config, base)
         models = _open_models(config, task, processes, base, began, checkpoint, ranks)
