@@ -90,17 +90,19 @@ class Server(uvicorn.Server):
         """Called with the port once it listens."""
 
     async def startup(self, sockets: Any = None) -> None:
-        """Listen, and begin to work. Raises RunFailed where it cannot go on from its state, of
-        which nothing is dropped; a signal meanwhile ends it."""
+        """Listen, and begin to work. Raises IsobitError where its state cannot go on, and RunFailed
+        where it is the server that cannot; a signal meanwhile ends it."""
         await super().startup(sockets)
         try:
             await self._gateway.start()
-        except (Refused, RunFailed) as error:
+        except (Refused, IsobitError) as error:
             if not self.should_exit:
                 self._gateway.device.stop()
                 for server in self.servers:
                     server.close()
-                raise RunFailed(f"the server cannot go on where it ended: {error}") from None
+                if isinstance(error, (Refused, RunFailed)):
+                    error = RunFailed(f"the server cannot go on where it ended: {error}")
+                raise error from None
         else:
             self.on_start(self.servers[0].sockets[0].getsockname()[1])
 

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from isobit.errors import IsobitError, RunFailed, brief
 from isobit.rl.stepwise import StepwiseLearner
 from isobit.serve.gateway import Gateway, Refused, in_thread
+from isobit.serve.requests import BadRequest
 from isobit.serve.state.rows import Answer, StoredRequest, StoredRun
 from isobit.serve.state.state import State
 from isobit.serve.tinker.futures import Futures
@@ -52,8 +53,9 @@ class Resume:
         self._handlers = handlers
 
     async def all(self) -> None:
-        """All of it. What the state does not hold whole is dropped, with a line in the log. Raises
-        Refused where it is the server that cannot do it, and nothing is dropped."""
+        """All of it. Raises IsobitError for a run that cannot go on, such as one of another model,
+        unless the state may drop it, which the log tells; Refused and RunFailed where it is the
+        server that cannot do it. Nothing is dropped then."""
         sessions = dict[str, Session]()
         for row in await in_thread(self._state.all_sessions):
             sessions[row.id] = self._sessions.begin(row.id, row.tenant)
@@ -62,41 +64,60 @@ class Resume:
             if stored.session in sessions:
                 runs.append(self._run(sessions[stored.session], stored))
             else:
-                await in_thread(self._state.end_run, stored.id)
+                await self._drop(stored, IsobitError("its session is gone"))
         await asyncio.gather(*runs)
         for name, session in sessions.items():
             for sampler in await in_thread(self._state.samplers, name):
                 try:
+                    self._state.check_model(sampler)
                     await self._samplers.begin_again(session, sampler)
                 except IsobitError as error:
                     if isinstance(error, RunFailed):
                         raise
                     _LOG.warning("sampling client %s cannot go on: %s", sampler.id, error)
-                    await in_thread(self._state.drop_sampler, sampler.id)
+                    self._samplers.leave(session, sampler, str(error))
                     continue
                 self._runs.count_unnamed(sampler)
+        await in_thread(self._state.adopt)
 
     async def _run(self, session: Session, stored: StoredRun) -> None:
         try:
             requests = await in_thread(self._state.requests, stored.id)
+            self._state.check_model(stored)
+            if (stored.rank is None) != self._gateway.whole:
+                kind = "--train" if self._gateway.whole else "--train full"
+                raise IsobitError(f"it goes on with {kind}")
             if stored.applied < 0:  # nobody has seen its weights: it begins once more
                 for request in requests[:1]:
-                    await self._handle(session, request)
+                    try:
+                        await self._handle(session, request)
+                    except BadRequest as error:  # as it would have been answered
+                        _LOG.warning("training run %s does not begin: %s", stored.id, error)
+                        await in_thread(self._state.end_run, stored.id)
                 return
             run = await self._opened(session, stored)
             await self._do_again(run, [each for each in requests if each.number > stored.applied])
         except Refused as error:
             raise Refused(error.status, f"training run {stored.id}: {error}") from None
         except IsobitError as error:
-            if isinstance(error, RunFailed):  # a full disk, and nothing of the run's
-                raise
-            _LOG.warning("training run %s cannot go on: %s", stored.id, error)
-            await in_thread(self._state.end_run, stored.id)
+            await self._drop(stored, error)
             return
         for request in requests:
             if request.answer is not None:
                 name = f"{stored.id}:{request.number}"
                 self._futures.done(session.tenant, name, _response(request.answer))
+
+    async def _drop(self, run: StoredRun, why: IsobitError) -> None:
+        """End a run that cannot go on. Raises IsobitError where nobody has asked for that."""
+        if isinstance(why, RunFailed):  # a full disk, and nothing of the run's
+            raise why
+        if not self._state.drops:
+            raise IsobitError(
+                f"--state {self._state.folder}: training run {run.id} cannot go on: {why}; mend "
+                "that, or end what cannot go on with --drop-runs"
+            ) from None
+        _LOG.warning("training run %s cannot go on, and is dropped: %s", run.id, why)
+        await in_thread(self._state.end_run, run.id)
 
     async def _opened(self, session: Session, stored: StoredRun) -> Run:
         """A run as it was last kept."""
@@ -119,6 +140,10 @@ class Resume:
 
     async def _do_again(self, run: Run, requests: list[StoredRequest]) -> None:
         """Those with an answer now, one after the other; then others wait for their turns."""
+        for request in requests:
+            if (kind := request.kind.partition(":")[0]) not in self._handlers:
+                what = f"request {request.number} is none that a server keeps"
+                raise IsobitError(f"{what}: {brief(kind)}; was it another isobit's?")
         last = max((each.number for each in requests if each.answer is not None), default=-1)
         for request in requests:
             kind, answer = request.kind.partition(":")[0], request.answer
@@ -155,8 +180,6 @@ class Resume:
             "headers": headers,
             "state": {"tenant": session.tenant},
         }
-        if kind not in self._handlers:
-            raise IsobitError(f"request {stored.number} is none that a server keeps: {brief(kind)}")
         return await self._handlers[kind](Request(scope, receive))
 
 

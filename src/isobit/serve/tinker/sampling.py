@@ -105,6 +105,9 @@ class Samplers:
                 except BaseException:
                     await self._release(sampler)
                     raise
+        if name in self._dropped:
+            await self._release(sampler)
+            raise BadRequest(f"no sampling session {name}: {self._dropped[name][1]}", status=404)
         if session.ended or (session.name, number) in self._numbered:
             await self._release(sampler)
             if session.ended:
@@ -132,6 +135,11 @@ class Samplers:
             snapshot = await self._read(row.tenant, kept)
         made = Sampler(row.tenant, row.base, row.path, snapshot, kept)
         await self.add(session, row.number, made, row.id)
+
+    def leave(self, session: Session, row: StoredSampler, why: str) -> None:
+        """A sampling client of an earlier server cannot go on; it is told so when it asks, and is
+        kept until its session ends: the next server may have what it samples from."""
+        self._dropped[row.id] = session.name, why
 
     async def drop(self, session: Session, name: str, why: str) -> None:
         """A sampling client's weights are no longer kept; it is told so when it asks."""
@@ -256,7 +264,7 @@ class Samplers:
             adapter = self._gateway.adapter_of(base if path is None else name)
             held = Snapshot(None, 0) if self._gateway.whole else adapter
             return await self._gateway.work(tenant, partial(self._snapshots.hold, held)), None
-        checkpoint = await in_thread(state.checkpoint, tenant, path)
+        checkpoint = await in_thread(state.loadable, tenant, path)
         if self._gateway.whole:
             saved = Snapshot(None, 0, weights=checkpoint.weights)
             return await self._gateway.work(tenant, partial(self._snapshots.hold, saved)), None

@@ -387,7 +387,7 @@ class Training:
 
     async def _saved(self, tenant: str, path: str, optimizer: bool) -> tuple[Checkpoint, Path]:
         """A tenant's checkpoint, and its folder. Raises BadRequest."""
-        checkpoint = await in_thread(self._state.checkpoint, tenant, path)
+        checkpoint = await in_thread(self._state.loadable, tenant, path)
         if optimizer and not checkpoint.optimizer:
             raise BadRequest(
                 f"{path}: it was saved for sampling, without the optimizer's state", "optimizer"
