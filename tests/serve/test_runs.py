@@ -130,7 +130,7 @@ def test_where_there_is_no_room_for_a_sampling_client_none_is_kept(
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer.gateway.device.snapshots, "most_bytes", 1)
-        assert "weights that are sampled from would have more than 1 bytes" in unnamed(1)
+        assert "weights that you sample from would have more than 1 bytes" in unnamed(1)
     assert kept() == 0
     assert "sampling_session_id" in unnamed(2)
     assert kept() == 1
@@ -153,10 +153,13 @@ def test_create_and_sampling_clients_are_made_once(trainer: Running) -> None:
 def test_another_tenant_has_no_run_of_this_one(trainer: Running) -> None:
     run = new(trainer)
     stranger = Running(trainer.url, trainer.gateway, trainer.server, OTHER_KEY)
-    for path in ("get_info", "unload_model", "optim_step", "save_weights"):
+    for path in ("get_info", "optim_step", "save_weights"):
         found = stranger.post(f"/api/v1/{path}", {"model_id": run, "seq_id": 1})
         assert (found.status_code, "no training run" in found.text) == (404, True)
     assert gradients(stranger, run, 1, data(1)).status_code == 404
+    unloaded = stranger.post("/api/v1/unload_model", {"model_id": run})  # as if it was not there
+    assert answer(stranger, unloaded).json()["type"] == "unload_model"
+    assert trainer.post("/api/v1/get_info", {"model_id": run}).status_code == 200
 
 
 def test_zstd_and_what_it_may_hide(trainer: Running) -> None:

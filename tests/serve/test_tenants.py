@@ -221,19 +221,20 @@ def test_conversations_of_one_are_not_dropped_for_another(monkeypatch: pytest.Mo
     assert kept.find("0", "f") is not None
 
 
-def test_requests_of_one_are_not_counted_for_another(
+def test_requests_of_one_run_are_not_counted_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "MOST_REQUEST_BYTES", 100)
     state = State(tmp_path / "state")
     try:
-        for run in (RUN, replace(RUN, id="s:train:1", number=1, tenant="1")):
+        for run in (RUN, replace(RUN, id="s:train:1", number=1)):
             state.add_run(run)
         state.accept("s:train:0", 1, "optim_step", b"a" * 60)
-        with pytest.raises(BadRequest, match="requests of yours that are in no saved state"):
+        with pytest.raises(BadRequest, match="100 is the most that one step may be made of"):
             state.accept("s:train:0", 2, "optim_step", b"a" * 60)
+        state.accept("s:train:0", 1, "optim_step", b"a" * 60)  # which is there, and counted once
         state.accept("s:train:1", 1, "optim_step", b"a" * 60)
-        assert [len(state.requests(f"s:train:{each}")) for each in (0, 1)] == [1, 1]
+        assert [state.numbers(f"s:train:{each}") for each in (0, 1)] == [[1], [1]]
     finally:
         state.close()
 

@@ -260,7 +260,7 @@ def test_auto_takes_what_fits_and_a_resumed_run_repeats_it(
 def test_the_smallest_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container's, where it has one; `max` is none."""
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(host, "_CGROUPS", (str(limit),))
+    monkeypatch.setattr("isobit.engine.memory._CGROUPS", (str(limit),))
     machine = host.memory_limit(torch.device("cpu"))
     assert machine[1] == "memory of this machine"
     limit.write_text("max\n")

@@ -2,25 +2,10 @@
 may use."""
 
 import os
-from pathlib import Path
 
-import torch
-
+from isobit.engine.memory import memory_limit
 from isobit.kernels import Ops
 from isobit.plan.cards import Machine
-
-_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
-
-def memory_limit(device: torch.device) -> tuple[int, str]:
-    """(bytes, what they are): of the GPU that the model is on, else of the machine, or its
-    cgroup's if that is less."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory, "memory of this GPU"
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limits = [int(text) for path in _CGROUPS if (text := _text(Path(path))).isdigit()]
-    smallest = min([total, *limits])
-    return smallest, "memory of this machine" if smallest == total else "memory of this container"
 
 
 def this_machine(ops: Ops, ranks: int = 1) -> Machine:
@@ -34,7 +19,3 @@ def this_machine(ops: Ops, ranks: int = 1) -> Machine:
 def cores() -> int:
     """Those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _text(path: Path) -> str:
-    return path.read_text().strip() if path.is_file() else ""

@@ -66,10 +66,15 @@ class Limits:
     stop_strings: Annotated[int, at_least(1)] = 16
     stop_characters: Annotated[int, at_least(1)] = 1024  # of all stop strings of a request
     runs: Annotated[int, at_least(1)] = 16  # of a tenant, that train at the same time
-    adapter_bytes: Annotated[int, at_least(1)] = 32 << 30  # of all that trains, in FP32
-    snapshot_bytes: Annotated[int, at_least(1)] = 32 << 30  # of what is sampled from, in FP32
+    adapter_bytes: Annotated[int, at_least(1)] = 32 << 30  # of all that trains; shared equally
+    snapshot_bytes: Annotated[int, at_least(1)] = (
+        32 << 30
+    )  # of what is sampled from; shared equally
     run_requests: Annotated[int, at_least(1)] = 1024  # that wait for their turn in a run
-    run_bytes: Annotated[int, at_least(1)] = 256 << 20  # of their bodies
+    waiting_bytes: Annotated[int, at_least(1)] = (
+        256 << 20
+    )  # of a tenant's bodies that wait, unpacked
+    all_waiting_bytes: Annotated[int, at_least(1)] = 1 << 30  # of those of all tenants together
 
 
 class BadRequest(IsobitError):

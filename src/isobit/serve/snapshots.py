@@ -22,13 +22,14 @@ from isobit.model.adapters.low_rank import Adapter
 @dataclass(eq=False)
 class Snapshot:
     """Weights that are served: by `served`, their name in the model, None: the base's. `holders`:
-    open requests, and the name while it means this snapshot. `bytes`: of those with a key.
+    open requests, and the name while it means this snapshot. `bytes`, `tenant`: of those with a key.
     `weights`: of the base, which ones they are (`Snapshots.present`)."""
 
     served: str | None
     version: int
     holders: int = 0
     bytes: int = 0
+    tenant: str = ""
     weights: str = ""
 
 
@@ -41,7 +42,8 @@ class Snapshots:
         self._versions: dict[str, int] = {}
         self._keyed: dict[str, Snapshot] = {}
         self.most_bytes: float = math.inf
-        """Of all that is open by a key, the factors in FP32."""
+        """Of all that is open by a key, the factors in FP32; each of the `tenants` has a share."""
+        self.tenants = 1
         self._opened = count()
         self.present = ""
         """What the weights of the model itself are called, if they are trained: a name that is never
@@ -65,20 +67,23 @@ class Snapshots:
             self.release(before)
         return version
 
-    def open(self, key: str, adapter: Callable[[], str | Path | Adapter]) -> Snapshot:
-        """Hold weights that clients do not ask for by a name, until they are released: those of
-        this `key`, which never means others. They are read once while somebody holds them. Raises
+    def open(
+        self, key: str, adapter: Callable[[], str | Path | Adapter], tenant: str = ""
+    ) -> Snapshot:
+        """Hold weights that clients of a tenant do not ask for by a name, until they are released:
+        those of this `key`, which never means others. They are read once while somebody holds them. Raises
         IsobitError as `put`, and where there is no room for more."""
         found = self._keyed.get(key)
         if found is None:
             read = self._model.read_adapter(adapter())
             size = 4 * sum(map(math.prod, read.shapes.values()))
-            if size + sum(one.bytes for one in self._keyed.values()) > self.most_bytes:
+            held = sum(one.bytes for one in self._keyed.values() if one.tenant == tenant)
+            if size + held > (share := self.most_bytes / self.tenants):
                 raise IsobitError(
-                    f"weights that are sampled from would have more than {self.most_bytes:,} bytes "
-                    "together; end sessions whose sampling clients are not needed"
+                    f"weights that you sample from would have more than {share:,.0f} bytes together; "
+                    "end sessions whose sampling clients are not needed"
                 )
-            found = Snapshot(f"{key}@{next(self._opened)}", 0, bytes=size)
+            found = Snapshot(f"{key}@{next(self._opened)}", 0, bytes=size, tenant=tenant)
             self._model.add_adapter(found.served or "", read)
             self._keyed[key] = found
         found.holders += 1

@@ -18,13 +18,14 @@ from pathlib import Path
 import torch
 
 from isobit import __version__
+from isobit.engine.memory import memory_limit
 from isobit.errors import IsobitError
 from isobit.kernels import get_ops
 from isobit.kernels.backends.native import unsupported
 from isobit.kernels.gpu import find_gpu, refusal, triton_refusal
 from isobit.kernels.ops import Ops
 from isobit.options.consistency import order, processor_features, resolved
-from isobit.plan.host import cores, memory_limit
+from isobit.plan.host import cores
 from isobit.precision import PRESETS
 
 _INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "fma")

@@ -11,17 +11,20 @@ is, and can be done again (`requests`, `keep_present`). Left out: what is in a c
 `write(folder)` knows.
 """
 
+import logging
 import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
-from isobit.errors import IsobitError, RunFailed, brief
+from isobit.errors import IsobitError, brief
 from isobit.run import checkpoints as folders
 from isobit.run.durable import make_directory
 from isobit.serve.requests import BadRequest
 from isobit.serve.state.database import FILE, WEIGHTS, make_private
+from isobit.serve.state.reserve import making_room
 from isobit.serve.state.rows import (
     Answer,
     Checkpoint,
@@ -35,9 +38,11 @@ from isobit.serve.state.rows import (
 from isobit.serve.state.store import MOST_ANSWERS, Store
 
 _MANIFEST = "manifest.json"
-MOST_BYTES, MOST_CHECKPOINTS = 1 << 38, 4096
-"""Of all checkpoints together, and of a tenant's."""
+MOST_CHECKPOINTS, DISK_PART = 4096, 0.8
+"""Checkpoints of a tenant; the part of the disk that all tenants' may have, in equal shares. The
+rest is for what runs are kept as."""
 Write = Callable[[Path], None]
+_LOG = logging.getLogger("isobit.serve")
 
 
 class State(Store):
@@ -48,17 +53,18 @@ class State(Store):
         self,
         folder: Path,
         owners: Mapping[str, str] | None = None,
-        most_bytes: int = MOST_BYTES,
+        most_bytes: int | None = None,
         most_checkpoints: int = MOST_CHECKPOINTS,
         every: int = 10,
         model: str = "",
         drops: bool = False,
     ) -> None:
         """`owners`: by the names that requests have for tenants, what the tables call them;
-        `every`: so many optimizer steps of a run are computed again after a kill, at most; `model`:
-        whose runs these are (`identity.py`); `drops`: what is not whole may be dropped. Raises
-        IsobitError for a folder that is no state, or not this user's alone, or in use, and for one
-        that is not whole, unless it `drops` what is not."""
+        `most_bytes`: of a tenant's checkpoints, None: its share of the disk; `every`: so many
+        optimizer steps of a run are computed again after a kill, at most; `model`: whose runs these
+        are (`identity.py`); `drops`: what is not whole may be dropped. Raises IsobitError for a
+        folder that is no state, or not this user's alone, or in use, and for one that is not whole,
+        unless it `drops` what is not."""
         _check_tables(make_private(folder))
         super().__init__(folder, owners or {}, model)
         self.drops = drops
@@ -66,6 +72,9 @@ class State(Store):
         self.every = every
         self._weights = folder / WEIGHTS
         self._writing = set[str]()  # ids of folders that no row names yet
+        self._pinned = dict[
+            str, str
+        ]()  # by run: the checkpoint that it was loaded from, and not kept
         try:
             make_directory(self._weights)
             self._weights.chmod(0o700)
@@ -97,18 +106,18 @@ class State(Store):
         BadRequest for a name that is taken or no name, and where there is no room; RunFailed if the
         disk takes no more."""
         checked_name(name)
-        self._check_free(run, kind, name, overwrite)
+        self._check_free(run, kind, name, overwrite, 1)
         checkpoint = self._written(run, kind, name, write, optimizer, ttl, metadata or {}, weights)
         try:
             with self._transaction() as execute:
-                self._check_free(run, kind, name, overwrite)
+                self._check_free(run, kind, name, overwrite, checkpoint.bytes)
                 execute(
                     "DELETE FROM checkpoints WHERE run = ? AND kind = ? AND name = ?",
                     *(run, kind, name),
                 )
                 self._insert(checkpoint)
                 if answer is not None:
-                    self.answer(run, *answer(checkpoint))
+                    self._write_answer(run, *answer(checkpoint))
                 if sampler is not None:
                     self._insert(sampler(checkpoint))
         finally:
@@ -134,15 +143,23 @@ class State(Store):
                 execute("DELETE FROM checkpoints WHERE run = ? AND kind = 'present'", run)
                 self._insert(checkpoint)
                 execute("UPDATE runs SET applied = ? WHERE id = ?", number, run)
+                self._write_late()
                 if answer is not None:
-                    self.answer(run, number, answer)
+                    self._write_answer(run, number, answer)
                 execute("UPDATE requests SET body = x'' WHERE run = ? AND number <= ?", run, number)
                 execute(
                     "DELETE FROM requests WHERE run = ? AND number <= ?", run, number - MOST_ANSWERS
                 )
+            self._pinned.pop(run, None)
         finally:
             self._writing.discard(checkpoint.id)
             self._tidy()
+
+    def pin(self, run: str, checkpoint: str) -> None:
+        """Hold a checkpoint until the run, which has loaded it, is kept or ends: else nothing could
+        load it again."""
+        with self._guard:
+            self._pinned[run] = checkpoint
 
     def present(self, run: str) -> Checkpoint | None:
         """What a run was when it was last kept."""
@@ -223,25 +240,30 @@ class State(Store):
             expires = None if ttl is None else time.time() + ttl
             execute("UPDATE checkpoints SET expires = ? WHERE id = ?", expires, found.id)
 
+    @making_room
     def delete(self, tenant: str, path: str | CheckpointName) -> None:
-        """Drop a checkpoint. Raises as `checkpoint`."""
+        """Drop a checkpoint. Raises as `checkpoint`, and where a run needs it still."""
         found = self.checkpoint(tenant, path)
+        self._check_unpinned(found)
         with self._transaction() as execute:
             execute("DELETE FROM checkpoints WHERE id = ?", found.id)
             self._forget_empty()
         self._tidy()
 
+    @making_room
     def drop_expired(self) -> None:
-        """Drop checkpoints whose time is over."""
+        """Drop checkpoints whose time is over, and which no run needs."""
         with self._guard:
-            now = time.time()
-            if not self._count("checkpoints", "expires <= ?", now):
+            held = [*self._pinned.values()]
+            where, now = f"expires <= ? AND id NOT IN ({', '.join('?' * len(held))})", time.time()
+            if not self._count("checkpoints", where, now, *held):
                 return
             with self._transaction() as execute:
-                execute("DELETE FROM checkpoints WHERE expires <= ?", now)
+                execute(f"DELETE FROM checkpoints WHERE {where}", now, *held)
                 self._forget_empty()
         self._tidy()
 
+    @making_room
     def end_session(self, name: str) -> None:
         """As `Store.end_session`; what its sampling clients had no path for goes too."""
         with self._transaction() as execute:
@@ -253,6 +275,7 @@ class State(Store):
             super().end_session(name)
         self._tidy()
 
+    @making_room
     def drop_sampler(self, name: str) -> None:
         """A sampling client ends, with what it had no path for."""
         with self._transaction() as execute:
@@ -264,42 +287,69 @@ class State(Store):
             execute("DELETE FROM samplers WHERE id = ?", name)
         self._tidy()
 
+    @making_room
     def end_run(self, run: str) -> None:
         """As `Store.end_run`, with its folders."""
         super().end_run(run)
+        self._pinned.pop(run, None)
         if not self._connection.in_transaction:
             self._tidy()
 
     @property
-    def bytes(self) -> int:
-        """Of all checkpoints."""
+    def tenants(self) -> int:
+        """How many share what there is."""
+        return max(len(self._owners), 1)
+
+    def share(self) -> int:
+        """Return how many bytes a tenant's checkpoints may have."""
+        if self._most_bytes is not None:
+            return self._most_bytes
         with self._guard:
-            (size,) = self._run("SELECT coalesce(sum(bytes), 0) FROM checkpoints").fetchone()
-        return int(size)
+            (held,) = self._run("SELECT coalesce(sum(bytes), 0) FROM checkpoints").fetchone()
+        free = shutil.disk_usage(self._weights).free
+        return int(DISK_PART * (free + held) / self.tenants)
 
     # what keeps folders and rows together
 
-    def _check_free(self, run: str, kind: Kind, name: str, overwrite: bool) -> None:
-        if self.bytes >= self._most_bytes:
-            raise BadRequest(
-                f"saved weights have {self.bytes:,} bytes, and {self._most_bytes:,} is the most; "
-                "delete checkpoints",
-                status=429,
-            )
+    def _check_free(self, run: str, kind: Kind, name: str, overwrite: bool, size: int) -> None:
+        """Raise BadRequest unless a run's tenant may have `size` more bytes by this name, in the
+        place of what has it."""
         found = self.run(run)
         if found is None:
             raise BadRequest(f"no training run {brief(run)}", status=404)
-        where = "run IN (SELECT id FROM runs WHERE tenant = ?)"
-        if self._count("checkpoints", where, self._owner(found.tenant)) >= self._most_checkpoints:
-            raise BadRequest(
-                f"a tenant may have {self._most_checkpoints:,} checkpoints; delete some", status=429
-            )
-        taken = self._count("checkpoints", "run = ? AND kind = ? AND name = ?", run, kind, name)
-        if taken and not overwrite:
+        before = self._first(Checkpoint, "run = ? AND kind = ? AND name = ?", run, kind, name)
+        if before is not None and not overwrite:
             raise BadRequest(
                 f"checkpoint {name!r} is there already; choose another name, or set overwrite",
                 "path",
                 409,
+            )
+        if before is not None:
+            self._check_unpinned(before)
+        own, owner = "run IN (SELECT id FROM runs WHERE tenant = ?)", self._owner(found.tenant)
+        if self._count("checkpoints", own, owner) - (before is not None) >= self._most_checkpoints:
+            raise BadRequest(
+                f"a tenant may have {self._most_checkpoints:,} checkpoints; delete some", status=429
+            )
+        with self._guard:
+            statement = f"SELECT coalesce(sum(bytes), 0) FROM checkpoints WHERE {own}"
+            (held,) = self._run(statement, owner).fetchone()
+        held, share = held - (0 if before is None else before.bytes), self.share()
+        if held + size > share:
+            raise BadRequest(
+                f"your checkpoints have {held:,} bytes, what your runs are kept as among them, and "
+                f"{size:,} more do not fit in your share of the disk, {share:,}; delete checkpoints "
+                "of yours, or unload runs",
+                status=429,
+            )
+
+    def _check_unpinned(self, checkpoint: Checkpoint) -> None:
+        """Raise BadRequest where a run could not go on without a checkpoint."""
+        if checkpoint.id in self._pinned.values():
+            raise BadRequest(
+                f"{checkpoint.path}: a run was loaded from it, and could not be kept since; call "
+                "optim_step, or unload the run, first",
+                "path",
             )
 
     def _written(
@@ -317,22 +367,17 @@ class State(Store):
         self.drop_expired()
         made, now = secrets.token_hex(16), time.time()
         folder = self._weights / made
-        self._writing.add(made)
+        with self._guard:
+            self._writing.add(made)
         try:
             folders.replace(folder, write)
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             digest = _digest(folder)
-            if self.bytes + size > self._most_bytes:
-                raise BadRequest(
-                    f"these weights have {size:,} bytes, and of {self._most_bytes:,} for all "
-                    f"{max(self._most_bytes - self.bytes, 0):,} are left; delete checkpoints",
-                    status=429,
-                )
         except BaseException as error:
             self._writing.discard(made)
             shutil.rmtree(folder, ignore_errors=True)
-            if isinstance(error, OSError):
-                raise RunFailed(f"state {self.folder}: {error.strerror}") from None
+            if isinstance(error, (OSError, IsobitError)) and not isinstance(error, BadRequest):
+                raise self._no_room(_reason(error)) from None
             raise
         expires = None if ttl is None else now + ttl
         return Checkpoint(
@@ -373,17 +418,22 @@ class State(Store):
             self._forget_empty()
 
     def _tidy(self) -> None:
-        """Remove folders that no row names."""
-        with self._guard:
-            rows = self._run("SELECT id FROM checkpoints").fetchall()
-            kept = {name for (name,) in rows} | self._writing
-            kept |= {f".writing-{name}" for name in self._writing}
-            for path in self._weights.iterdir():
-                if path.name not in kept:
-                    if path.is_dir() and not path.is_symlink():
-                        shutil.rmtree(path, ignore_errors=True)
-                    else:
-                        path.unlink(missing_ok=True)
+        """Remove folders that no row names, without the lock. A folder is listed before it is asked
+        what is being written; what cannot be removed now, the next call removes."""
+        with suppress(OSError):
+            there = list(self._weights.iterdir())
+            with self._guard:
+                rows = self._run("SELECT id FROM checkpoints").fetchall()
+                kept = {name for (name,) in rows} | self._writing
+                kept |= {f".writing-{name}" for name in self._writing}
+            for path in there:
+                if path.name in kept:
+                    continue
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+        self._reserve.hold()
 
 
 def _check_tables(folder: Path) -> None:
@@ -404,3 +454,13 @@ def deleted(checkpoint: Checkpoint) -> BadRequest:
 
 def _digest(folder: Path) -> str:
     return folders.file_digest(folder / _MANIFEST)
+
+
+def _reason(error: BaseException) -> str:
+    """Return why the disk has not taken something, without a path: tenants read it."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        _LOG.warning("weights could not be written: %s", error)
+    return "its log says why" if cause is None else cause.strerror or type(cause).__name__

@@ -6,11 +6,12 @@ token, so that a file of tokens whose lines change places gives nobody what is a
 """
 
 import json
+import logging
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from isobit.data.foreign import BadJson, parse_json
 from isobit.errors import IsobitError, RunFailed, brief
 from isobit.serve.requests import BadRequest
 from isobit.serve.state.database import open_database
+from isobit.serve.state.reserve import Reserve
 from isobit.serve.state.rows import (
     Answer,
     Checkpoint,
@@ -37,11 +39,10 @@ _TABLES: Mapping[type, str] = {
 }
 MOST_RUNS, MOST_ANSWERS, MOST_REQUEST_BYTES = 4096, 256, 1 << 30
 """Runs of a tenant; answers that are kept of a run, beside those that may be asked for again; bytes
-of the requests that a tenant's runs keep."""
-_REQUEST_BYTES = """
-SELECT coalesce(sum(length(body)), 0) FROM requests WHERE run IN
-(SELECT id FROM runs WHERE tenant = (SELECT tenant FROM runs WHERE id = ?))
-"""
+of the requests of a run that are in no state of it, which bounds what one step may be made of."""
+_HEAVY = 4  # a run with a part as large of these bytes is kept at its next step
+_TOLD_SECONDS = 60.0  # between two lines of the log on a full disk
+_LOG = logging.getLogger("isobit.serve")
 
 
 class Store:
@@ -51,7 +52,10 @@ class Store:
         self.folder, self.model = folder, model
         self._owners, self._tenants = owners, {owner: name for name, owner in owners.items()}
         self._guard = threading.RLock()
+        self._late: dict[tuple[str, int], Answer] = {}  # answers that the disk has not taken
         self._connection, self._lock = open_database(folder)
+        self._reserve = Reserve(folder)
+        self._tell_next = 0.0  # by the monotonic clock
 
     def close(self) -> None:
         """Let another server open it."""
@@ -168,45 +172,82 @@ class Store:
                 "DELETE FROM runs WHERE id = ? AND id NOT IN (SELECT run FROM checkpoints)", run
             )
 
-    def accept(self, run: str, number: int, kind: str, body: bytes) -> None:
+    def accept(
+        self, run: str, number: int, kind: str, body: bytes, *, always: bool = False
+    ) -> None:
         """A request to a run is on the disk: after a kill it can be done again. The same number
-        twice is the same request."""
+        twice is the same request. Raises BadRequest (429) where the run has too many bytes, unless
+        this one is taken `always`; RunFailed if the disk takes no more."""
         with self._transaction() as execute:
-            (size,) = execute(_REQUEST_BYTES, run).fetchone()
-            if size + len(body) > MOST_REQUEST_BYTES:
-                raise BadRequest(
-                    f"requests of yours that are in no saved state have {size:,} bytes, and "
-                    f"{MOST_REQUEST_BYTES:,} is the most; call optim_step, after some of which a "
-                    "run is saved",
-                    status=429,
-                )
-            execute(
+            new = execute(
                 "INSERT OR IGNORE INTO requests SELECT ?, ?, ?, ?, NULL, NULL, NULL "
                 "WHERE EXISTS (SELECT 1 FROM runs WHERE id = ? AND live)",
                 *(run, number, kind, body, run),
-            )
+            ).rowcount
+            if new and not always and (size := self.request_bytes(run)) > MOST_REQUEST_BYTES:
+                raise BadRequest(
+                    f"with this one the requests of run {run} that are in no saved state have "
+                    f"{size:,} bytes, and {MOST_REQUEST_BYTES:,} is the most that one step may be "
+                    "made of; call optim_step first, or send fewer data before it",
+                    status=429,
+                )
             execute("UPDATE runs SET requested = ? WHERE id = ?", time.time(), run)
 
-    def answer(self, run: str, number: int, answer: Answer) -> None:
-        """What a request was answered; a run that has ended keeps none."""
-        with self._transaction() as execute:
-            execute(
-                "UPDATE requests SET status = ?, media_type = ?, answer = ? "
-                "WHERE run = ? AND number = ?",
-                *(answer.status, answer.media_type, answer.body, run, number),
-            )
-
-    def requests(self, run: str) -> list[StoredRequest]:
-        """Those of a run that are kept, in their order: what was applied after the state that was
-        kept last, and older ones with their answers and without their bodies."""
+    def request_bytes(self, run: str) -> int:
+        """Return the bytes of a run's requests that are in no kept state of it."""
         with self._guard:
-            rows = self._run("SELECT * FROM requests WHERE run = ? ORDER BY number", run).fetchall()
-        return [
-            StoredRequest(
-                name, number, kind, body, None if status is None else Answer(status, media, answer)
-            )
-            for name, number, kind, body, status, media, answer in rows
-        ]
+            statement = "SELECT coalesce(sum(length(body)), 0) FROM requests WHERE run = ?"
+            (size,) = self._run(statement, run).fetchone()
+        return int(size)
+
+    def is_heavy(self, run: str) -> bool:
+        """Tell whether a run's requests have so many bytes that it is to be kept after a step."""
+        return self.request_bytes(run) * _HEAVY > MOST_REQUEST_BYTES
+
+    def answer(self, run: str, number: int, answer: Answer) -> None:
+        """What a request was answered; a run that has ended keeps none. An answer that the disk does
+        not take is written with a later one: until then the request is on the disk without it, and
+        the next server does it again."""
+        with self._guard:
+            self._late[run, number] = answer
+            try:
+                with self._transaction():
+                    self._write_late()
+            except RunFailed:
+                return
+            self._late.clear()
+
+    def _write_late(self) -> None:
+        for (run, number), answer in self._late.items():
+            self._write_answer(run, number, answer)
+
+    def _write_answer(self, run: str, number: int, answer: Answer) -> None:
+        self._run(
+            "UPDATE requests SET status = ?, media_type = ?, answer = ? "
+            "WHERE run = ? AND number = ?",
+            *(answer.status, answer.media_type, answer.body, run, number),
+        )
+
+    def numbers(self, run: str) -> list[int]:
+        """Return the numbers of a run's requests that are kept, in their order: what came after the
+        state that was kept last, and older ones with their answers and without their bodies."""
+        with self._guard:
+            statement = "SELECT number FROM requests WHERE run = ? ORDER BY number"
+            return [number for (number,) in self._run(statement, run).fetchall()]
+
+    def request(self, run: str, number: int) -> StoredRequest | None:
+        """Return one of them; None: its run has ended."""
+        with self._guard:
+            row = self._run(
+                "SELECT kind, body, status, media_type, answer FROM requests "
+                "WHERE run = ? AND number = ?",
+                *(run, number),
+            ).fetchone()
+        if row is None:
+            return None
+        kind, body, status, media, answer = row
+        kept = None if status is None else Answer(status, media, answer)
+        return StoredRequest(run, number, kind, body, kept)
 
     # rows
 
@@ -220,18 +261,24 @@ class Store:
                 return
             try:
                 self._run("BEGIN IMMEDIATE")
-                try:
-                    yield self._run
-                except BaseException:
-                    self._run("ROLLBACK")
-                    raise
+                yield self._run
                 self._run("COMMIT")
             except sqlite3.IntegrityError:  # of a row that another one names
                 raise BadRequest("what this belongs to has ended", status=410) from None
             except sqlite3.OperationalError as error:
+                raise self._no_room(brief(error, 200)) from None
+            finally:
                 if self._connection.in_transaction:
-                    self._run("ROLLBACK")
-                raise RunFailed(f"state {self.folder}: {brief(error, 200)}") from None
+                    with suppress(sqlite3.Error):
+                        self._run("ROLLBACK")
+
+    def _no_room(self, reason: str) -> RunFailed:
+        """Return what a tenant is told where the disk takes no more; the log has the folder, once in
+        a while."""
+        if time.monotonic() > self._tell_next:
+            self._tell_next = time.monotonic() + _TOLD_SECONDS
+            _LOG.warning("--state %s: the disk takes no more: %s", self.folder, reason)
+        return RunFailed(f"the server could not write this to its disk: {reason}; ask again later")
 
     def _run(self, statement: str, *values: Any) -> sqlite3.Cursor:
         return self._connection.execute(statement, values)

@@ -30,13 +30,21 @@ class Futures:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._tasks: dict[_Key, asyncio.Task[Response]] = {}
+        self._digests: dict[_Key, str] = {}  # of what was asked
         self._kept = set[asyncio.Task[Response]]()  # what cannot be cancelled
         self._done = defaultdict[str, deque[tuple[_Key, int]]](deque)
         """Of each tenant what is there, the oldest first, with a result's bytes."""
         self._bytes = Counter[str]()
 
-    def knows(self, tenant: str, name: str) -> bool:
-        """Whether this request has come before, and is not forgotten."""
+    def knows(self, tenant: str, name: str, digest: str = "") -> bool:
+        """Whether this request has come before, and is not forgotten. Raises BadRequest where it had
+        another content then, by its `digest`, empty: not known."""
+        before = self._digests.get((tenant, name), "")
+        if before and digest and before != digest:
+            raise BadRequest(
+                f"request {brief(name, 200)} came before with other content; give each request a "
+                "number of its own"
+            )
         return (tenant, name) in self._tasks
 
     def begin(
@@ -45,23 +53,26 @@ class Futures:
         name: str,
         work: Awaitable[Response],
         over: Callable[[], None] | None = None,
+        digest: str = "",
     ) -> None:
-        """Do some work, whose response answers the future of this name, which is not known. Work
-        that can be cancelled has an `over`, which is called when it is, whether it was begun or
-        not."""
+        """Do some work, whose response answers the future of this name, which is not known;
+        `digest`: of what asks for it. Work that can be cancelled has an `over`, which is called when
+        it is, whether it was begun or not."""
         assert not self.knows(tenant, name)
         task = asyncio.create_task(answered(work))
         self._tasks[tenant, name] = task
+        if digest:
+            self._digests[tenant, name] = digest
         if over is None:
             self._kept.add(task)
         else:
             task.add_done_callback(lambda _: over())
         task.add_done_callback(partial(self._over, (tenant, name)))
 
-    def done(self, tenant: str, name: str, response: Response) -> None:
+    def done(self, tenant: str, name: str, response: Response, digest: str = "") -> None:
         """The answer of a future that was done before, by an earlier server."""
         if not self.knows(tenant, name):
-            self.begin(tenant, name, _at_once(response))
+            self.begin(tenant, name, _at_once(response), digest=digest)
 
     async def retrieve(self, request: Request) -> Response:
         """The result of a future, an error, or that it is to be asked for again."""
@@ -107,6 +118,7 @@ class Futures:
             oldest, size = done.popleft()
             self._bytes[tenant] -= size
             del self._tasks[oldest]
+            self._digests.pop(oldest, None)
 
 
 async def _at_once(response: Response) -> Response:
@@ -121,6 +133,11 @@ async def answered(work: Awaitable[Response]) -> Response:
     except Exception as error:
         if isinstance(error, Refused) and error.status == 503:
             raise
-        status, value = error_value(error)
-        category = "user" if status < 500 else "server"
-        return JSONResponse({"error": value["error"]["message"], "category": category})
+        return failed(error)
+
+
+def failed(error: Exception) -> Response:
+    """Return a future's response to what went wrong."""
+    status, value = error_value(error)
+    category = "user" if status < 500 else "server"
+    return JSONResponse({"error": value["error"]["message"], "category": category})

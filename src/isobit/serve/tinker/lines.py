@@ -6,23 +6,31 @@ line goes on after them: a step without the gradients that belong to it would be
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 from isobit.serve.requests import BadRequest
 
 GAP_SECONDS = 120.0
+_MOST_SKIPPED = 1024  # numbers that a line knows to have been skipped
 
 
 class Line:
-    """Of one run: the request of number `next` is done now, or has not arrived."""
+    """Of one run: the request of number `next` is done now, or has not arrived. `skipped`: earlier
+    numbers that did not come in time."""
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first: int, skipped: Iterable[int] = ()) -> None:
         self.next = first
+        self._skipped = deque(skipped, _MOST_SKIPPED)
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._busy = False
         self._ended: BadRequest | None = None
         self._watch: asyncio.TimerHandle | None = None
+
+    def was_skipped(self, number: int) -> bool:
+        """Tell whether the line went on without a number."""
+        return number in self._skipped
 
     def end(self, error: BadRequest) -> None:
         """Nothing is done from now on: who waits, and who comes, is told `error`."""
@@ -62,6 +70,8 @@ class Line:
 
     def _give_up(self) -> None:
         missing, self.next = self.next, max(self._waiting) + 1
+        behind = range(max(missing, self.next - 2 * _MOST_SKIPPED), self.next)
+        self._skipped.extend(number for number in behind if number not in self._waiting)
         self._fail_waiting(
             BadRequest(
                 f"request {missing} of this run did not come within {GAP_SECONDS:g} seconds; this "

@@ -4,8 +4,9 @@ was.
 Sessions and sampling clients are there again, and each training run as it was last kept. Requests
 that it had answered since are done again, in their order, and have the same bits; then those that
 it had taken and not answered are done. So a client that asks for its answer again gets it, and
-nothing is done twice (tests/serve/test_kills.py). Left out: samples that were open, which the
-client asks for again.
+nothing is done twice (tests/serve/test_kills.py). So are requests before those whose answers a full
+disk has not taken: what was done, was done in the order of the numbers (tests/serve/
+test_full_disk.py). Left out: samples that were open, which the client asks for again.
 """
 
 import asyncio
@@ -22,7 +23,9 @@ from isobit.serve.gateway import Gateway, Refused, in_thread
 from isobit.serve.requests import BadRequest
 from isobit.serve.state.rows import Answer, StoredRequest, StoredRun
 from isobit.serve.state.state import State
-from isobit.serve.tinker.futures import Futures
+from isobit.serve.state.store import MOST_ANSWERS
+from isobit.serve.tinker.arrived import Before, answer_of, digest_of
+from isobit.serve.tinker.futures import Futures, failed
 from isobit.serve.tinker.lines import Line
 from isobit.serve.tinker.runs import Run, Runs
 from isobit.serve.tinker.sampling import Samplers
@@ -31,6 +34,7 @@ from isobit.serve.tinker.wire import PREFIX
 
 Handler = Callable[[Request], Awaitable[Response]]
 _LOG = logging.getLogger("isobit.serve")
+_FORGOTTEN = BadRequest("the answer to this request was not kept", status=410)
 _CHANGING = ("forward_backward", "optim_step", "load_weights")
 """Kinds of requests that leave a run other than it was."""
 
@@ -64,7 +68,8 @@ class Resume:
             if stored.session in sessions:
                 runs.append(self._run(sessions[stored.session], stored))
             else:
-                await self._drop(stored, IsobitError("its session is gone"))
+                self._check_drops(stored, IsobitError("its session is gone"))
+                await in_thread(self._state.end_run, stored.id)
         await asyncio.gather(*runs)
         for name, session in sessions.items():
             for sampler in await in_thread(self._state.samplers, name):
@@ -82,42 +87,66 @@ class Resume:
 
     async def _run(self, session: Session, stored: StoredRun) -> None:
         try:
-            requests = await in_thread(self._state.requests, stored.id)
             self._state.check_model(stored)
             if (stored.rank is None) != self._gateway.whole:
                 kind = "--train" if self._gateway.whole else "--train full"
                 raise IsobitError(f"it goes on with {kind}")
+            numbers = await in_thread(self._state.numbers, stored.id)
             if stored.applied < 0:  # nobody has seen its weights: it begins once more
-                for request in requests[:1]:
-                    try:
-                        await self._handle(session, request)
-                    except BadRequest as error:  # as it would have been answered
-                        _LOG.warning("training run %s does not begin: %s", stored.id, error)
-                        await in_thread(self._state.end_run, stored.id)
+                for number in numbers[:1]:
+                    await self._begin(session, stored, await self._request(stored.id, number))
                 return
             run = await self._opened(session, stored)
-            await self._do_again(run, [each for each in requests if each.number > stored.applied])
+            await self._do_again(run, stored.applied, numbers)
         except Refused as error:
             raise Refused(error.status, f"training run {stored.id}: {error}") from None
         except IsobitError as error:
-            await self._drop(stored, error)
-            return
-        for request in requests:
-            if request.answer is not None:
-                name = f"{stored.id}:{request.number}"
-                self._futures.done(session.tenant, name, _response(request.answer))
+            if isinstance(error, RunFailed) or _is_of_the_server(error):
+                raise RunFailed(f"training run {stored.id}: {error}") from None
+            self._check_drops(stored, error)
+            await self._end(session, stored, error)
 
-    async def _drop(self, run: StoredRun, why: IsobitError) -> None:
-        """End a run that cannot go on. Raises IsobitError where nobody has asked for that."""
-        if isinstance(why, RunFailed):  # a full disk, and nothing of the run's
-            raise why
+    def _check_drops(self, run: StoredRun, why: IsobitError) -> None:
+        """Log that a run is dropped. Raises IsobitError unless the state may drop it."""
         if not self._state.drops:
             raise IsobitError(
                 f"--state {self._state.folder}: training run {run.id} cannot go on: {why}; mend "
                 "that, or end what cannot go on with --drop-runs"
             ) from None
         _LOG.warning("training run %s cannot go on, and is dropped: %s", run.id, why)
-        await in_thread(self._state.end_run, run.id)
+
+    async def _begin(self, session: Session, stored: StoredRun, request: StoredRequest) -> None:
+        """Create a run anew; one that is refused ends, as its client would have been answered."""
+        try:
+            await self._handle(session, request, Before(done=False))
+        except BadRequest as error:
+            if _is_of_the_server(error):
+                raise
+            _LOG.warning("training run %s does not begin: %s", stored.id, error)
+            await self._end(session, stored, error)
+
+    async def _end(self, session: Session, stored: StoredRun, why: IsobitError) -> None:
+        """End a run, and tell those who ask for it, or for answers of it, why."""
+        said = f"it could not go on when the server began again: {why}"
+        await self._runs.lose(session.tenant, stored.id, said)
+        for number in await in_thread(self._state.numbers, stored.id):
+            request = await self._request(stored.id, number)
+            lost = failed(BadRequest(f"training run {stored.id}: {said}", status=410))
+            self._give(session, request, lost)
+        await in_thread(self._state.end_run, stored.id)
+
+    async def _request(self, run: str, number: int) -> StoredRequest:
+        """Return one of a run's, which nothing ends meanwhile."""
+        found = await in_thread(self._state.request, run, number)
+        assert found is not None
+        return found
+
+    def _give(self, session: Session, request: StoredRequest, otherwise: Response) -> None:
+        """Answer a request's future as it was answered, or with something else."""
+        answer = request.answer
+        found = otherwise if answer is None else _response(answer)
+        name, digest = f"{request.run}:{request.number}", digest_of(request.kind)
+        self._futures.done(session.tenant, name, found, digest)
 
     async def _opened(self, session: Session, stored: StoredRun) -> Run:
         """A run as it was last kept."""
@@ -125,7 +154,7 @@ class Resume:
         if present is None:
             raise IsobitError("its weights are not kept")
         folder = await in_thread(self._state.folder_of, present)
-        run = self._runs.opened(session, stored)
+        run = self._runs.opened(session, stored, again=True)
 
         whole, model = self._gateway.whole, self._gateway.model
 
@@ -138,35 +167,71 @@ class Resume:
         await self._gateway.work(run.tenant, load, alone=whole)
         return run
 
-    async def _do_again(self, run: Run, requests: list[StoredRequest]) -> None:
-        """Those with an answer now, one after the other; then others wait for their turns."""
-        for request in requests:
-            if (kind := request.kind.partition(":")[0]) not in self._handlers:
-                what = f"request {request.number} is none that a server keeps"
-                raise IsobitError(f"{what}: {brief(kind)}; was it another isobit's?")
-        last = max((each.number for each in requests if each.answer is not None), default=-1)
-        for request in requests:
-            kind, answer = request.kind.partition(":")[0], request.answer
-            if request.number > last or answer is None or kind not in _CHANGING or _failed(answer):
-                continue
-            run.again = request.number
-            found = await self._handle(run.session, request)
-            if bytes(found.body) != answer.body:
-                _LOG.warning("request %d of %s has other bits now", request.number, run.name)
-        run.again = None
-        first = max(last + 1, await in_thread(self._next, run.name))
-        run.line = Line(first)
-        for request in requests:
-            if request.number > last:
-                await self._handle(run.session, request)
+    async def _do_again(self, run: Run, applied: int, numbers: list[int]) -> None:
+        """Do again what was done since the run was kept, in order; then others wait for their turns.
+        What has no answer, and stands before what has one, was done too. Raises IsobitError where a
+        request cannot be done again, without which the run would be another."""
+        later = [number for number in numbers if number > applied]
+        for number in later:
+            self._check_kind(await self._request(run.name, number))
+        last = applied
+        for number in reversed(later):
+            if (await self._request(run.name, number)).answer is not None:
+                last = number
+                break
+        there = {applied, *numbers}
+        for number in numbers:
+            if number > last:
+                break
+            request = await self._request(run.name, number)
+            await self._give_again(run, request, applied, number - 1 in there)
+        oldest = max(1, last - MOST_ANSWERS)
+        run.line = Line(last + 1, (each for each in range(oldest, last + 1) if each not in there))
+        for number in later:
+            if number > last:
+                request = await self._request(run.name, number)
+                try:
+                    await self._handle(run.session, request, Before(done=False))
+                except BadRequest as error:
+                    if _is_of_the_server(error):
+                        raise
+                    await self._runs.refuse(run, number, request.kind, error)
 
-    def _next(self, run: str) -> int:
-        stored = self._state.run(run)
-        return 1 if stored is None else stored.applied + 1
+    def _check_kind(self, request: StoredRequest) -> None:
+        """Raise IsobitError for a request that another version of isobit kept."""
+        if (kind := request.kind.partition(":")[0]) not in self._handlers:
+            what = f"request {request.number} is none that a server keeps"
+            raise IsobitError(f"{what}: {brief(kind)}; was it another isobit's?")
 
-    async def _handle(self, session: Session, stored: StoredRequest) -> Response:
+    async def _give_again(
+        self, run: Run, request: StoredRequest, applied: int, follows: bool
+    ) -> None:
+        """Do a request again that was done, and answer its future. `follows`: the number before it
+        was there, else it was given up."""
+        kind, answer = request.kind.partition(":")[0], request.answer
+        changed = answer is None or (kind in _CHANGING and not _failed(answer))
+        if request.number <= applied or not changed:
+            self._give(run.session, request, failed(_FORGOTTEN))
+            return
+        if not follows:
+            error: Exception = BadRequest("the request before this one never came", status=410)
+            found = failed(error)
+        else:
+            try:
+                found = await self._handle(run.session, request, Before(done=True))
+            except Exception as error:
+                if answer is not None or _is_of_the_server(error):
+                    raise
+                found = failed(error)
+        if answer is None:
+            await in_thread(self._state.answer, run.name, request.number, answer_of(found))
+        elif bytes(found.body) != answer.body:
+            _LOG.warning("request %d of %s has other bits now", request.number, run.name)
+        self._give(run.session, request, found)
+
+    async def _handle(self, session: Session, stored: StoredRequest, before: Before) -> Response:
         """As if a request came once more."""
-        kind, _, encoding = stored.kind.partition(":")
+        kind, encoding, *_ = [*stored.kind.split(":"), ""]
 
         async def receive() -> dict[str, Any]:
             return {"type": "http.request", "body": stored.body, "more_body": False}
@@ -178,9 +243,16 @@ class Resume:
             "path": f"{PREFIX}/{kind}",
             "query_string": b"",
             "headers": headers,
-            "state": {"tenant": session.tenant},
+            "state": {"tenant": session.tenant, "before": before},
         }
         return await self._handlers[kind](Request(scope, receive))
+
+
+def _is_of_the_server(error: Exception) -> bool:
+    """Tell whether a server has refused something that another one would do."""
+    if not isinstance(error, IsobitError):
+        return True
+    return isinstance(error, BadRequest) and (error.status == 429 or error.status >= 500)
 
 
 def _response(answer: Answer) -> Response:

@@ -3,15 +3,19 @@ or there is one, of all the weights of the model (`--train full`).
 
 A request to a run is a future, done once: its name is the run's and its number. In its turn it is
 a piece of work of its tenant, so the device does one request of a run, and then those of others.
-What is wrong with a request fails that one alone, and nothing has changed.
+What is wrong with a request fails that one alone, and nothing has changed. What was done is answered
+so, also where the disk does not take the run's new state: its requests are on it, and the next
+server does them again. A request waits on the disk alone, and is read from there in its turn.
 """
 
 import asyncio
+import logging
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,10 +30,12 @@ from isobit.options.projections import MLP_PROJECTIONS
 from isobit.rl.stepwise import StepwiseLearner
 from isobit.serve.gateway import Gateway, Refused, in_thread
 from isobit.serve.requests import BadRequest, Fields
-from isobit.serve.state.rows import Answer, Checkpoint, StoredRun, StoredSampler
+from isobit.serve.state.rows import Checkpoint, StoredRun, StoredSampler
 from isobit.serve.state.state import State
+from isobit.serve.tinker.arrived import answer_of, as_it_came, digest_of, taken_before
 from isobit.serve.tinker.futures import Futures, answered
 from isobit.serve.tinker.lines import Line
+from isobit.serve.tinker.room import Waiting, training_bytes
 from isobit.serve.tinker.sessions import Session, Sessions
 from isobit.serve.tinker.wire import number_of
 from isobit.serve.wire import read_fields
@@ -41,14 +47,18 @@ SILENT_SECONDS = 120.0
 """After so long without a word of its client, which sends one every ten seconds, a run of all weights
 ends where another one is asked for."""
 _COPIES = 4  # of a run's factors: masters, gradients and two moments
+_MOST_FIELD_BYTES = 1 << 20  # of a request to a run in JSON
+_RUN_NAME = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,19}")
 UNLOADED = BadRequest("the training run was unloaded", status=410)
+_LOG = logging.getLogger("isobit.serve")
+Work = Callable[[bytes], Awaitable[Response]]
+"""What a request to a run does in its turn, given its body as it came."""
 
 
 @dataclass(eq=False)
 class Run:
     """A run. `rank`: None of one that trains the model itself; `learner` is the device thread's
-    alone; `factor_bytes`: of its factors in FP32; `waiting_bytes`: of bodies of requests that are
-    not done."""
+    alone; `factor_bytes`: of its factors in FP32; `unkept`: the state has not taken what it is."""
 
     name: str
     session: Session
@@ -58,12 +68,12 @@ class Run:
     factor_bytes: int
     line: Line = field(default_factory=lambda: Line(1))
     learner: StepwiseLearner | None = None
-    waiting_bytes: int = 0
     steps: int = 0
+    unkept: bool = False
     kept: "asyncio.Future[None] | None" = None
     """Done when the state has the request that began it."""
-    again: int | None = None
-    """The number of the request that is done again, while those of an earlier server are."""
+    close: Callable[[], Awaitable[None]] | None = None
+    """How it ends with its session."""
     unnamed: deque[str] = field(default_factory=deque)
     """Its sampling clients whose weights have no name, the oldest first."""
 
@@ -89,6 +99,10 @@ class Runs:
         self._gateway, self._sessions, self._futures = gateway, sessions, futures
         self.state = state
         self._runs: dict[str, Run] = {}
+        self._lost: dict[str, tuple[str, str]] = {}  # by name: its tenant, and why it cannot go on
+        self._waiting = Waiting(gateway.limits)
+        self._training_bytes = training_bytes(gateway.limits, gateway.model, state.tenants)
+        gateway.device.snapshots.tenants = state.tenants
 
     async def create(
         self,
@@ -102,8 +116,9 @@ class Runs:
         """The future of a new run: the `number` that it has in its session, and the first request
         to it. The run is kept as it begins."""
         name = f"{session.name}:train:{number}"
-        future = f"{name}:0"
-        if self._futures.knows(session.tenant, future):
+        future, kind, body = f"{name}:0", *as_it_came(request)
+        digest = digest_of(kind)
+        if self._futures.knows(session.tenant, future, digest):
             if name in self._runs and (kept := self._runs[name].kept) is not None:
                 await asyncio.wait({kept})
             return future
@@ -112,8 +127,8 @@ class Runs:
         described = stored(name)
         if described.rank is None:
             await self._end_silent()
-        run = self.opened(session, described)
-        kept = asyncio.ensure_future(in_thread(self._keep_first, described, *as_it_came(request)))
+        run = self.opened(session, described, again=taken_before(request) is not None)
+        kept = asyncio.ensure_future(in_thread(self._keep_first, described, kind, body))
         run.kept = kept
 
         def first() -> Response:
@@ -138,81 +153,138 @@ class Runs:
                 raise
             return response
 
-        self._futures.begin(session.tenant, future, work())
+        self._futures.begin(session.tenant, future, work(), digest=digest)
         await asyncio.wait({kept})
         return future
 
     def _keep_first(self, described: StoredRun, kind: str, body: bytes) -> None:
         self.state.add_run(described)
-        self.state.accept(described.id, 0, kind, body)
+        self.state.accept(described.id, 0, kind, body, always=True)
 
-    def opened(self, session: Session, described: StoredRun) -> Run:
-        """A run of a session, whose learner is to come. Raises BadRequest where there is no
-        room."""
-        size = self._room_for(session.tenant, described.rank, described.targets)
+    def opened(self, session: Session, described: StoredRun, *, again: bool = False) -> Run:
+        """A run of a session, whose learner is to come. Raises BadRequest where there is no room;
+        one that goes on `again` had room before."""
         rank, targets = described.rank, described.targets
+        size = self._room_for(session.tenant, rank, targets, again)
         run = Run(described.id, session, described.base, rank, targets, size)
         self._runs[run.name] = run
-        session.closers.append(partial(self._unload, run))
+        run.close = partial(self._unload, run)
+        session.closers.append(run.close)
         return run
+
+    async def lose(self, tenant: str, name: str, why: str) -> None:
+        """A run of an earlier server cannot go on: those who ask for it are told why."""
+        self._lost[name] = tenant, why
+        if name in self._runs:
+            await self._drop(self._runs[name])
 
     async def ask(
         self, request: Request, kind: str, work: Callable[[Run, int, Fields], Awaitable[Response]]
     ) -> Response:
         """A request in JSON, which is done with its run and its number: the future's name."""
-        fields = await read_fields(request, self._gateway.limits)
+        fields = await self.read(request)
         if fields.text("type", kind) != kind:
             raise BadRequest(f"type: expected {kind}", "type")
         run = self.find(request, fields.text("model_id"))
         number = number_of(fields)
-        return await self.begin(request, run, number, lambda: work(run, number, fields))
+
+        async def parsed(body: bytes) -> Response:
+            fields = Fields.parse(body)
+            for key in ("type", "model_id", "seq_id"):
+                fields.take(key)
+            return await work(run, number, fields)
+
+        return await self.begin(request, run, number, parsed)
+
+    async def read(self, request: Request) -> Fields:
+        """What a request to a run says in JSON, which is short. Raises BadRequest."""
+        most = min(self._gateway.limits.body_bytes, _MOST_FIELD_BYTES)
+        return await read_fields(request, replace(self._gateway.limits, body_bytes=most))
 
     async def begin(
-        self, request: Request, run: Run, number: int, work: Callable[[], Awaitable[Response]]
+        self, request: Request, run: Run, number: int, work: Work, size: int | None = None
     ) -> Response:
-        """A request to a run: it is kept, and done in its turn, once. While requests of an earlier
-        server are done again, their turn is now."""
-        if run.again is not None:
-            return await work() if number == run.again else JSONResponse({})
-        limits = self._gateway.limits
-        future = f"{run.name}:{number}"
+        """A request to a run: it is kept, and done in its turn, once. `size`: its bytes, unpacked.
+        Of an earlier server's, what was done is done again, now."""
         kind, body = as_it_came(request)
-        size = len(body)
-        if not self._futures.knows(run.tenant, future):
-            if number < run.line.next:
-                raise BadRequest(
-                    f"request {number} of this run was done, and its result is forgotten", "", 410
-                )
-            if number > run.line.next + limits.run_requests or (
-                number != run.line.next and run.waiting_bytes + size > limits.run_bytes
-            ):
-                raise Refused(429, "too many requests to this run are waiting; ask again later")
-            self._gateway.check_room(run.tenant, 0)
-            await in_thread(self.state.accept, run.name, number, kind, body)
-        if not self._futures.knows(run.tenant, future):  # nor came again meanwhile
-            run.waiting_bytes += size
-
-            async def in_turn() -> Response:
-                try:
-                    async with run.line.turn(number):
-                        return await work()
-                finally:
-                    run.waiting_bytes -= size
-
-            async def kept() -> Response:
-                response = await answered(in_turn())
-                await in_thread(self.state.answer, run.name, number, answer_of(response))
-                return response
-
-            self._futures.begin(run.tenant, future, kept())
+        before = taken_before(request)
+        if before is not None and before.done:
+            return await work(body)
+        future, digest = f"{run.name}:{number}", digest_of(kind)
+        size = len(body) if size is None else size
+        if not self._futures.knows(run.tenant, future, digest) and before is None:
+            work = await self._accepted(run, number, kind, body, work, size)
+        if not self._futures.knows(run.tenant, future, digest):  # nor came again meanwhile
+            answer = self._answer(run, number, work, size)
+            self._futures.begin(run.tenant, future, answer, digest=digest)
         return JSONResponse({"request_id": future, "model_id": run.name})
+
+    async def _accepted(
+        self, run: Run, number: int, kind: str, body: bytes, work: Work, size: int
+    ) -> Work:
+        """Put a request on the disk, and return what it does in its turn. The one whose turn is now
+        is never told to come again, since those behind it wait for it: where it has no room, that is
+        its answer."""
+        limits, line = self._gateway.limits, run.line
+        if number < line.next:
+            raise BadRequest(_too_late(run, number), "", 410)
+        if number > line.next + limits.run_requests:
+            raise Refused(429, "too many requests to this run are waiting; ask again later")
+        if number != line.next:
+            self._waiting.check(run.tenant, size)
+        self._gateway.check_room(run.tenant, 0)
+        small = kind.partition(":")[0] != "forward_backward"
+        always = small and number == line.next
+        try:
+            with self._waiting.of(run.tenant, size):
+                accept = partial(self.state.accept, run.name, number, kind, body, always=always)
+                await in_thread(accept)
+        except BadRequest as error:
+            if error.status != 429 or number != line.next:
+                raise
+            refused = error
+            await in_thread(partial(self.state.accept, run.name, number, kind, b"", always=True))
+
+            async def refuse(_: bytes) -> Response:
+                raise refused
+
+            return refuse
+        return work
+
+    async def _answer(self, run: Run, number: int, work: Work, size: int) -> Response:
+        """Answer a request to a run, in its turn, with the body that is on the disk."""
+
+        async def in_turn() -> Response:
+            async with run.line.turn(number):
+                stored = await in_thread(self.state.request, run.name, number)
+                if stored is None:
+                    raise UNLOADED
+                return await work(stored.body)
+
+        with self._waiting.of(run.tenant, size):
+            response = await answered(in_turn())
+        await in_thread(self.state.answer, run.name, number, answer_of(response))
+        return response
+
+    async def refuse(self, run: Run, number: int, kind: str, error: BadRequest) -> None:
+        """Answer a request of an earlier server in its turn with an error, which this server finds
+        in it before."""
+
+        async def refused(_: bytes) -> Response:
+            raise error
+
+        future = f"{run.name}:{number}"
+        answer = self._answer(run, number, refused, 0)
+        self._futures.begin(run.tenant, future, answer, digest=digest_of(kind))
 
     def find(self, request: Request, name: str | None) -> Run:
         """The run that a request names; its session is heard of. Raises BadRequest for what is none
         of its tenant."""
         found = self._runs.get(name or "")
         if found is None or found.tenant != request.state.tenant or found.learner is None:
-            raise BadRequest(f"no training run {brief(name)}: it was unloaded", status=404)
+            whose, why = self._lost.get(name or "", ("", ""))
+            why = why if whose == request.state.tenant else "it was unloaded"
+            raise BadRequest(f"no training run {brief(name)}: {why}", status=404)
         found.session.seen = time.monotonic()
         return found
 
@@ -231,7 +303,7 @@ class Runs:
     ) -> Response:
         """What the device thread makes of a function that leaves a run without gradients, with
         weights that are new, or those of a checkpoint that it has `loaded`. The run is kept after
-        it: `always`, or as often as the state asks."""
+        it: `always`, or as often as the state asks, or where its requests have many bytes."""
         model, snapshots = self._gateway.model, self._gateway.device.snapshots
 
         def changed() -> Response:
@@ -241,14 +313,33 @@ class Runs:
                 new = f"{run.name}:{number}"
                 snapshots.present = new if loaded is None else loaded.weights
             run.steps += 1
-            if always or run.steps % self.state.every == 0:
-                save = partial(run.trains.save, optimizer=True)
-                kept = answer_of(response)
-                self.state.keep_present(run.name, number, save, kept, snapshots.present)
+            if loaded is not None:
+                self.state.pin(run.name, loaded.id)
+            often = always or run.unkept or run.steps % self.state.every == 0
+            if often or self.state.is_heavy(run.name):
+                self._keep(run, number, response)
             return response
 
         found: Response = await self._gateway.work(run.tenant, changed, alone=self._gateway.whole)
         return found
+
+    def _keep(self, run: Run, number: int, response: Response) -> None:
+        """Keep a run as it is after a request, which has changed it whether the disk takes that or
+        not. If not, its requests stay there, and its next step tries again."""
+        save, present = (
+            partial(run.trains.save, optimizer=True),
+            self._gateway.device.snapshots.present,
+        )
+        run.unkept = True
+        try:
+            self.state.keep_present(run.name, number, save, answer_of(response), present)
+            run.unkept = False
+        except Exception as error:
+            _LOG.warning(
+                "training run %s is not kept as it is after request %d, and will be at its next "
+                "step: %s",
+                *(run.name, number, error),
+            )
 
     async def info(self, request: Request) -> Response:
         """What a run trains."""
@@ -283,18 +374,22 @@ class Runs:
             self._runs[name].unnamed.append(sampler.id)
 
     async def unload(self, request: Request) -> Response:
-        """A run ends: what it has not saved is dropped, and requests that wait fail."""
-        fields = await read_fields(request, self._gateway.limits)
-        run = self.find(request, fields.text("model_id"))
-        future = f"{run.name}:unload"
+        """A run ends: what it has not saved is dropped, and requests that wait fail. Asked again,
+        where the answer did not reach the client, it is done: so that is no error."""
+        fields = await self.read(request)
+        name, tenant = fields.text("model_id") or "", request.state.tenant
+        if not _RUN_NAME.fullmatch(name):
+            raise BadRequest(f"no training run {brief(name)}", status=404)
+        future = f"{name}:unload"
 
         async def work() -> Response:
-            await self._unload(run)
-            return JSONResponse({"type": "unload_model", "model_id": run.name})
+            if (run := self._runs.get(name)) is not None and run.tenant == tenant:
+                await self._unload(run)
+            return JSONResponse({"type": "unload_model", "model_id": name})
 
-        if not self._futures.knows(run.tenant, future):
-            self._futures.begin(run.tenant, future, work())
-        return JSONResponse({"request_id": future, "model_id": run.name})
+        if not self._futures.knows(tenant, future):
+            self._futures.begin(tenant, future, work())
+        return JSONResponse({"request_id": future, "model_id": name})
 
     async def _end_silent(self) -> None:
         """Make room for a run of all weights: the client of the present one may have gone away
@@ -311,6 +406,8 @@ class Runs:
     async def _drop(self, run: Run) -> None:
         """Let go of a run's memory."""
         self._runs.pop(run.name, None)
+        if run.close in run.session.closers:
+            run.session.closers.remove(run.close)
         run.line.end(UNLOADED)
 
         def forget() -> None:
@@ -318,8 +415,11 @@ class Runs:
 
         await self._gateway.work(run.tenant, forget)
 
-    def _room_for(self, tenant: str, rank: int | None, trained: Mapping[str, bool]) -> int:
-        """Bytes of the factors of one more run. Raises BadRequest where there is no room for it."""
+    def _room_for(
+        self, tenant: str, rank: int | None, trained: Mapping[str, bool], again: bool
+    ) -> int:
+        """Bytes of the factors of one more run. Raises BadRequest where there is no room for it,
+        unless it had room before."""
         limits = self._gateway.limits
         if rank is None:
             if self._runs:
@@ -328,7 +428,8 @@ class Runs:
                     f"first, or wait until its client was silent for {SILENT_SECONDS:g} seconds"
                 )
             return 0
-        if sum(run.tenant == tenant for run in self._runs.values()) >= limits.runs:
+        own = [run for run in self._runs.values() if run.tenant == tenant]
+        if len(own) >= limits.runs and not again:
             raise BadRequest(
                 f"{limits.runs} training runs of yours are open, which is the most; unload one",
                 status=429,
@@ -336,26 +437,22 @@ class Runs:
         config = self._gateway.model.config
         shapes = factor_shapes(targeted(config, targets_of(config, trained)), rank)
         size = 4 * sum(map(math.prod, shapes.values()))
-        held = sum(run.factor_bytes for run in self._runs.values())
-        if _COPIES * (held + size) > limits.adapter_bytes:
+        held = sum(run.factor_bytes for run in own)
+        if _COPIES * (held + size) > self._training_bytes and not again:
             raise BadRequest(
-                f"an adapter of rank {rank:,} trains in {_COPIES * size:,} bytes, and all that "
-                f"train may have {limits.adapter_bytes:,}, of which {_COPIES * held:,} are taken; "
-                "choose a lower rank, or unload a run"
+                f"an adapter of rank {rank:,} trains in {_COPIES * size:,} bytes, and yours may have "
+                f"{self._training_bytes:,} of the memory, of which {_COPIES * held:,} are taken; "
+                "choose a lower rank, or unload a run of yours"
             )
         return size
 
 
-def as_it_came(request: Request) -> tuple[str, bytes]:
-    """A request's kind, and its body; of a packed one the encoding stands behind the kind."""
-    kind = request.url.path.rpartition("/")[2]
-    encoding = request.headers.get("content-encoding", "")
-    return f"{kind}:{encoding}" if encoding else kind, request.state.body
-
-
-def answer_of(response: Response) -> Answer:
-    """What is kept of a response."""
-    return Answer(response.status_code, response.media_type or "", bytes(response.body))
+def _too_late(run: Run, number: int) -> str:
+    if run.line.was_skipped(number):
+        return (
+            f"request {number} of this run came too late, and was not done: later ones had waited"
+        )
+    return f"request {number} of this run was done, and its result is forgotten"
 
 
 def new_adapter_of(

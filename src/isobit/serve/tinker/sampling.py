@@ -5,7 +5,9 @@ tokens that a request names, and stability records.
 """
 
 import asyncio
+import hashlib
 import secrets
+from collections import OrderedDict
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,9 +30,9 @@ from isobit.serve.tinker.sessions import Session, Sessions
 from isobit.serve.tinker.wire import PROTOBUF, encoded, number_of
 from isobit.serve.wire import read_fields
 
-_MOST_SAMPLERS, _MOST_AWAKE = 4096, 32
-"""Sampling clients of a session; and those of saved weights whose weights are in memory: of others
-they are read again when they are asked."""
+_MOST_SAMPLERS, _MOST_AWAKE, _MOST_DROPPED = 4096, 32, 4096
+"""Sampling clients of a session; those of saved weights whose weights are in memory: of others they
+are read again when they are asked; and clients of all that are told why they were dropped."""
 _NOTHING = {
     "prompt_alt_tokens_k": 0,
     "record_stability_info": False,
@@ -42,6 +44,7 @@ _NOTHING = {
 class Sampler:
     """A sampling client: the model's name as it was given, and what it is pinned to. `snapshot`:
     None while it rests; `kept`: the checkpoint that this is, None: it is none, and never rests;
+    `number`: that it has in its session;
     `open`: its requests that are not answered, by their futures' names."""
 
     tenant: str
@@ -49,6 +52,7 @@ class Sampler:
     path: str | None
     snapshot: Snapshot | None
     kept: Checkpoint | None = None
+    number: int = -1
     open: set[str] = field(default_factory=set)
     ended: bool = False
     waking: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -63,7 +67,8 @@ class Samplers:
         self._samplers: dict[str, Sampler] = {}
         self._numbered: dict[tuple[str, int], str] = {}  # of a session, by its number
         self._of_session: dict[str, list[str]] = {}
-        self._dropped: dict[str, tuple[str, str]] = {}  # by id: its session, and why
+        self._dropped = OrderedDict[str, tuple[str, str]]()  # by id: its tenant, and why
+        self._left: dict[str, tuple[str, str]] = {}  # the same of those that wait in the state
 
     async def create(self, request: Request) -> Response:
         """A sampling client of a session, pinned to what its model is now. Asked again by the same
@@ -72,12 +77,19 @@ class Samplers:
         session = self._sessions.find(request, fields.text("session_id"))
         number = number_of(fields, "sampling_session_seq_id", 0)
         base, path = fields.text("base_model"), fields.text("model_path")
-        if (session.name, number) not in self._numbered:
+        called = base or self._gateway.name
+        before = self._samplers.get(self._numbered.get((session.name, number), ""))
+        if before is None:
             self.check_room(session)
             snapshot, kept = await self._snapshot(session.tenant, base, path)
-            called = base or self._gateway.name
             made = Sampler(session.tenant, called, path, snapshot, kept)
             await self.add(session, number, made)
+        elif (before.model, before.path) != (called, path):
+            raise BadRequest(
+                f"sampling_session_seq_id: sampling client {number} of this session is of another "
+                "model or path; give each a number of its own",
+                "sampling_session_seq_id",
+            )
         name = self._numbered[session.name, number]
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": name})
 
@@ -105,9 +117,9 @@ class Samplers:
                 except BaseException:
                     await self._release(sampler)
                     raise
-        if name in self._dropped:
+        if name in self._left:
             await self._release(sampler)
-            raise BadRequest(f"no sampling session {name}: {self._dropped[name][1]}", status=404)
+            raise BadRequest(f"no sampling session {name}: {self._left[name][1]}", status=404)
         if session.ended or (session.name, number) in self._numbered:
             await self._release(sampler)
             if session.ended:
@@ -117,6 +129,7 @@ class Samplers:
             session.closers.append(partial(self._close, session))
         self._of_session.setdefault(session.name, []).append(name)
         self._numbered[session.name, number], self._samplers[name] = name, sampler
+        sampler.number = number
         await self._rest(session)
         return name
 
@@ -139,15 +152,19 @@ class Samplers:
     def leave(self, session: Session, row: StoredSampler, why: str) -> None:
         """A sampling client of an earlier server cannot go on; it is told so when it asks, and is
         kept until its session ends: the next server may have what it samples from."""
-        self._dropped[row.id] = session.name, why
+        self._left[row.id] = session.tenant, why
 
     async def drop(self, session: Session, name: str, why: str) -> None:
         """A sampling client's weights are no longer kept; it is told so when it asks."""
         if self._gateway.state is not None:
             await in_thread(self._gateway.state.drop_sampler, name)
-        self._dropped[name] = session.name, why
+        self._dropped[name] = session.tenant, why
+        if len(self._dropped) > _MOST_DROPPED:
+            self._dropped.popitem(last=False)
         self._of_session[session.name].remove(name)
-        await self._end(self._samplers.pop(name))
+        sampler = self._samplers.pop(name)
+        del self._numbered[session.name, sampler.number]
+        await self._end(sampler)
 
     async def show(self, request: Request) -> Response:
         """What a sampling client samples from."""
@@ -166,11 +183,12 @@ class Samplers:
         future = f"{name}:{number}"
         count = fields.whole("num_samples", 1, 1, self._gateway.limits.samples)
         asked = self._asked(fields, count)
-        if not self._futures.knows(found.tenant, future):
+        digest = hashlib.sha256(request.state.body).hexdigest()
+        if not self._futures.knows(found.tenant, future, digest):
             with ExitStack() as held:  # also while the weights are read
                 held.enter_context(self._gateway.room(found.tenant, count))
                 answer, over = self._answer(found, future, *asked), held.pop_all().close
-            self._futures.begin(found.tenant, future, answer, over)
+            self._futures.begin(found.tenant, future, answer, over, digest)
         ids = [f"{future}:{place}" for place in range(count)]
         return JSONResponse({"request_id": future, "sample_sequence_ids": ids})
 
@@ -277,7 +295,7 @@ class Samplers:
         if await in_thread(state.by_id, checkpoint.id) is None:
             raise deleted(checkpoint)
         folder = await in_thread(state.folder_of, checkpoint)
-        opened = partial(self._snapshots.open, checkpoint.id, lambda: folder)
+        opened = partial(self._snapshots.open, checkpoint.id, lambda: folder, tenant)
         return await self._gateway.work(tenant, opened)
 
     async def _awake(self, sampler: Sampler) -> Snapshot:
@@ -308,18 +326,17 @@ class Samplers:
     def _find(self, request: Request, name: str | None) -> Sampler:
         found = self._samplers.get(name or "")
         if found is None or found.tenant != request.state.tenant:
-            _, why = self._dropped.get(name or "", ("", "it has ended"))
+            nothing = "", ""
+            whose, why = self._left.get(name or "") or self._dropped.get(name or "", nothing)
+            why = why if whose == request.state.tenant else "it has ended"
             raise BadRequest(f"no sampling session {brief(name)}: {why}", status=404)
         return found
 
     async def _close(self, session: Session) -> None:
         """Let go of what a session's sampling clients held; nobody waits for their samples."""
-        for key in [key for key in self._numbered if key[0] == session.name]:
-            del self._numbered[key]
-        for name in [name for name, (whose, _) in self._dropped.items() if whose == session.name]:
-            del self._dropped[name]
         for name in self._of_session.pop(session.name):
             sampler = self._samplers.pop(name)
+            del self._numbered[session.name, sampler.number]
             for future in sampler.open:
                 self._futures.give_up(sampler.tenant, future)
             await self._end(sampler)

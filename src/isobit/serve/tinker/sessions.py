@@ -114,7 +114,7 @@ class Sessions:
             return
         del self._sessions[session.name]
         session.ended = True
-        for close in session.closers:
+        for close in list(session.closers):
             await close()
         if self._gateway.state is not None:
             await in_thread(self._gateway.state.end_session, session.name)

@@ -9,7 +9,8 @@ is another account's.
 import hashlib
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields as names_of
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, RunFailed
 from isobit.model.adapters.targets import NewAdapter
 from isobit.rl.stepwise import Adam, Parts, StepwiseLearner
 from isobit.serve.gateway import Gateway, in_thread
@@ -26,18 +27,20 @@ from isobit.serve.requests import BadRequest, Fields
 from isobit.serve.snapshots import Snapshot
 from isobit.serve.state.rows import Checkpoint, Kind, StoredRun, StoredSampler
 from isobit.serve.state.state import State
-from isobit.serve.tinker.runs import PARTS, Run, Runs, answer_of, new_adapter_of
+from isobit.serve.tinker.arrived import answer_of
+from isobit.serve.tinker.runs import PARTS, Run, Runs, new_adapter_of
 from isobit.serve.tinker.sampling import Sampler, Samplers
 from isobit.serve.tinker.sessions import Session, Sessions
 from isobit.serve.tinker.wire import (
-    HIGHEST_NUMBER,
     PROTOBUF,
+    Batch,
     metadata_of,
     number_of,
+    plain,
     read_batch,
+    read_head,
     read_message,
     ttl_of,
-    unpacked,
     write_outputs,
 )
 from isobit.serve.wire import read_body, read_fields
@@ -63,7 +66,7 @@ class Training:
 
     async def create_model(self, request: Request) -> Response:
         """A run with a new adapter begins, or one of all weights, as they were read."""
-        fields = await read_fields(request, self._gateway.limits)
+        fields = await self._runs.read(request)
         session = self._sessions.find(request, fields.text("session_id"))
         number = number_of(fields, "model_seq_id", 0)
         base = self._base_of(fields)
@@ -104,7 +107,7 @@ class Training:
 
     async def load_weights(self, request: Request) -> Response:
         """A run goes on from saved weights: one that there is, or a new one."""
-        fields = await read_fields(request, self._gateway.limits)
+        fields = await self._runs.read(request)
         path, optimizer = fields.text("path") or "", fields.flag("optimizer")
         if fields.text("weights_access_token") is not None:
             raise BadRequest("weights_access_token: weights of other accounts are not offered")
@@ -114,11 +117,12 @@ class Training:
         run = self._runs.find(request, fields.text("model_id"))
         number = number_of(fields)
 
-        async def work() -> Response:
+        async def work(_: bytes) -> Response:
             checkpoint, folder = await self._saved(run.tenant, path, optimizer)
 
             def load() -> Mapping[str, Any]:
-                run.trains.load(folder, optimizer=optimizer)
+                with _called(folder, path):
+                    run.trains.load(folder, optimizer=optimizer)
                 return {"type": "load_weights", "path": path, "model_id": run.name}
 
             return await self._runs.change(run, number, load, always=True, loaded=checkpoint)
@@ -130,17 +134,15 @@ class Training:
         limits = self._gateway.limits
         body = await read_body(request, limits)
         encoding = request.headers.get("content-encoding", "identity")
-        if encoding not in ("identity", "zstd"):
-            raise BadRequest("Content-Encoding: expected zstd, or none", status=415)
-        if encoding == "zstd":
-            body = await in_thread(unpacked, body, limits.body_bytes)
-        message = await in_thread(read_message, body)
-        run = self._runs.find(request, message.model_id)
-        if not 1 <= message.seq_id < HIGHEST_NUMBER:
-            raise BadRequest("seq_id: expected a whole number from 1", "seq_id")
+        head = await in_thread(read_head, body, encoding, limits.body_bytes)
+        run = self._runs.find(request, head.run)
+        request.state.digest = head.digest
 
-        async def work() -> Response:
-            batch = await in_thread(read_batch, message)
+        def read(packed: bytes) -> Batch:
+            return read_batch(read_message(plain(packed, encoding, limits.body_bytes)))
+
+        async def work(packed: bytes) -> Response:
+            batch = await in_thread(read, packed)
 
             def compute() -> Parts[bytes]:
                 given, learner = (batch.data, batch.loss, batch.options), run.trains
@@ -150,7 +152,7 @@ class Training:
 
             return Response(await self._runs.work(run, compute), media_type=PROTOBUF)
 
-        return await self._runs.begin(request, run, message.seq_id, work)
+        return await self._runs.begin(request, run, head.number, work, head.bytes)
 
     async def optim_step(self, request: Request) -> Response:
         """One step by the gradients so far."""
@@ -243,7 +245,7 @@ class Training:
                 sampler=row,
             )
             try:
-                return snapshots.open(kept.id, run.trains.adapter)
+                return snapshots.open(kept.id, run.trains.adapter, run.tenant)
             except IsobitError:  # where there is no room for it, nothing of it is kept
                 self._state.drop_sampler(name)
                 raise
@@ -293,9 +295,10 @@ class Training:
             )
 
         def make(name: str) -> StepwiseLearner:
-            learner = StepwiseLearner(self._gateway.model) if whole else self._learner(folder)
-            if optimizer or whole:
-                learner.load(folder, optimizer=optimizer)
+            with _called(folder, path):
+                learner = StepwiseLearner(self._gateway.model) if whole else self._learner(folder)
+                if optimizer or whole:
+                    learner.load(folder, optimizer=optimizer)
             if whole:
                 self._gateway.device.snapshots.present = checkpoint.weights
             return learner
@@ -407,6 +410,17 @@ class Training:
         if config.text("type", "adamw") != "adamw":
             raise BadRequest(f"{key}: only adamw is offered", key)
         config.finish()
+
+
+@contextmanager
+def _called(folder: Path, path: str) -> Iterator[None]:
+    """What is wrong with a folder is said of the path by which its tenant calls it."""
+    try:
+        yield
+    except RunFailed:
+        raise
+    except IsobitError as error:
+        raise BadRequest(str(error).replace(str(folder), path)) from None
 
 
 def _adam_of(given: Fields) -> Adam:

@@ -2,7 +2,9 @@
 classes are those of the `tinker` package, which is the format's home. Left out: images and audio,
 which are refused."""
 
+import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -27,7 +29,11 @@ SHORTEST_TTL, LONGEST_TTL = 3600, 3660 * 86400
 _MOST_METADATA, _LONGEST_KEY, _LONGEST_VALUE = 64, 256, 1024
 _MOST_ENTRIES, _MOST_PARTS = 1 << 24, 1 << 16
 """Of a request's tensors, written out where they are sparse; data, chunks and tensors of a request,
-of which an empty one has two bytes and takes far longer to read."""
+of which an empty one has two bytes and takes far longer to read, and far more memory."""
+_OWN_FIELDS, _SMALLEST_ENTRY = 16, 4
+"""Of a request, beside its data; bytes of an entry."""
+_MOST_FRAMES, _FED_BYTES = 4096, 256
+"""Frames of a zstd body; bytes of it that are unpacked at once, to at most 32,768 times as many."""
 
 
 @dataclass
@@ -105,38 +111,139 @@ def package() -> Any:
     return tinker_public_pb2
 
 
+@dataclass(frozen=True)
+class Head:
+    """What is read of a ForwardBackwardRequest when it arrives: which run, which number; the bytes
+    that it has when it is unpacked, and their SHA-256."""
+
+    run: str
+    number: int
+    bytes: int
+    digest: str
+
+
+def read_head(body: bytes, encoding: str, limit: int) -> Head:
+    """Check a ForwardBackwardRequest as far as it can be without its run, and let go of all that it
+    takes in memory. Raises BadRequest."""
+    body = plain(body, encoding, limit)
+    message = read_message(body)
+    if not 1 <= message.seq_id < HIGHEST_NUMBER:
+        raise BadRequest("seq_id: expected a whole number from 1", "seq_id")
+    _measure(message)
+    canonical = message.SerializeToString(deterministic=True)
+    digest = hashlib.sha256(canonical).hexdigest()
+    return Head(message.model_id, message.seq_id, len(body), digest)
+
+
+def plain(body: bytes, encoding: str, limit: int) -> bytes:
+    """A body as it was before its Content-Encoding. Raises BadRequest as `unpacked`."""
+    if encoding == "identity":
+        return body
+    if encoding != "zstd":
+        raise BadRequest("Content-Encoding: expected zstd, or none", status=415)
+    return unpacked(body, limit)
+
+
 def unpacked(body: bytes, limit: int) -> bytes:
-    """A body that came in zstd. Raises BadRequest for what is none, and beyond `limit` bytes."""
+    """All frames of a body that came in zstd, one after the other. Raises BadRequest for what is
+    none, for a frame that is cut, and beyond `limit` bytes."""
     try:
         import zstandard
     except ModuleNotFoundError:
         raise BadRequest("Content-Encoding: zstd needs pip install 'isobit[tinker]'") from None
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 27)
+    found, size, frames = list[bytes](), 0, 0
+    frame: Any = None
     try:
-        with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(body) as stream:
-            found: bytes = stream.read(limit + 1)
+        for start in range(0, len(body), _FED_BYTES):
+            rest = body[start : start + _FED_BYTES]
+            while rest:
+                if frame is None:
+                    frame, frames = decompressor.decompressobj(), frames + 1
+                    if frames > _MOST_FRAMES:
+                        raise BadRequest(f"the body has more than {_MOST_FRAMES:,} frames of zstd")
+                found.append(frame.decompress(rest))
+                size += len(found[-1])
+                if size > limit:
+                    raise BadRequest(
+                        f"the body is longer than {limit:,} bytes when unpacked", status=413
+                    )
+                rest, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
     except zstandard.ZstdError:
         raise BadRequest("the body is no zstd, as its Content-Encoding says") from None
-    if len(found) > limit:
-        raise BadRequest(f"the body is longer than {limit:,} bytes when unpacked", status=413)
-    return found
+    if frame is not None or not frames:
+        raise BadRequest("the body is cut: its last frame of zstd does not end")
+    return b"".join(found)
 
 
 def read_message(body: bytes) -> Any:
-    """A ForwardBackwardRequest. Raises BadRequest for other bytes."""
+    """A ForwardBackwardRequest. Raises BadRequest for other bytes, and before a message is made of
+    them where it would have very many parts."""
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
     message = package().ForwardBackwardRequest()
+    _count_parts(memoryview(body), message.DESCRIPTOR, _Room(parts=_MOST_PARTS + _OWN_FIELDS), 2)
     try:
         message.ParseFromString(body)
     except DecodeError:
-        raise BadRequest("the body is no ForwardBackwardRequest in protobuf") from None
+        raise _no_message() from None
     return message
+
+
+def _no_message() -> BadRequest:
+    return BadRequest("the body is no ForwardBackwardRequest in protobuf")
+
+
+def _count_parts(body: memoryview, descriptor: Any, room: _Room, depth: int) -> None:
+    """Take all fields of a message in protobuf from its room, and those of messages in it, so deep:
+    what is deeper has no parts of its own. Raises BadRequest for what is no message."""
+    inner = {field.number: field.message_type for field in descriptor.fields}
+    place = 0
+    while place < len(body):
+        tag, place = _varint(body, place)
+        room.take(parts=1)
+        wire_type = tag & 7
+        if wire_type == 0:
+            _, place = _varint(body, place)
+        elif wire_type in (1, 5):
+            place += 8 if wire_type == 1 else 4
+        elif wire_type == 2:
+            size, place = _varint(body, place)
+            message_type = inner.get(tag >> 3)
+            if depth > 1 and message_type is not None:
+                _count_parts(body[place : place + size], message_type, room, depth - 1)
+            place += size
+        else:
+            raise _no_message()
+    if place > len(body):
+        raise _no_message()
+
+
+def _varint(body: memoryview, place: int) -> tuple[int, int]:
+    """(number, place after it). Raises BadRequest for a number that does not end."""
+    found = 0
+    for shift, byte in enumerate(body[place : place + 10]):
+        found |= (byte & 127) << 7 * shift
+        if byte < 128:
+            return found, place + shift + 1
+    raise _no_message()
+
+
+def _measure(message: Any) -> None:
+    """Raise BadRequest for a request with too many data, chunks and tensors, or entries of these;
+    nothing is written out for that."""
+    room = _Room()
+    for datum in message.data:
+        room.take(parts=1 + len(datum.model_input) + len(datum.loss_fn_inputs))
+        for tensor in datum.loss_fn_inputs.values():
+            shape = tensor.shape or [len(tensor.dense) // _SMALLEST_ENTRY]
+            room.take(entries=math.prod(max(size, 0) for size in shape[:2]))
 
 
 def read_batch(message: Any) -> Batch:
     """What a ForwardBackwardRequest asks for. Raises BadRequest."""
-    room = _Room()
-    data = [_read_datum(each, place, room) for place, each in enumerate(message.data)]
+    _measure(message)
+    data = [_read_datum(each, place) for place, each in enumerate(message.data)]
     options = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
@@ -199,21 +306,20 @@ def _write_top(message: Any, tops: list[Top]) -> None:
     message.length, message.k = tokens.shape
 
 
-def _read_datum(message: Any, place: int, room: _Room) -> Datum:
+def _read_datum(message: Any, place: int) -> Datum:
     where, tokens = f"data.{place}", list[int]()
-    room.take(parts=1 + len(message.model_input) + len(message.loss_fn_inputs))
     for chunk in message.model_input:
         if chunk.WhichOneof("chunk") != "encoded_text":
             raise BadRequest(f"{where}.model_input: only tokens are offered, no images or audio")
         tokens += _array(chunk.encoded_text.tokens, np.int32, f"{where}.model_input").tolist()
     inputs = {
-        name: _read_tensor(tensor, f"{where}.{brief(name, 40)}", room)
+        name: _read_tensor(tensor, f"{where}.{brief(name, 40)}")
         for name, tensor in message.loss_fn_inputs.items()
     }
     return Datum(tuple(tokens), inputs)
 
 
-def _read_tensor(message: Any, where: str, room: _Room) -> Tensor:
+def _read_tensor(message: Any, where: str) -> Tensor:
     """[N] or [N, K]; what a sparse one does not name is 0."""
     messages = package()
     kinds = {
@@ -223,7 +329,7 @@ def _read_tensor(message: Any, where: str, room: _Room) -> Tensor:
     }
     if message.dtype not in kinds:
         raise BadRequest(f"{where}: expected a tensor of float32 or int64")
-    sparse, shape = message.HasField("sparse_csr"), list(message.shape)
+    sparse, shape = message.HasField("sparse_csr"), list(message.shape[:3])
     values = _array(
         message.sparse_csr.values if sparse else message.dense, kinds[message.dtype], where
     )
@@ -231,7 +337,6 @@ def _read_tensor(message: Any, where: str, room: _Room) -> Tensor:
         shape = [len(values)]
     if len(shape) not in (1, 2) or min(shape) < 0 or max(shape) > _MOST_ENTRIES:
         raise BadRequest(f"{where}: a tensor of shape {brief(shape, 80)}; expected [N] or [N, K]")
-    room.take(entries=int(np.prod(shape)))
     if sparse:
         values = _dense(message.sparse_csr, values, shape, where)
     elif len(values) != np.prod(shape):
