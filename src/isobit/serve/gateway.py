@@ -131,10 +131,11 @@ class Gateway:
         scorings: Sequence[Scoring | None] = (),
         sampled: bool = True,
         counted: bool = False,
+        salt: bytes | None = None,
     ) -> "AsyncIterator[Events]":
         """Ask for answers to some prompts: events, each with the index of its prompt. `scorings`: what
         is asked of each prompt itself; that alone, unless answers are `sampled`. `counted`: they
-        have room already. Raises Refused and BadRequest, here or from the events."""
+        have room already; `salt`: of their pages. Raises Refused and BadRequest, here or from the events."""
         scorings = scorings or [None] * len(prompts)
         count = 0 if counted else len(prompts) * (sampling.n if sampled else 1)
         if len(prompts) > 1 and self.device.weights_change:
@@ -147,7 +148,7 @@ class Gateway:
         jobs = [
             SampleJob(
                 *(tenant, tuple(prompt), sampling, adapter, streamed),
-                *(partial(_put, events, index), scoring, sampled),
+                *(partial(_put, events, index), scoring, sampled, salt),
             )
             for index, (prompt, scoring) in enumerate(zip(prompts, scorings, strict=True))
         ]

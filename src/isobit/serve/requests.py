@@ -4,6 +4,7 @@ A key that nobody reads is refused, with the nearest one that is known: a misspe
 vanish. What is wrong is one line (`BadRequest`), in the words of the client's keys.
 """
 
+import hashlib
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,7 +35,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Keys of the protocol that are taken where they ask for nothing, and the values that do."""
 IGNORED = frozenset(
     (
-        "cache_salt",
         "metadata",
         "priority",
         "prompt_cache_key",
@@ -151,6 +151,15 @@ class Fields:
                     f"{key}: only {NEUTRAL[key][0]!r} is offered, got {_kind(self._values[key])}",
                     key,
                 )
+
+
+def salt_of(fields: Fields) -> bytes | None:
+    """What `cache_salt` keeps apart: who gives one shares cached pages of prompts with those alone
+    who give the same. Kept as its hash, which is short."""
+    salt = fields.text("cache_salt")
+    if salt == "":
+        raise BadRequest("cache_salt: expected a string that is not empty", "cache_salt")
+    return None if salt is None else hashlib.sha256(salt.encode(errors="surrogatepass")).digest()
 
 
 def token_list(value: Any, key: str) -> list[int]:
