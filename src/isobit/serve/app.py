@@ -25,7 +25,8 @@ from starlette.routing import Route
 from isobit.engine.engine import Engine
 from isobit.errors import IsobitError, RunFailed
 from isobit.model.text.tool_formats.table import format_of
-from isobit.serve.connections import Connection, most_connections
+from isobit.serve.connections import REFUSED, Connection, most_connections
+from isobit.serve.crowd import Crowd
 from isobit.serve.gateway import Gateway, Refused
 from isobit.serve.listening import Listener
 from isobit.serve.metrics import CONTENT_TYPE
@@ -203,7 +204,9 @@ def server_config(
         access_log=False,
         lifespan="off",
         ws="none",
-        http=cast(Any, partial(Connection, limits=limits, most=most_connections(limits))),
+        http=cast(
+            Any, partial(Connection, limits=limits, crowd=Crowd(most_connections(limits), REFUSED))
+        ),
         h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=int(options.grace) + 10,

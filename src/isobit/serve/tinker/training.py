@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 
 from isobit.errors import IsobitError
 from isobit.model.adapters.targets import NewAdapter
-from isobit.rl.stepwise import Adam, StepwiseLearner
+from isobit.rl.stepwise import Adam, Parts, StepwiseLearner
 from isobit.serve.gateway import Gateway, in_thread
 from isobit.serve.requests import BadRequest, Fields
 from isobit.serve.snapshots import Snapshot
@@ -142,10 +142,11 @@ class Training:
         async def work() -> Response:
             batch = await in_thread(read_batch, message)
 
-            def compute() -> bytes:
-                learner = run.trains
-                asked = learner.forward if batch.forward_only else learner.forward_backward
-                return write_outputs(asked(batch.data, batch.loss, batch.options))
+            def compute() -> Parts[bytes]:
+                given, learner = (batch.data, batch.loss, batch.options), run.trains
+                if batch.forward_only:
+                    return write_outputs((yield from learner.forward_in_parts(*given)))
+                return write_outputs((yield from learner.forward_backward_in_parts(*given)))
 
             return Response(await self._runs.work(run, compute), media_type=PROTOBUF)
 
