@@ -21,7 +21,7 @@ from isobit.serve.answers import Asked, ChoiceStream, event
 from isobit.serve.gateway import Events, Gateway, Indexed, in_thread, unless_gone
 from isobit.serve.jobs import Begun, Done, Scored, Token
 from isobit.serve.prompts import KEY, Front, Told
-from isobit.serve.requests import BadRequest, Fields, salt_of, sampling_of, token_list
+from isobit.serve.requests import BadRequest, Fields, check_length, salt_of, sampling_of, token_list
 from isobit.serve.scoring import Scores, check_top
 from isobit.serve.wire import EventStream, error_value, read_fields
 
@@ -110,6 +110,7 @@ class OpenAI:
         stream, usage = _stream_of(fields)
         fields.finish()
         prompts = await in_thread(self._prompts, given, add_special)
+        check_length(fields, prompts, gateway.model.config.max_positions)
         texts = given if isinstance(given, list) else [given]
         asked = Asked(
             *(model or gateway.name, gateway.tokenizer, prompts, sampling, False, logprobs, *shown),
@@ -143,6 +144,7 @@ class OpenAI:
             )
         before = None if session is None else gateway.sessions.find(request.state.tenant, session)
         prompt = await in_thread(self._chat_prompt, messages, variables, before)
+        check_length(fields, [prompt], gateway.model.config.max_positions)
         asked = Asked(
             model or gateway.name,
             gateway.tokenizer,
@@ -185,6 +187,7 @@ class OpenAI:
         for each in (inner, fields):
             each.finish()
         prompt = self._checked("token_ids", given)
+        check_length(inner, [prompt], gateway.model.config.max_positions)
         asked = Asked(
             *(model or gateway.name, gateway.tokenizer, [prompt], sampling),
             chat=True,
@@ -336,6 +339,7 @@ class OpenAI:
         tokenizer = self._gateway.tokenizer
         if before is not None and sessions.goes_on(before, messages, variables):
             return sessions.spliced(tokenizer, before, messages, variables)
+        chat.check_tools(tokenizer, messages, variables)
         return tokenizer.encode_chat(messages, True, variables)
 
     def _described(self, name: str | None) -> dict[str, Any]:

@@ -410,6 +410,7 @@ class Training:
 
 
 def _adam_of(given: Fields) -> Adam:
+    given.check_numbers(*(each.name for each in names_of(Adam)))
     taken = {each.name: given.take(each.name, each.default) for each in names_of(Adam)}
     given.finish()
     return Adam(**taken)
