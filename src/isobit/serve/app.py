@@ -63,7 +63,7 @@ def make_app(gateway: Gateway, tokens: tuple[str, ...]) -> Starlette:
         return JSONResponse({"status": "ok"})
 
     async def metrics(request: Request) -> Response:
-        return Response(gateway.metrics.text(), media_type=CONTENT_TYPE)
+        return Response(gateway.metrics.text(request.state.tenant), media_type=CONTENT_TYPE)
 
     routes = [
         Route("/health", health, methods=["GET"]),

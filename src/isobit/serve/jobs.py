@@ -43,9 +43,11 @@ class Token:
 
 @dataclass(frozen=True)
 class Done:
-    """A sample is complete, or a piece of work with its result."""
+    """A sample is complete, or a piece of work with its result. `cached`: of a sample's prompt, the
+    tokens that were found in the cache."""
 
     value: Any
+    cached: int = 0
 
     @property
     def completion(self) -> Completion:
@@ -70,7 +72,8 @@ Post = Callable[[Event], None]
 class SampleJob:
     """`sampling.n` answers to a prompt by an `adapter`, its name or a snapshot that is held, None:
     the base alone; for a `tenant`. Each token is told where it is `streamed`. `scoring`: what is
-    asked of the prompt itself, None: nothing; nothing else is asked unless it is `sampled`."""
+    asked of the prompt itself, None: nothing; nothing else is asked unless it is `sampled`. `salt`:
+    the request shares cached pages with the tenant's others of the same one."""
 
     tenant: str
     prompt: tuple[int, ...]
@@ -80,6 +83,7 @@ class SampleJob:
     post: Post
     scoring: Scoring | None = None
     sampled: bool = True
+    salt: bytes | None = None
 
     @property
     def num_answers(self) -> int:

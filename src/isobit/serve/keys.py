@@ -1,7 +1,8 @@
 """The tokens by which clients may use a server: a file of mode 600 with one in each line, a tenant
 each.
 
-They are compared in constant time. Left out: what a tenant may do, which is the same for all.
+They are compared in constant time. Left out: what a tenant may do, which is the same for all, but
+that the first one sees what the server counts of all.
 """
 
 import hashlib
@@ -15,6 +16,8 @@ from isobit.data.foreign import read_bytes, reason_of
 from isobit.errors import IsobitError
 from isobit.run.surroundings import folder_of_user
 
+OPERATOR = "0"
+"""The tenant of the first token, who sees what the server counts of all."""
 _SHORTEST, _MOST_BYTES = 16, 1 << 16
 _WORD = re.compile(r"[\x21-\x7e]+")
 

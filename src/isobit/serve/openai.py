@@ -21,7 +21,7 @@ from isobit.serve.answers import Asked, ChoiceStream, event
 from isobit.serve.gateway import Events, Gateway, Indexed, in_thread, unless_gone
 from isobit.serve.jobs import Begun, Done, Scored, Token
 from isobit.serve.prompts import KEY, Front, Told
-from isobit.serve.requests import BadRequest, Fields, sampling_of, token_list
+from isobit.serve.requests import BadRequest, Fields, check_length, salt_of, sampling_of, token_list
 from isobit.serve.scoring import Scores, check_top
 from isobit.serve.wire import EventStream, error_value, read_fields
 
@@ -32,11 +32,13 @@ _LONGEST_SESSION = 256
 @dataclass
 class Found:
     """What a request found: the `version` of the weights, each answer with the index of its prompt,
-    in the order of choices, and what is told of each prompt."""
+    in the order of choices, what is told of each prompt, and how many of its tokens were
+    `cached`."""
 
     version: int = 0
     answers: list[tuple[int, Completion]] = field(default_factory=list)
     fronts: dict[int, Front] = field(default_factory=dict)
+    cached: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_sampled(self) -> int:
@@ -104,16 +106,18 @@ class OpenAI:
         if logprobs and fields.take("logprobs") is not True:
             sampling = _with_top(sampling, fields, "logprobs")
         add_special = fields.flag("add_special_tokens", True)
-        shown = _shown(fields)
+        shown, salt = _shown(fields), salt_of(fields)
         stream, usage = _stream_of(fields)
         fields.finish()
         prompts = await in_thread(self._prompts, given, add_special)
+        check_length(fields, prompts, gateway.model.config.max_positions)
         texts = given if isinstance(given, list) else [given]
         asked = Asked(
             *(model or gateway.name, gateway.tokenizer, prompts, sampling, False, logprobs, *shown),
             told=told,
             texts=[text if isinstance(text, str) else None for text in texts[: len(prompts)]],
             sampled=not none,
+            salt=salt,
         )
         return await self._answer(request, asked, adapter, stream, usage, None)
 
@@ -131,7 +135,7 @@ class OpenAI:
         if sampling.top_logprobs and not logprobs:
             raise BadRequest("top_logprobs: set logprobs to true beside it", "top_logprobs")
         stream, usage = _stream_of(fields)
-        told = Told.of(fields)
+        told, salt = Told.of(fields), salt_of(fields)
         fields.finish()
         session = request.headers.get("x-session-id")
         if session is not None and (sampling.n != 1 or not 0 < len(session) <= _LONGEST_SESSION):
@@ -140,6 +144,7 @@ class OpenAI:
             )
         before = None if session is None else gateway.sessions.find(request.state.tenant, session)
         prompt = await in_thread(self._chat_prompt, messages, variables, before)
+        check_length(fields, [prompt], gateway.model.config.max_positions)
         asked = Asked(
             model or gateway.name,
             gateway.tokenizer,
@@ -151,6 +156,7 @@ class OpenAI:
             form=gateway.tools,
             tools=variables.get("tools", ()),
             told=told,
+            salt=salt,
         )
 
         def keep(completion: Completion) -> None:
@@ -177,15 +183,17 @@ class OpenAI:
         sampling = sampling_of(inner, gateway.limits, _LEGACY_TOKENS)
         sampling = _with_top(sampling, inner, "logprobs")
         fields.take("stream_options")
-        told = Told.of(inner)
+        told, salt = Told.of(inner), salt_of(fields)
         for each in (inner, fields):
             each.finish()
         prompt = self._checked("token_ids", given)
+        check_length(inner, [prompt], gateway.model.config.max_positions)
         asked = Asked(
             *(model or gateway.name, gateway.tokenizer, [prompt], sampling),
             chat=True,
             tokens_by_id=True,
             told=told,
+            salt=salt,
         )
         found = await unless_gone(
             request.receive, self._completed(request, asked, gateway.adapter_of(model))
@@ -250,7 +258,7 @@ class OpenAI:
             keep(found.answers[0][1])
         value = asked.head("chat.completion" if asked.chat else "text_completion", found.version)
         value["choices"] = await in_thread(found.choices, asked)
-        value["usage"] = asked.usage(found.num_sampled)
+        value["usage"] = asked.usage(found.num_sampled, sum(found.cached.values()))
         if asked.chat:
             value |= found.fronts[0].beside
         return JSONResponse(value)
@@ -266,6 +274,7 @@ class OpenAI:
                     scores[prompt] = happened.scores
                 elif isinstance(happened, Done):
                     found.answers.append((prompt, happened.completion))
+                    found.cached[prompt] = happened.cached
         for prompt in range(len(asked.prompts)):
             found.fronts[prompt] = await _front(asked, prompt, scores.get(prompt))
             if not asked.sampled:
@@ -281,9 +290,7 @@ class OpenAI:
         top = max((one.top for one in scorings if one is not None), default=0)
         check_top(total, top, KEY, "ask for fewer, or of shorter prompts")
         given = request.state.tenant, asked.prompts, asked.sampling, adapter
-        return self._gateway.ask(
-            *given, streamed=streamed, scorings=scorings, sampled=asked.sampled
-        )
+        return self._gateway.ask(*given, streamed, scorings, asked.sampled, salt=asked.salt)
 
     async def _streamed(
         self,
@@ -332,6 +339,7 @@ class OpenAI:
         tokenizer = self._gateway.tokenizer
         if before is not None and sessions.goes_on(before, messages, variables):
             return sessions.spliced(tokenizer, before, messages, variables)
+        chat.check_tools(tokenizer, messages, variables)
         return tokenizer.encode_chat(messages, True, variables)
 
     def _described(self, name: str | None) -> dict[str, Any]:
@@ -387,6 +395,7 @@ async def _pieces(
     """The events of a stream, by OpenAI's protocol. Tokens that came together make one piece."""
     kind = "chat.completion.chunk" if asked.chat else "text_completion"
     version, sampled, choices = 0, 0, dict[tuple[int, int], ChoiceStream]()
+    cached = dict[int, int]()
     scored = asked.scorings()[0] is not None
     heard = dict[tuple[int, int], ChoiceStream]()  # of whose tokens some are in no piece yet
 
@@ -420,6 +429,7 @@ async def _pieces(
                 heard[place].feed(happened.token, happened.logprob, happened.top)
             elif isinstance(happened, Done):
                 sampled += len(happened.completion.token_ids)
+                cached[prompt] = happened.cached
                 if keep is not None:
                     keep(happened.completion)
                 heard.pop((prompt, happened.completion.sample_index), None)
@@ -433,5 +443,6 @@ async def _pieces(
         yield event(error_value(error)[1])
         return
     if usage:
-        yield event(asked.head(kind, version) | {"choices": [], "usage": asked.usage(sampled)})
+        told = asked.usage(sampled, sum(cached.values()))
+        yield event(asked.head(kind, version) | {"choices": [], "usage": told})
     yield event("[DONE]")

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
+from urllib.parse import unquote
 
 from isobit.errors import IsobitError
 from isobit.monitor.trackers.base import Tracker
@@ -36,6 +37,15 @@ TRACKERS = {
         "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
     ),
 }
+
+
+_CREDENTIALS = re.compile(
+    r"://[^/?#]*:[^/?#]*@|https?://[^/?#]*@"  # of a database a name alone is none
+    r"|[?&;#](?:[^=&;#]*(?:token|passw|pwd|secret|auth|signature|(?:api|access)[-_]?key)[^=&;#]*"
+    r"|key|sig)=",
+    re.IGNORECASE,
+)
+"""What in an address lets somebody in: before its host, and among its parameters."""
 
 
 def make_tracker(name: str) -> Tracker:
@@ -78,9 +88,9 @@ class MlflowConfig:
     ] = None
 
     def __post_init__(self) -> None:
-        if self.uri is not None and re.search(r"://[^/@]*:[^/@]*@", self.uri):
+        if self.uri is not None and _CREDENTIALS.search(unquote(self.uri)):
             text = (
-                "a password does not belong into a config, which is kept; set "
+                "a password or a token does not belong into a config, which is kept; set "
                 "MLFLOW_TRACKING_URI instead"
             )
             raise OptionError(("uri",), text)

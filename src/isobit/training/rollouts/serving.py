@@ -198,7 +198,7 @@ def open_serving(
     server = Background(gateway, place.tokens, ServerOptions(grace=_GRACE_S), place.listener)
     lines = (
         f"serving {name} on http://127.0.0.1:{server.port}/v1 while it trains",
-        f"token: {place.tokens[0] if place.made else '(the one)'} in {place.file}",
+        f"token: {'(a new one)' if place.made else '(the one)'} in {place.file}",
     )
     return Serving(gateway, server, serve.share, lines)
 
