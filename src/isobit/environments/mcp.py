@@ -47,7 +47,7 @@ class Server:
             return await asyncio.wait_for(self._tools(), deadline_s)
         except ServerError as error:
             raise IsobitError(f"{self._what}: {error}") from None
-        except (asyncio.TimeoutError, TimeoutError):
+        except TimeoutError:
             raise IsobitError(
                 f"{self._what}: no answer within {deadline_s:g} s; is it a server over stdio?"
             ) from None
@@ -168,7 +168,7 @@ async def _ended(process: asyncio.subprocess.Process) -> int:
     """
     try:
         return await asyncio.wait_for(process.wait(), _END_S)
-    except (asyncio.TimeoutError, TimeoutError):
+    except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
         return await process.wait()
