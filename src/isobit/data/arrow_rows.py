@@ -32,7 +32,7 @@ def parquet_rows(path: Path) -> Iterator[Row]:
         import pyarrow.parquet as parquet
     except ImportError:
         raise IsobitError(
-            f'{path}: Parquet needs pyarrow; install it with: pip install "isobit[data]"'
+            f"{path}: Parquet needs pyarrow; install it with: pip install pyarrow"
         ) from None
     try:
         check_readable(path)
@@ -52,7 +52,7 @@ def saved_dataset_rows(path: Path) -> Iterator[Row]:
     except ImportError:
         raise IsobitError(
             f"{path}: a directory of save_to_disk needs datasets; install it with: pip install "
-            '"isobit[data]"'
+            "datasets"
         ) from None
     try:
         table = datasets.load_from_disk(str(path)).with_format("arrow")[:]

@@ -100,7 +100,7 @@ def package() -> Any:
         from tinker.proto import tinker_public_pb2
     except ModuleNotFoundError:
         raise IsobitError(
-            "Tinker's routes need its package: pip install 'isobit[tinker]'"
+            "Tinker's routes need its package: pip install tinker zstandard"
         ) from None
     return tinker_public_pb2
 
@@ -110,7 +110,7 @@ def unpacked(body: bytes, limit: int) -> bytes:
     try:
         import zstandard
     except ModuleNotFoundError:
-        raise BadRequest("Content-Encoding: zstd needs pip install 'isobit[tinker]'") from None
+        raise BadRequest("Content-Encoding: zstd needs pip install zstandard") from None
     try:
         with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(body) as stream:
             found: bytes = stream.read(limit + 1)
