@@ -456,7 +456,8 @@ def test_two_runs_that_begin_at_once_make_their_base_once(
     assert len(makings) == len(found) == 1
     monkeypatch.setenv("ISOBIT_CACHE", str(tmp_path / "sft.yaml"))
     with pytest.raises(
-        IsobitError, match=r"cannot write the cache .*/sft: .*sft.yaml is a file; set ISOBIT_CACHE"
+        IsobitError,
+        match=r"cannot make the cache folder .*/sft: .*sft.yaml is a file; set ISOBIT_CACHE",
     ):
         cached_model(path)
 

@@ -107,7 +107,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
         await asyncio.wait_for(read(), limits.body_seconds)
     except ClientDisconnect:  # nobody reads this answer
         raise BadRequest("the client went away before its body was whole") from None
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise BadRequest(
             f"the body took longer than {limits.body_seconds:g} seconds", status=408
         ) from None

@@ -20,11 +20,13 @@ from isobit.options.reading import OptionError
 @dataclass(frozen=True)
 class Entry:
     """`library`: what is imported; `kind`: the class in `isobit.monitor.trackers.<name>`;
-    `credentials`: where they belong, if it takes any."""
+    `credentials`: where they belong, if it takes any; `package`: what pip installs, if that is
+    called otherwise."""
 
     library: str
     kind: str
     credentials: str = ""
+    package: str = ""
 
 
 TRACKERS = {
@@ -35,6 +37,7 @@ TRACKERS = {
         "mlflow",
         "MLflow",
         "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
+        "mlflow-skinny",
     ),
 }
 
@@ -54,7 +57,7 @@ def make_tracker(name: str) -> Tracker:
     entry = TRACKERS[name]
     if importlib.util.find_spec(entry.library) is None:
         raise IsobitError(
-            f'tracking.trackers: {name} is not installed; pip install "isobit[track]"'
+            f"tracking.trackers: {name} is not installed: pip install {entry.package or name}"
         )
     module = importlib.import_module(f"isobit.monitor.trackers.{name}")
     tracker: Tracker = getattr(module, entry.kind)()
@@ -98,7 +101,7 @@ class MlflowConfig:
 
 @dataclass(frozen=True)
 class TrackingConfig:
-    """Experiment trackers (`pip install "isobit[track]"`). `metrics.jsonl` is written with or
+    """Experiment trackers, whose libraries are extras. `metrics.jsonl` is written with or
     without them."""
 
     trackers: Annotated[

@@ -19,6 +19,7 @@ from isobit.config import Config
 from isobit.engine.engine import Engine
 from isobit.errors import IsobitError
 from isobit.model import Model
+from isobit.serve import INSTALLED_BY
 from isobit.serve.pumped import PumpedDevice
 from isobit.training.loop import Rollout, Rollouts
 from isobit.training.measuring.meter import added
@@ -168,7 +169,7 @@ def take_place(config: Config) -> Place | None:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("isobit"):
             raise
-        raise IsobitError(f"serve.port needs {error.name}: pip install 'isobit[serve]'") from None
+        raise IsobitError(f"serve.port needs {error.name}: {INSTALLED_BY}") from None
     file = keys.default_file() if serve.token is None else Path(serve.token)
     tokens, made = keys.read_or_make(file, "serve.token")
     return Place(listen("127.0.0.1", serve.port, "serve.port"), tokens, file, made)

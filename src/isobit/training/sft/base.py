@@ -18,7 +18,7 @@ from typing import Any
 from isobit import __version__
 from isobit.config import SftConfig, dump_config, load_sft_config
 from isobit.errors import IsobitError
-from isobit.kernels.cache import alone, cache_root
+from isobit.kernels.cache import alone, cache_directory
 from isobit.options.consistency import resolved
 from isobit.precision import precision_from
 from isobit.run import checkpoints, durable
@@ -49,13 +49,13 @@ def cached_model(
             "by its memory; the base model of a run is the same everywhere, so give a number"
         )
     task = load_supervised(config)
-    place = cache_root() / "sft" / _identity(config, task)
+    name = _identity(config, task)
+    place = cache_directory("sft", f"{name}/config.json") / name
     made = place / "config.json"
     if made.is_file():
         return place
     with ExitStack() as held:
         try:
-            durable.make_directory(place.parent)
             held.enter_context(alone(place.parent / f".{place.name}.lock"))
         except OSError as error:
             raise IsobitError(
