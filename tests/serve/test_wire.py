@@ -139,3 +139,34 @@ def test_outputs_are_those_that_the_client_reads() -> None:
     read = [torch.from_numpy(each["logprobs"].to_numpy()) for each in found.loss_fn_outputs]
     assert len(read) == len(logprobs)
     assert all(torch.equal(a, b) for a, b in zip(read, logprobs, strict=True))
+
+
+def test_a_body_in_zstd_is_read_whole_or_refused() -> None:
+    """All its frames, those that are to be skipped too; what is cut anywhere, or is something else
+    behind its frames, is none."""
+    zstandard = pytest.importorskip("zstandard")
+    text = bytes(range(256)) * 40
+    first, second = (zstandard.compress(half) for half in (text[:7000], text[7000:]))
+    streamed = zstandard.ZstdCompressor(write_content_size=False).compressobj()
+    streamed = streamed.compress(text) + streamed.flush()
+    skipped = b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd"
+    limit = len(text)
+    for body in (first + second, streamed, skipped + first + skipped + second + skipped):
+        assert wire.unpacked(body, limit) == text
+        for end in (1, 3, len(body) // 2, len(body) - 5, len(body) - 1):
+            if body[:end] in (first, skipped + first):
+                continue
+            with pytest.raises(BadRequest, match=r"is cut|no zstd"):
+                wire.unpacked(body[:end], limit)
+    for body in (b"", b"text", first + b"text", b"\x00" + first):
+        with pytest.raises(BadRequest, match=r"is cut|no zstd"):
+            wire.unpacked(body, limit)
+    bomb = zstandard.compress(bytes(1 << 26))
+    for body in (first + second, bomb, first + bomb):
+        with pytest.raises(BadRequest, match="longer than 7,000 bytes when unpacked") as found:
+            wire.unpacked(body, 7000)
+        assert found.value.status == 413
+    empty = zstandard.compress(b"")
+    assert wire.unpacked(empty * 4096, limit) == b""
+    with pytest.raises(BadRequest, match="more than 4,096 frames"):
+        wire.unpacked(empty * 4097, limit)

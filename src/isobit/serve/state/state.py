@@ -60,15 +60,15 @@ class State(Store):
         drops: bool = False,
     ) -> None:
         """`owners`: by the names that requests have for tenants, what the tables call them;
-        `most_bytes`: of a tenant's checkpoints, None: its share of the disk; `every`: so many
-        optimizer steps of a run are computed again after a kill, at most; `model`: whose runs these
-        are (`identity.py`); `drops`: what is not whole may be dropped. Raises IsobitError for a
-        folder that is no state, or not this user's alone, or in use, and for one that is not whole,
-        unless it `drops` what is not."""
+        `most_bytes`: of a tenant's checkpoints, None: its share of the disk as it is; `every`: so
+        many optimizer steps of a run are computed again after a kill, at most; `model`: whose runs
+        these are (`identity.py`); `drops`: what is not whole may be dropped. Raises IsobitError for
+        a folder that is no state, or not this user's alone, or in use, and for one that is not
+        whole, unless it `drops` what is not."""
         _check_tables(make_private(folder))
         super().__init__(folder, owners or {}, model)
         self.drops = drops
-        self._most_bytes, self._most_checkpoints = most_bytes, most_checkpoints
+        self._most_checkpoints = most_checkpoints
         self.every = every
         self._weights = folder / WEIGHTS
         self._writing = set[str]()  # ids of folders that no row names yet
@@ -80,6 +80,7 @@ class State(Store):
             self._weights.chmod(0o700)
             self._check_rows()
             self._tidy()
+            self._most_bytes = self._share() if most_bytes is None else most_bytes
         except BaseException:
             self.close()
             raise
@@ -300,12 +301,9 @@ class State(Store):
         """How many share what there is."""
         return max(len(self._owners), 1)
 
-    def share(self) -> int:
-        """Return how many bytes a tenant's checkpoints may have."""
-        if self._most_bytes is not None:
-            return self._most_bytes
-        with self._guard:
-            (held,) = self._run("SELECT coalesce(sum(bytes), 0) FROM checkpoints").fetchone()
+    def _share(self) -> int:
+        """Return how many bytes a tenant's checkpoints may have on this disk."""
+        (held,) = self._run("SELECT coalesce(sum(bytes), 0) FROM checkpoints").fetchone()
         free = shutil.disk_usage(self._weights).free
         return int(DISK_PART * (free + held) / self.tenants)
 
@@ -334,7 +332,7 @@ class State(Store):
         with self._guard:
             statement = f"SELECT coalesce(sum(bytes), 0) FROM checkpoints WHERE {own}"
             (held,) = self._run(statement, owner).fetchone()
-        held, share = held - (0 if before is None else before.bytes), self.share()
+        held, share = held - (0 if before is None else before.bytes), self._most_bytes
         if held + size > share:
             raise BadRequest(
                 f"your checkpoints have {held:,} bytes, what your runs are kept as among them, and "

@@ -210,7 +210,7 @@ def _count_parts(body: memoryview, descriptor: Any, room: _Room, depth: int) -> 
         elif wire_type == 2:
             size, place = _varint(body, place)
             message_type = inner.get(tag >> 3)
-            if depth > 1 and message_type is not None:
+            if depth > 1 and size and message_type is not None:
                 _count_parts(body[place : place + size], message_type, room, depth - 1)
             place += size
         else:
@@ -222,10 +222,13 @@ def _count_parts(body: memoryview, descriptor: Any, room: _Room, depth: int) -> 
 def _varint(body: memoryview, place: int) -> tuple[int, int]:
     """(number, place after it). Raises BadRequest for a number that does not end."""
     found = 0
-    for shift, byte in enumerate(body[place : place + 10]):
+    for shift in range(10):
+        if place >= len(body):
+            break
+        byte, place = body[place], place + 1
         found |= (byte & 127) << 7 * shift
         if byte < 128:
-            return found, place + shift + 1
+            return found, place
     raise _no_message()
 
 
