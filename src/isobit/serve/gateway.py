@@ -16,6 +16,7 @@ from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.errors import listed
 from isobit.model.text.tool_formats.base import ToolFormat
+from isobit.serve.desk import Desk
 from isobit.serve.device import STOPPING, Deliver, Device
 from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob, Scored, WorkJob
 from isobit.serve.metrics import Metrics
@@ -93,6 +94,7 @@ class Gateway:
         self.whole = state is not None and bool(engine.model.named_parameters())
         """Whether training runs train the weights of the model itself, so that there is one run."""
         self.metrics = Metrics(self.device)
+        self.desk = Desk()
         self.sessions = Sessions()
         self.ready = asyncio.Event()
         """Set when requests may come: what a state has kept of an earlier server is there again."""
@@ -225,7 +227,8 @@ class Gateway:
 
 
 async def in_thread(function: Callable[..., _T], *given: Any) -> _T:
-    """What would keep the event loop from others: rendering a template, encoding a long text."""
+    """What would keep the event loop from others, and is not for strangers' texts (`desk.py`): files
+    and a database."""
     return await asyncio.get_running_loop().run_in_executor(None, partial(function, *given))
 
 
