@@ -206,15 +206,13 @@ class Device:
         sampling, began = bool(self._open or self._samples), self._clock()
         if sampling and began < self._samples_until:
             return
-        if not self._work.first().alone:
+        if not self._work.first().alone or not (self._begun or sampling):
             job = self._work.take()
         elif self._begun:
             job = next(iter(self._begun))
             self._work.remove(job)
-        elif sampling:
-            return
         else:
-            job = self._work.take()
+            return
         if not self._do(job):
             self._work.put_first(job)
         now = self._clock()

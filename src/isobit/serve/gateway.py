@@ -17,6 +17,7 @@ from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.errors import listed
 from isobit.model.text.tool_formats.base import ToolFormat
+from isobit.serve.desk import Desk
 from isobit.serve.device import STOPPING, Deliver, Device
 from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob, Scored, WorkJob
 from isobit.serve.metrics import Metrics
@@ -97,6 +98,7 @@ class Gateway:
         """The model's whole path, by which clients may ask for it too."""
         self._paths = {self.folder, os.path.realpath(self.folder)}
         self.metrics = Metrics(self.device)
+        self.desk = Desk()
         self.sessions = Sessions()
         self.ready = asyncio.Event()
         """Set when requests may come: what a state has kept of an earlier server is there again."""
@@ -234,7 +236,8 @@ class Gateway:
 
 
 async def in_thread(function: Callable[..., _T], *given: Any) -> _T:
-    """What would keep the event loop from others: rendering a template, encoding a long text."""
+    """What would keep the event loop from others, and is not for strangers' texts (`desk.py`): files
+    and a database."""
     return await asyncio.get_running_loop().run_in_executor(None, partial(function, *given))
 
 

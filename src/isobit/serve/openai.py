@@ -8,7 +8,7 @@ each is refused by its key.
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -16,17 +16,21 @@ from starlette.routing import Route
 
 from isobit.engine.prompts import encode_prompt
 from isobit.engine.types import MOST_TOP_LOGPROBS, Completion, Sampling
+from isobit.model.text.tokenizer import Check
 from isobit.serve import chat, sessions
 from isobit.serve.answers import Asked, ChoiceStream, event
+from isobit.serve.desk import written
 from isobit.serve.gateway import Events, Gateway, Indexed, in_thread, unless_gone
 from isobit.serve.jobs import Begun, Done, Scored, Token
 from isobit.serve.prompts import KEY, Front, Told
 from isobit.serve.requests import BadRequest, Fields, check_length, salt_of, sampling_of, token_list
 from isobit.serve.scoring import Scores, check_top
+from isobit.serve.texts import check_counted, check_prompt
 from isobit.serve.wire import EventStream, error_value, read_fields
 
 _LEGACY_TOKENS = 16  # of a completion, unless the request says otherwise
 _LONGEST_SESSION = 256
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -109,7 +113,7 @@ class OpenAI:
         shown, salt = _shown(fields), salt_of(fields)
         stream, usage = _stream_of(fields)
         fields.finish()
-        prompts = await in_thread(self._prompts, given, add_special)
+        prompts = await self._at_desk(request, self._prompts, given, add_special)
         check_length(fields, prompts, gateway.model.config.max_positions)
         texts = given if isinstance(given, list) else [given]
         asked = Asked(
@@ -126,7 +130,7 @@ class OpenAI:
         gateway, fields = self._gateway, await read_fields(request, self._gateway.limits)
         model = fields.text("model")
         adapter = gateway.adapter_of(model)
-        messages = chat.messages_of(fields.take("messages"))
+        messages = await self._at_desk(request, chat.messages_of, fields.take("messages"))
         tools, choice = fields.take("tools"), fields.take("tool_choice")
         variables = chat.variables_of(tools, choice, fields.take("chat_template_kwargs"))
         sampling = sampling_of(fields, gateway.limits, gateway.model.config.max_positions)
@@ -143,7 +147,8 @@ class OpenAI:
                 f"X-Session-ID: expected n = 1, and 1 to {_LONGEST_SESSION} characters"
             )
         before = None if session is None else gateway.sessions.find(request.state.tenant, session)
-        prompt = await in_thread(self._chat_prompt, messages, variables, before)
+        check = check_prompt(gateway.tokenizer, gateway.model.config.max_positions, "messages")
+        prompt = await self._at_desk(request, self._chat_prompt, messages, variables, before, check)
         check_length(fields, [prompt], gateway.model.config.max_positions)
         asked = Asked(
             model or gateway.name,
@@ -173,7 +178,7 @@ class OpenAI:
     async def generate(self, request: Request) -> Response:
         """vLLM's token route: token ids in, token ids out."""
         gateway, fields = self._gateway, await read_fields(request, self._gateway.limits)
-        model, given = fields.text("model"), token_list(fields.take("token_ids"), "token_ids")
+        model, given = fields.text("model"), fields.take("token_ids")
         name = fields.text("request_id")
         if fields.flag("stream"):
             raise BadRequest(
@@ -186,7 +191,7 @@ class OpenAI:
         told, salt = Told.of(inner), salt_of(fields)
         for each in (inner, fields):
             each.finish()
-        prompt = self._checked("token_ids", given)
+        prompt = await self._at_desk(request, self._tokens, "token_ids", given)
         check_length(inner, [prompt], gateway.model.config.max_positions)
         asked = Asked(
             *(model or gateway.name, gateway.tokenizer, [prompt], sampling),
@@ -200,10 +205,9 @@ class OpenAI:
         )
         if found is None:
             return Response(status_code=499)
-        choices = await in_thread(found.token_choices, asked)
-        value = {"request_id": name or asked.id, "choices": choices, "seed": sampling.seed}
-        value["weights_version"] = found.version
-        return JSONResponse(value | dict(found.fronts[0].beside))
+        value = {"request_id": name or asked.id, "choices": [], "seed": sampling.seed}
+        value |= {"weights_version": found.version, **found.fronts[0].beside}
+        return await self._written(request, lambda: value | {"choices": found.token_choices(asked)})
 
     async def models(self, request: Request) -> Response:
         """The base and the adapters."""
@@ -224,21 +228,27 @@ class OpenAI:
         fields.finish()
         if (messages is None) == (text is None):
             raise BadRequest("expected either prompt or messages", "prompt")
-        if messages is not None:
-            found = chat.messages_of(messages), chat.variables_of(*given)
-            tokens = await in_thread(self._chat_prompt, *found, None)
-        else:
-            tokens = await in_thread(self._gateway.tokenizer.encode_text, text, add_special)
         positions = self._gateway.model.config.max_positions
-        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": positions})
+        check = check_counted(positions)
+        if messages is not None:
+            found = await self._at_desk(request, chat.messages_of, messages)
+            written = found, chat.variables_of(*given), None, check
+            tokens = await self._at_desk(request, self._chat_prompt, *written)
+        else:
+            encode = self._gateway.tokenizer.encode_text
+            tokens = await self._at_desk(request, encode, text, add_special, check)
+        value = {"tokens": tokens, "count": len(tokens), "max_model_len": positions}
+        return await self._written(request, lambda: value)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
         fields = await read_fields(request, self._gateway.limits)
         self._gateway.adapter_of(fields.text("model"))
-        tokens = self._checked("tokens", token_list(fields.take("tokens"), "tokens"))
+        given = fields.take("tokens")
         fields.finish()
-        return JSONResponse({"prompt": self._gateway.tokenizer.decode(tokens, special=True)})
+        tokens = await self._at_desk(request, self._tokens, "tokens", given)
+        decode = self._gateway.tokenizer.decode
+        return await self._written(request, lambda: {"prompt": decode(tokens, special=True)})
 
     async def _answer(
         self,
@@ -257,11 +267,20 @@ class OpenAI:
         if keep is not None:
             keep(found.answers[0][1])
         value = asked.head("chat.completion" if asked.chat else "text_completion", found.version)
-        value["choices"] = await in_thread(found.choices, asked)
-        value["usage"] = asked.usage(found.num_sampled, sum(found.cached.values()))
+        usage = asked.usage(found.num_sampled, sum(found.cached.values()))
+        value |= {"choices": [], "usage": usage}
         if asked.chat:
             value |= found.fronts[0].beside
-        return JSONResponse(value)
+        return await self._written(request, lambda: value | {"choices": found.choices(asked)})
+
+    async def _at_desk(self, request: Request, function: Callable[..., _T], *given: Any) -> _T:
+        """What a function makes of a stranger's text, in the turn of its tenant."""
+        return await self._gateway.desk.do(request.state.tenant, function, *given)
+
+    async def _written(self, request: Request, value: Callable[[], dict[str, Any]]) -> Response:
+        """A response, which may be long."""
+        content = await self._at_desk(request, lambda: written(value()))
+        return Response(content, media_type="application/json")
 
     async def _completed(self, request: Request, asked: Asked, adapter: str | None) -> Found:
         """Raises BadRequest where too much is asked of prompts."""
@@ -323,10 +342,15 @@ class OpenAI:
 
     def _prompt(self, given: Any, add_special: bool) -> list[int]:
         if isinstance(given, str):
-            given = self._gateway.tokenizer.encode_text(given, add_special)
+            tokenizer, positions = self._gateway.tokenizer, self._gateway.model.config.max_positions
+            check = check_prompt(tokenizer, positions, "prompt")
+            given = tokenizer.encode_text(given, add_special, check)
         elif not isinstance(given, list):
             raise BadRequest("prompt: expected a text, token ids, or a list of either", "prompt")
         return self._checked("prompt", given)
+
+    def _tokens(self, key: str, given: Any) -> list[int]:
+        return self._checked(key, token_list(given, key))
 
     def _checked(self, key: str, tokens: list[int]) -> list[int]:
         if tokens and not all(type(token) is int for token in tokens):
@@ -334,13 +358,17 @@ class OpenAI:
         return encode_prompt(key, tokens, self._gateway.tokenizer, self._vocabulary)
 
     def _chat_prompt(
-        self, messages: list[chat.Message], variables: dict[str, Any], before: sessions.Turn | None
+        self,
+        messages: list[chat.Message],
+        variables: dict[str, Any],
+        before: sessions.Turn | None,
+        check: Check,
     ) -> list[int]:
         tokenizer = self._gateway.tokenizer
         if before is not None and sessions.goes_on(before, messages, variables):
             return sessions.spliced(tokenizer, before, messages, variables)
         chat.check_tools(tokenizer, messages, variables)
-        return tokenizer.encode_chat(messages, True, variables)
+        return tokenizer.encode_chat(messages, True, variables, check)
 
     def _described(self, name: str | None) -> dict[str, Any]:
         gateway = self._gateway

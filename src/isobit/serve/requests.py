@@ -99,7 +99,7 @@ class Fields:
     def parse(body: bytes) -> "Fields":
         """Those of a request's body. Raises BadRequest for what is no JSON object."""
         try:
-            return Fields(parse_json(body.decode("utf-8")))
+            return Fields(parse_json(body.decode("utf-8"), patient=True))
         except UnicodeDecodeError:
             raise BadRequest("the body is not UTF-8 text") from None
         except BadJson as error:
