@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from isobit.cli.commands.export import export
 from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.model.adapters.targets import NewAdapter
@@ -87,6 +88,21 @@ def test_what_peft_trains_on_a_model_that_sees_loads(tmp_path: Path) -> None:
     assert float((logits(mine, ids) - wanted).abs().max()) < 2e-4
     with theirs.disable_adapter():
         assert float((_theirs(theirs, ids) - wanted).abs().max()) > 0.05
+
+
+def test_a_merged_adapter_is_the_language_model(tmp_path: Path) -> None:
+    """Its logits are those of base and adapter, and it says what is left out. The control is a
+    language model alone, of which nothing is."""
+    published(tmp_path / "base", "gemma3")
+    mine, ids = _adapted(tmp_path / "base", tmp_path / "adapter"), tokens(20)
+    said = export(tmp_path / "adapter", tmp_path / "merged", "fp32", "float32", merge=True)
+    assert "its language model alone, as Gemma3ForCausalLM: what reads images is left out" in said
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", attn_implementation="eager"
+    )
+    assert type(theirs).__name__ == "Gemma3ForCausalLM"
+    assert float((_theirs(theirs, ids) - logits(mine, ids)).abs().max()) < 2e-4
+    assert "left out" not in export(tmp_path / "merged", tmp_path / "again", "fp32", None)
 
 
 def _rename(folder: Path, old: str, new: str, most: int | None = None) -> None:
