@@ -69,7 +69,7 @@ test: $(VENV)/.dev
 test-full: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 3 --dist worksteal --full
 
-# All of it, or what the changes since a revision can reach: make test-rest SINCE=origin/main
+# All of it, or what the changes since a revision concern (tests/rooms.py): make test-rest SINCE=origin/main
 test-rest: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 3 --dist worksteal --rest $(if $(SINCE),--since $(SINCE))
 

@@ -21,9 +21,9 @@ import yaml
 
 from benchmarks.common import Claim, Result
 from isobit.config import load_config
+from isobit.engine.memory import memory_limit
 from isobit.kernels import get_ops
 from isobit.plan import job_of, plan
-from isobit.engine.memory import memory_limit
 from isobit.plan.host import this_machine
 
 SIZES = {

@@ -22,7 +22,7 @@ with suppress(ImportError):  # a machine with a GPU may lack it
     import hypothesis
 
     hypothesis.settings.register_profile(
-        "repeatable", derandomize=True
+        "repeatable", derandomize=True, deadline=None
     )  # what fails here fails everywhere
     hypothesis.settings.load_profile("repeatable")
 

@@ -200,14 +200,14 @@ def _follow(text: str, folder: Path, servers: ExitStack) -> None:
                 succeed(command, folder)
 
 
-def reader_folder(folder: Path) -> Path:
+def reader_folder(folder: Path, ends: str = "!?.,;:'()-") -> Path:
     """What the README's reader has: a random model over printable ASCII, prompts, its rewards.py
-    and run.yaml. The model ends at punctuation too, or every completion would be as long as it
+    and run.yaml. The model `ends` at punctuation too, or every completion would be as long as it
     may."""
     tokenizer = Tokenizer.characters(
         string.ascii_letters + string.digits + string.punctuation + " "
     )
-    tokenizer.eos_ids += tuple(tokenizer.encode("!?.,;:'()-"))
+    tokenizer.eos_ids += tuple(tokenizer.encode(ends))
     config = ModelConfig(
         family="llama",
         vocab_size=tokenizer.vocab_size,

@@ -204,7 +204,7 @@ def tiny_model(
         vocab_size=tokenizer.vocab_size,
         **{**shape, "linear": linear, "rope": rope, "multipliers": multipliers, **sizes},
         qkv_bias=family == "qwen2" or FAMILIES[family].biased,
-        o_bias=FAMILIES[family].biased,
+        o_bias=table.biased and table.output_bias,
         qk_norm=FAMILIES[family].qk_norm,
         eos_ids=tokenizer.eos_ids,
     )

@@ -31,13 +31,6 @@ _EVERYTHING |= {"ROOT", "SOURCE", "isobit.__file__"}
 tree."""
 _MODEL = "base_model"
 """A fixture that every test may name, and that comes of `models.py`."""
-_SHARED = (
-    "tests/conftest.py",
-    "tests/__init__.py",
-    "src/isobit/__init__.py",
-    "src/isobit/__main__.py",
-)
-"""Python files that every test depends on."""
 
 
 def file_of(name: str) -> Path | None:
@@ -166,15 +159,6 @@ def changed_since(revision: str) -> set[str] | None:
 def _git(*words: str) -> list[str] | None:
     done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.splitlines() if done.returncode == 0 else None
-
-
-def can_reach(test: Path, changed: set[str] | None) -> bool:
-    """Whether one of the changed files can make a difference to a file of tests; yes, when in
-    doubt."""
-    if changed is None or any(name in _SHARED or not name.endswith(".py") for name in changed):
-        return True
-    found = reached_by_test(test)
-    return bool(changed) and (found is None or any(ROOT / name in found for name in changed))
 
 
 def sums(*folders: str) -> dict[Path, bytes]:

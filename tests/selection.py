@@ -22,7 +22,8 @@ import pytest
 
 from tests.models import SHARED
 from tests.pairwise import covering
-from tests.reach import ROOT, can_reach, changed_since, digest, reached, reached_by_test, sums
+from tests.reach import ROOT, changed_since, digest, reached, reached_by_test, sums
+from tests.rooms import concerns
 
 _COMPILED = ("test_kernel_table", "test_offsets", "test_small_heads")
 TRITON = (
@@ -46,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--since",
         default="",
         metavar="REVISION",
-        help="only files that a change since then can reach",
+        help="only files that a change since then concerns, by rooms (tests/rooms.py)",
     )
 
 
@@ -151,7 +152,7 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept = [item for item in kept if item.path not in unchanged]
     if option.since:
         changed = changed_since(option.since)
-        kept = [item for item in kept if can_reach(item.path, changed)]
+        kept = [item for item in kept if concerns(item.path, changed)]
     if len(kept) < len(items):
         names = {item.nodeid for item in kept}
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in names])

@@ -61,6 +61,17 @@ def test_a_page_does_what_it_says(path: Path, workplace: Path, tmp_path: Path) -
     follow(path.read_text(encoding="utf-8"), tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["environments", "tools"])
+def test_a_page_that_brings_a_template_works_for_a_model_of_another_end(
+    name: str, tmp_path: Path
+) -> None:
+    """One that ends answers with </s> alone, as a reader's; the model above ends at `!` too."""
+    reader_folder(tmp_path, ends="")
+    page = ROOT / "docs" / "how-to" / f"{name}.md"
+    follow(page.read_text(encoding="utf-8"), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("page", "message"),
     [

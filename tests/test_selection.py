@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests import reach, selection
+from tests import reach, rooms, selection
 from tests.pairwise import covering
 from tests.reach import ROOT
 
@@ -230,23 +230,42 @@ def test_what_starts_commands_is_always_run(before: dict[str, str]) -> None:
     [
         ("tests/precision/test_quantize.py", "src/isobit/precision/quantize.py", True),
         ("tests/precision/test_quantize.py", "src/isobit/engine/engine.py", False),
-        ("tests/engine/test_engine.py", "src/isobit/precision/quantize.py", True),
+        ("tests/kernels/test_sums.py", "src/isobit/precision/quantize.py", True),
+        ("tests/rl/test_loss.py", "src/isobit/rl/algorithm/loss.py", True),
+        ("tests/rl/test_loss.py", "src/isobit/serve/app.py", False),
         ("tests/engine/test_engine.py", "tests/engine/helpers.py", True),
         ("tests/engine/test_engine.py", "src/isobit/training/loop.py", False),
+        ("tests/engine/test_engine.py", "src/isobit/errors.py", True),
         ("tests/training/test_loop.py", "src/isobit/training/loop.py", True),
-        ("tests/test_docs.py", "src/isobit/monitor/trackers/wandb.py", True),
+        ("tests/trackers/test_bad_input.py", "src/isobit/monitor/trackers/wandb.py", True),
         ("tests/kernels/test_sums.py", "tests/kernels/conftest.py", True),
         ("tests/precision/test_quantize.py", "tests/kernels/conftest.py", False),
         ("tests/precision/test_quantize.py", "tests/conftest.py", True),
-        ("tests/precision/test_quantize.py", "pyproject.toml", True),
-        ("tests/precision/test_quantize.py", "src/isobit/kernels/native/interface.cpp", True),
+        ("tests/precision/test_quantize.py", "pyproject.toml", False),
+        ("tests/test_lock.py", "pyproject.toml", True),
+        ("tests/test_docs.py", "docs/how-to/serve.md", True),
+        ("tests/engine/test_engine.py", "docs/how-to/serve.md", False),
+        ("tests/kernels/test_sums.py", "src/isobit/kernels/native/interface.cpp", True),
+        ("tests/serve/test_chat.py", "src/isobit/kernels/native/interface.cpp", False),
+        ("tests/test_stories.py", "src/isobit/kernels/native/interface.cpp", True),
     ],
 )
-def test_what_a_change_can_reach(test: str, changed: str, runs: bool) -> None:
+def test_what_a_change_concerns(test: str, changed: str, runs: bool) -> None:
     assert (ROOT / changed).is_file()
-    assert reach.can_reach(ROOT / test, {changed}) is runs
-    assert reach.can_reach(ROOT / test, None), "against what to compare is not known"
-    assert not reach.can_reach(ROOT / test, set())
+    assert rooms.concerns(ROOT / test, {changed}) is runs
+    assert rooms.concerns(ROOT / test, None), "what has changed is not known"
+    assert not rooms.concerns(ROOT / test, set())
+
+
+def test_every_room_has_tests_that_a_change_in_it_concerns() -> None:
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    for folder in sorted((ROOT / "src/isobit").glob("[a-z]*/")):
+        module = next(path for path in sorted(folder.rglob("*.py")) if path.name != "__init__.py")
+        name = module.relative_to(ROOT).as_posix()
+        concerned = [path for path in files if rooms.concerns(path, {name})]
+        own = [path for path in concerned if rooms.rooms_of_test(path)]
+        assert own, name
+        assert len(concerned) < 0.9 * len(files), f"{name} concerns nearly everything"
 
 
 def test_a_name_in_a_text_is_an_import() -> None:

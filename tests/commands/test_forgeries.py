@@ -94,10 +94,11 @@ def _weights(run: Path) -> None:
     name = sorted(tensors)[0]
     tensors[name].view(-1)[7] += 1e-7
     save_file(tensors, path)
-    _sign(path.parent, path.name)
+    sign(path.parent, path.name)
 
 
-def _sign(checkpoint: Path, name: str) -> None:
+def sign(checkpoint: Path, name: str) -> None:
+    """Let a manifest say that a changed file is right."""
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest[name] = hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
@@ -286,11 +287,11 @@ def test_the_best_model_is_of_its_step(tmp_path: Path, base_model: Path) -> None
     save_file(tensors, best / "model.safetensors")
     with pytest.raises(RunFailed, match="best is damaged"):
         verify_command(tmp_path / "run", 1)
-    _sign(best, "model.safetensors")
+    sign(best, "model.safetensors")
     with pytest.raises(RunFailed, match="best are not those that the certificate has of step"):
         verify_command(tmp_path / "run", 1)
     (best / "best.json").write_text('{"step": 7}')
-    _sign(best, "best.json")
+    sign(best, "best.json")
     with pytest.raises(RunFailed, match=f"best is of step 7, of which {CERTIFICATE} has no row"):
         verify_command(tmp_path / "run", 1)
 

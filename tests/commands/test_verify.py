@@ -181,20 +181,15 @@ def test_another_machine_is_named(run: Path) -> None:
 
 
 def test_what_cannot_be_verified_is_refused(
-    run: Path, tmp_path: Path, base_model: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+    run: Path, base_model: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of runs that no checkpoint draws again the chain is checked: `test_honest.py`."""
     assert "is not a run directory" in refused("verify", base_model)
-    (run / "rollouts_from.txt").write_text("/runs/first\n")
-    assert "sampled none; verify /runs/first" in refused("verify", run)
-    (run / "rollouts_from.txt").unlink()
     _rewritten(
         run, lambda row: {key: value for key, value in row.items() if key != "completion_ids"}
     )
     _without_certificate(run)
     assert "none of its checkpoints sampled completions that are recorded" in refused("verify", run)
-    calibrated = _trained(tmp_path / "calibrated", base_model, precision="fp8-rollout-kv", steps=1)
-    with pytest.raises(IsobitError, match="scales that were calibrated during the run"):
-        verify_command(calibrated, None)
     monkeypatch.setattr(sys, "argv", ["isobit", "verify", str(run), "--samples", "0"])
     with pytest.raises(SystemExit, match="2"):
         cli.main()

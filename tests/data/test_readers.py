@@ -19,6 +19,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from isobit.data import arrow_rows
+from isobit.data.arrow_rows import parquet_rows
 from isobit.data.dataset import Example, read_examples
 from isobit.data.readers import Source, read_rows
 from isobit.errors import IsobitError
@@ -406,6 +408,17 @@ def half_saved(folder: Path) -> Path:
     return path
 
 
+def described_as(description: Any) -> Callable[[Path], Path]:
+    """A saved dataset with another dataset_info.json."""
+
+    def write(folder: Path) -> Path:
+        path = saved(folder, ROWS)
+        (path / "dataset_info.json").write_text(json.dumps(description))
+        return path
+
+    return write
+
+
 def broken_splits(folder: Path) -> Path:
     path = saved_splits(folder, ROWS)
     (path / "dataset_dict.json").write_text("{}")
@@ -448,6 +461,10 @@ BAD: list[tuple[Callable[[Path], Path], str]] = [
     ),
     (no_train, "has several splits; say which with task.split; known: easy, hard"),
     (half_saved, "saved: not a whole dataset of save_to_disk: "),
+    (described_as({"features": "text"}), "saved: not a whole dataset of save_to_disk: "),
+    (described_as({"features": {"prompt": "text"}}), "saved: not a whole dataset of save_to"),
+    (described_as([]), "saved: not a whole dataset of save_to_disk: "),
+    (described_as(json.loads("[" * 80 + "]" * 80)), "saved: not a whole dataset of save_to_disk: "),
     (broken_splits, "dataset_dict.json: does not list the splits"),
     (splits_without_names, "dataset_dict.json: does not list the splits"),
     (text_file(b""), "rows.csv: no examples in it"),
@@ -585,3 +602,69 @@ def test_what_needs_an_extra_says_how_to_install_it(
         IsobitError, match=r'Parquet needs pyarrow; install it with: pip install "isobit\[data\]"'
     ):
         read(file)
+
+
+LONG = "a word " * 20_000
+REPEATED = pa.DictionaryArray.from_arrays(pa.array([0] * 5_000, pa.int32()), pa.array([LONG]))
+BOMBS: dict[str, Any] = {
+    "a text of all rows": pa.table({"prompt": REPEATED}),
+    "a text of a list": pa.table(
+        {
+            "prompt": pa.array(["a"]),
+            "found": pa.ListArray.from_arrays(pa.array([0, 5_000], pa.int32()), REPEATED),
+        }
+    ),
+    "a text in objects": pa.table(
+        {"prompt": pa.StructArray.from_arrays([REPEATED], names=["content"])}
+    ),
+    "nothing, often": pa.table({"prompt": pa.nulls(10_000_000, pa.string())}),
+    "one long text": pa.table({"prompt": pa.array(["\0" * (1 << 27)])}),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_what_a_parquet_file_unpacks_to_is_bounded(name: str, tmp_path: Path) -> None:
+    """As of gzip, and before rows are made. The control: the same text in as many rows as a file of
+    this size may have."""
+    path = tmp_path / "rows.parquet"
+    table = BOMBS[name]
+    if name == "a text of a list":  # which cannot be written as a dictionary
+        table = table.set_column(1, "found", table["found"].cast(pa.list_(pa.string())))
+    pq.write_table(table, path, compression="zstd")
+    assert path.stat().st_size < 1 << 17
+    with pytest.raises(
+        IsobitError, match=r"rows\.parquet: unpacks to more than 400 times its size"
+    ):
+        next(parquet_rows(path))
+
+
+def test_what_many_rows_have_is_read(tmp_path: Path) -> None:
+    """A system prompt in each of some rows, in a column and in messages; equal to what was written."""
+    rows = [
+        {
+            "messages": [
+                {"role": "system", "content": LONG},
+                {"role": "user", "content": f"{i}+1="},
+            ],
+            "prompt": f"{i}",
+            "system": LONG if i % 2 else None,
+        }
+        for i in range(50)
+    ]
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=20)
+    assert [row for _, row in parquet_rows(path)] == rows
+
+
+def test_a_saved_dataset_is_bounded_too(tmp_path: Path) -> None:
+    """Of a dictionary in its Arrow file; the control has few rows."""
+    small = pa.table({"prompt": REPEATED.slice(0, 3)})
+    for table, name in ((pa.table({"prompt": REPEATED}), "large"), (small, "small")):
+        batches = [(f"{name}", table.column_names, table.to_batches(), 1 << 26)]
+        for where, names, parts, most in batches:
+            rows = arrow_rows._table_rows(Path(where), names, parts, most)
+            if name == "small":
+                assert [row for _, row in rows] == [{"prompt": LONG}] * 3
+            else:
+                with pytest.raises(IsobitError, match="unpacks to more than"):
+                    next(rows)

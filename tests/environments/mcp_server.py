@@ -46,7 +46,23 @@ def act(number: int, what: str) -> None:
     if what == "cancelled":
         text(number, f"did {len(CANCELLED)} cancelled")
         return
-    if what == "fail":
+    begin = f'{{"jsonrpc":"2.0","id":{number},"result":'
+    lines = {
+        "deep": begin + "[" * 200_000 + "]" * 200_000 + "}",
+        "only deep": "[" * 200_000,
+        "digits": begin + "9" * 5000 + "}",
+        "cut": begin + '{"content": [',
+        "list": begin + "[1]}",
+        "null": begin + '{"content": null}}',
+        "text": begin + '{"content": "abc"}}',
+    }
+    if what in lines:
+        with ONE:
+            print(lines[what], flush=True)
+    elif what == "endless":
+        sys.stdout.write("A" * 70_000)
+        sys.stdout.flush()
+    elif what == "fail":
         text(number, "it failed", error=True)
     elif what == "refuse":
         say({"jsonrpc": "2.0", "id": number, "error": {"code": -32602, "message": "no such thing"}})

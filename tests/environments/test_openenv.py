@@ -79,6 +79,24 @@ class EchoEnv(EnvClient[None, dict, dict]):
         return arguments["message"]
 
 
+class Gym(LineEnv):
+    async def reset(self):
+        self.at = 0
+        return self.result(0.0)
+    def result(self, reward):
+        ends = {self.ends: self.at == 3}
+        return SimpleNamespace(observation={"at": self.at}, reward=0.0, done=False, **ends)
+
+def terminated():
+    made = Gym()
+    made.ends = "terminated"
+    return made
+
+def truncated():
+    made = Gym()
+    made.ends = "truncated"
+    return made
+
 def line():
     return LineEnv()
 
@@ -110,11 +128,16 @@ def check_line(factory: str) -> None:
         assert pool.reward_weights == {"LineEnv": 1.0}
         for _ in range(2):  # a client serves one episode after another
             assert begun(pool, 0, start=1).prompt == [{"role": "user", "content": 'Go.{"at": 1}'}]
-            assert contents(turned(pool, 0, 0, call("step", {"by": 1}))) == ['{"at": 2}']
+            going = turned(pool, 0, 0, call("step", {"by": 1}))
+            assert contents(going) == ['{"at": 2}']
+            assert not going.step.done
             wrong = turned(pool, 0, 1, call("step", {"bye": 1}))
             assert contents(wrong) == [str({"error": "step() missing a required argument: 'by'"})]
             assert wrong.problem is None
-            assert contents(turned(pool, 0, 2, call("step", {"by": 1}))) == ['{"at": 3}']
+            assert not wrong.step.done
+            over = turned(pool, 0, 2, call("step", {"by": 1}))
+            assert contents(over) == ['{"at": 3}']
+            assert over.step.done
             assert contents(turned(pool, 0, 3, call("step", {"by": 1}))) == [
                 "{'error': 'The episode is over.'}"
             ]
@@ -132,6 +155,16 @@ def check_echo(factory: str) -> dict[str, float | None]:
 @pytest.mark.parametrize("name", ["line", "line_sync"])
 def test_a_client_with_a_step(stand_ins: str, name: str) -> None:
     check_line(f"{stand_ins}:{name}")
+
+
+@pytest.mark.parametrize("name", ["terminated", "truncated"])
+def test_what_gymnasium_says_ends_the_episode(stand_ins: str, name: str) -> None:
+    with EnvironmentPool(EnvironmentConfig(factory=f"{stand_ins}:{name}")) as pool:
+        for _ in range(2):  # and the next one begins anew
+            begun(pool, 0)
+            assert not turned(pool, 0, 0, call("step", {"by": 1})).step.done
+            assert turned(pool, 0, 1, call("step", {"by": 2})).step.done
+            assert finished(pool, 0).rewards == {"Gym": 0.0}
 
 
 def test_a_client_with_tools(stand_ins: str) -> None:

@@ -10,6 +10,7 @@ import yaml
 
 from isobit.cli.commands.dry_run import dry_run
 from isobit.config import load_config
+from isobit.errors import IsobitError, RunFailed
 from isobit.run.completions import COMPLETIONS, read
 from isobit.training.train import train
 from tests.environments.helpers import written
@@ -79,3 +80,128 @@ def test_a_dry_run_shows_the_tools(folder: Path, tmp_path: Path) -> None:
     config = config_of(folder, tmp_path, environment=environment, rewards="exact_match", task=task)
     dry_run(config, said.append)
     assert said[-1].endswith("[multiply][add][act]<s>u a</s><s>a ")
+
+
+BROKEN = """
+import os
+from isobit.environments.base import Step
+
+class Raising:
+    def reset(self, **columns):
+        if os.environ.get("LANG") == "down":
+            raise RuntimeError("server is down")
+        return " Now!"
+    async def step(self, turn):
+        raise KeyError("board")
+
+class Some(Raising):
+    async def step(self, turn):
+        if turn.number == 0:
+            return Step(({"role": "user", "content": "On."},))
+        if self.fails:
+            raise KeyError("board")
+        return Step(reward=0.5, done=True)
+    def reset(self, prompt, **columns):
+        self.fails = prompt[0]["content"] == "Go"
+
+class Silent(Raising):
+    async def step(self, turn):
+        return Step(done=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Raising", "of step 1 could be scored: step: KeyError: 'board' (broken.py, line 11)"),
+        ("Silent", "of step 1 could be scored: no reward was given (Silent said None)"),
+    ],
+)
+def test_a_run_whose_episodes_have_no_score_ends(
+    folder: Path, tmp_path: Path, name: str, says: str
+) -> None:
+    factory = written(tmp_path, "broken.py", BROKEN) + f":{name}"
+    config = config_of(folder, tmp_path, environment={"factory": factory})
+    with pytest.raises(RunFailed) as caught:
+        train(config)
+    assert says in str(caught.value)
+
+
+def test_a_run_goes_on_without_scores_where_that_is_asked(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    factory = written(tmp_path, "broken.py", BROKEN) + ":Raising"
+    changes = {"environment": {"factory": factory}, "rewards": {"on_error": "skip"}}
+    result = train(config_of(folder, tmp_path, **changes))
+    assert result.metrics[-1]["groups/unscored"] == 4
+    assert capsys.readouterr().err.count("unscored: step: KeyError: 'board'") == 1
+
+
+def test_a_run_goes_on_where_some_episodes_have_no_score(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    factory = written(tmp_path, "broken.py", BROKEN) + ":Some"
+    result = train(
+        config_of(folder, tmp_path, environment={"factory": factory}, prompts_per_step=4)
+    )
+    assert result.metrics[-1]["groups/unscored"] == 2
+    line = "unscored: step: KeyError: 'board' (broken.py, line 18) ... 1 more like it"
+    assert line in capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize("opened", [train, lambda config: dry_run(config, lambda text: None)])
+def test_a_first_row_that_cannot_begin_is_told_before_anything_is_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: Any
+) -> None:
+    monkeypatch.setenv("LANG", "down")
+    factory = written(tmp_path, "broken.py", BROKEN) + ":Raising"
+    config = config_of(folder, tmp_path, environment={"factory": factory})
+    with pytest.raises(IsobitError) as caught:
+        opened(config)
+    assert "reset: RuntimeError: server is down (broken.py, line 8)" in str(caught.value)
+    assert "plays.jsonl:" in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_first_row_of_each_environment_is_begun(folder: Path, tmp_path: Path) -> None:
+    broken = written(tmp_path, "broken.py", BROKEN.replace("self, **columns", "self, gone"))
+    rows = [{"prompt": "Go", "environment": "game"}] * 3
+    rows += [{"prompt": "Go", "environment": "other"}]
+    written(tmp_path, "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    factory = {"game": f"{folder}/envs.py:IncrementEnv", "other": f"{broken}:Raising"}
+    config = config_of(
+        folder,
+        tmp_path,
+        environment={"factory": factory},
+        task={"path": str(tmp_path / "rows.jsonl"), "chat": True},
+    )
+    with pytest.raises(IsobitError, match=r"missing a required argument: 'gone'.*rows.jsonl:4"):
+        dry_run(config, lambda text: None)
+
+
+def test_a_dry_run_shows_what_reset_adds(folder: Path, tmp_path: Path) -> None:
+    factory = written(tmp_path, "broken.py", BROKEN) + ":Raising"
+    said = list[str]()
+    dry_run(config_of(folder, tmp_path, environment={"factory": factory}), said.append)
+    assert said[-1].endswith(" Now!</s><s>a ")
+
+
+@pytest.mark.parametrize("name", ["Raising", "OneTurn"])
+def test_a_template_that_does_not_end_answers_is_told_at_the_start(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
+    """The control has one turn, to which nothing is appended."""
+    template = written(tmp_path, "open.jinja", TEMPLATE.replace("'</s>'", "'~'"))
+    one = name == "OneTurn"
+    factory = written(tmp_path, "broken.py", BROKEN) + ":Raising"
+    config = config_of(
+        folder,
+        tmp_path,
+        model={"path": str(folder / "model"), "chat_template": template},
+        environment={"factory": factory, "max_turns": 1 if one else 3},
+    )
+    if one:
+        dry_run(config, lambda text: None)
+        return
+    with pytest.raises(IsobitError, match=r"does not end an answer .* \{\{ eos_token \}\}"):
+        dry_run(config, lambda text: None)

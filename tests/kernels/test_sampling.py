@@ -150,10 +150,10 @@ def test_a_long_row_alone_and_in_a_batch() -> None:
     x = draw(3, 5, 150_000, dtype=torch.float32).double().exp()
     tokens = torch.tensor([0, 5, 149_999, 7, 8])
     with threads(2):
-        whole = (sampling._row_sum(x), *OPS.token_logprobs(x.float(), tokens, 1.0))
+        whole = (sampling.row_sum(x), *OPS.token_logprobs(x.float(), tokens, 1.0))
         rows = [slice(i, i + 1) for i in range(5)]
         alone = [
-            (sampling._row_sum(x[row]), *OPS.token_logprobs(x[row].float(), tokens[row], 1.0))
+            (sampling.row_sum(x[row]), *OPS.token_logprobs(x[row].float(), tokens[row], 1.0))
             for row in rows
         ]
         plain = torch.cat([x[row].sum(-1) for row in rows])

@@ -714,6 +714,9 @@ def _gemma4(family: str) -> Iterator[Row]:
     usual = {"head_dim": 16, "num_key_value_heads": 2}
     yield "by layer, all", {**own, "per_layer_config": {"0": usual, "1": wide}}, ""
     yield "by layer, none", {**own, "per_layer_config": {"1": {}}}, ""
+    yield "by layer, empty", {**own, "per_layer_config": {}}, ""
+    yield "by layer, empty over a width", {"per_layer_config": {}}, ""
+    yield "by layer, null", {**own, "per_layer_config": None}, ""
     yield "by layer, a sliding one", {"per_layer_config": {"0": wide}}, "layers of one type"
     yield (
         "by layer, another key",

@@ -3,6 +3,7 @@ tokens."""
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Encoding, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
 from isobit.engine.prompts import encode
@@ -83,6 +84,57 @@ def test_no_content_becomes_a_special_token(bpe: Tokenizer, parts: list[str]) ->
     alone = bpe.encode_text(text)
     assert not specials(bpe, alone)
     assert bpe.decode(alone, special=True) == text
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(parts=st.lists(st.sampled_from(WORDS), max_size=9), size=st.integers(1, 30))
+def test_a_long_text_has_the_same_tokens_in_slices(
+    bpe: Tokenizer, parts: list[str], size: int
+) -> None:
+    """Wherever the slices end that are searched at a time, also within a special token."""
+    text = "".join(parts)
+    before = bpe.encode_text(text), bpe.encode_chat(user(text)), bpe.special_tokens_in(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(escape_special, "_SLICE", size)
+        assert before[0] == bpe.encode_text(text)
+        assert before[1] == bpe.encode_chat(user(text))
+        assert before[2] == bpe.special_tokens_in(text)
+        pattern = re.compile(r"(?<!\w)(?:im_|start|<)(?!\w)|<\|im_end\|>", re.IGNORECASE)
+        spans = [match.span() for match in pattern.finditer(text)]
+        assert [match.span() for match in escape_special._matches(pattern, text)] == spans
+        found = escape_special._replaced(pattern, str.upper, text)
+        assert found == pattern.sub(lambda match: match[0].upper(), text)
+
+
+class Counting:
+    """A tokenizer that counts the characters that each of its functions encodes."""
+
+    def __init__(self, fast: FastTokenizer) -> None:
+        self._fast, self.longest, self.batches = fast, 0, 0
+
+    def encode(self, text: str, **given: bool) -> Encoding:
+        """Keeps all other threads from running meanwhile."""
+        self.longest = max(self.longest, len(text))
+        return self._fast.encode(text, **given)
+
+    def encode_batch_fast(self, texts: list[str], **given: bool) -> list[Encoding]:
+        self.batches += 1
+        return self._fast.encode_batch_fast(texts, **given)
+
+
+@pytest.mark.parametrize("add_special", [False, True])
+def test_a_long_text_lets_other_threads_run(llama: Tokenizer, add_special: bool) -> None:
+    """`encode` keeps the interpreter's lock, so it is given short texts alone; the control is one."""
+    for text, batches in (("Once upon a time. " * 5000, 1), ("Once upon a time. ", 0)):
+        counting = Counting(llama.fast)
+        whole = escape_special.encoding(counting, text, add_special)  # type: ignore[arg-type]
+        expected = llama.fast.encode(text, add_special_tokens=add_special)
+        assert whole.ids == expected.ids
+        assert whole.special_tokens_mask == expected.special_tokens_mask
+        assert counting.batches == batches
+        assert counting.longest <= escape_special._SLICE
 
 
 def test_negative_control_content_forges_tokens_where_it_is_allowed(bpe: Tokenizer) -> None:

@@ -42,7 +42,7 @@ def whole_model(family: str, precision: Any = "fp8", **changes: Any) -> Model:
         "qwen3_5_moe_text": Experts(4, 2, 128, shared=128),
     }.get(family)
     sizes: dict[str, Any] = {**WHOLE, "experts": experts}
-    if family == "deepseek_v3":
+    if family in ("deepseek_v3", "glm4_moe_lite"):
         sizes |= latent_values(Latent(128, 96, 32, 128, 128), 4, Rope(500.0))
         sizes["experts"] = replace(sizes["experts"], intermediate_size=128, shared=128)
     return random_model(precision, family=family, **{**sizes, **changes})
@@ -129,6 +129,24 @@ def test_the_checkpoint_computes_the_bits_of_the_model_that_was_exported(
         [sequence]
     )[0]
     assert not torch.equal(other.view(torch.int32), wanted.view(torch.int32))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])
+def test_what_balances_experts_keeps_its_bits(family: str, tmp_path: Path) -> None:
+    """The same experts are chosen then, also of scores that are close. The control: rounded to
+    BF16 the bias has other bits, and chooses others."""
+    model = whole_model(family)
+    stored = load_file(export(model, tmp_path) / "model.safetensors")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    master = model.named_parameters()["layers.1.balance"].detach()
+    assert stored[name].dtype == torch.float32
+    assert torch.equal(stored[name], master)
+    again = Model.load(tmp_path, "float32").named_parameters()["layers.1.balance"].detach()
+    assert torch.equal(again, master)
+    rounded = master.bfloat16().float()
+    scores = (master + rounded).mean() - (master + rounded) / 2  # as close as it gets
+    assert not torch.equal(rounded, master)
+    assert not torch.equal((scores + rounded).argsort(), (scores + master).argsort())
 
 
 def test_a_layer_without_whole_blocks_stays_in_bf16(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ for."""
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from isobit.errors import IsobitError
 from isobit.model import Model
+from isobit.model.adapters.peft import write_peft
 from isobit.model.adapters.targets import NewAdapter
 from tests.models import tiny_model
 
@@ -48,8 +50,11 @@ def _farthest(model: Model, theirs: Any) -> float:
 @pytest.mark.parametrize(
     "family",
     ["llama", "qwen2", "qwen3", "qwen3-moe", "qwen3.5", "qwen3.5-moe", "granite", "phi3"]
+    + ["qwen3-moe-mixed"]
     + [
         "deepseek-v3",
+        "deepseek-v3-whole",
+        "glm4-moe-lite",
         "mixtral",
         "gpt-oss",
         "gemma4",
@@ -67,6 +72,7 @@ def test_peft_loads_what_is_written(tmp_path: Path, family: str) -> None:
     linear = ("in_proj_qkv", "in_proj_z", "out_proj")
     targets = {
         "qwen3-moe": ("all-linear",),  # of attention and of experts
+        "qwen3-moe-mixed": ("all-linear",),  # and of a dense layer
         "mixtral": ("q_proj", "w1", "w3", "w2"),
         "qwen3.5": (*TARGETS, *linear),
         "qwen3.5-moe": ("all-linear",),  # of the MLP beside the experts too
@@ -74,7 +80,9 @@ def test_peft_loads_what_is_written(tmp_path: Path, family: str) -> None:
         "gemma4-experts": ("all-linear",),
         "nemotron-h-latent": ("q_proj", "in_proj", "fc1_latent_proj", "fc2_latent_proj"),
         "nemotron-h": ("q_proj", "v_proj", "o_proj", "in_proj", "up_proj", "down_proj"),
-        "deepseek-v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+        "deepseek-v3": ("all-linear",),  # of dense layers, experts, and the MLP beside them
+        "deepseek-v3-whole": ("q_proj", "kv_b_proj", "gate_proj", "up_proj"),
+        "glm4-moe-lite": ("all-linear",),
         "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     }.get(family, TARGETS)
     rslora = family in ("qwen3", "granite")
@@ -93,7 +101,7 @@ def test_peft_loads_what_is_written(tmp_path: Path, family: str) -> None:
     "which", [("gate_up_proj",), ("down_proj",), ("gate_up_proj", "down_proj")]
 )
 @pytest.mark.parametrize(
-    "family", ["qwen3-moe", "mixtral", "qwen3.5-moe", "gpt-oss", "gemma4-experts"]
+    "family", ["qwen3-moe", "mixtral", "qwen3.5-moe", "gpt-oss", "gemma4-experts", "deepseek-v3"]
 )
 def test_what_peft_writes_of_experts_loads(
     tmp_path: Path, family: str, which: tuple[str, ...]
@@ -131,6 +139,26 @@ def test_what_peft_writes_of_experts_loads(
     first.data, second.data = second.data.clone(), first.data.clone()
     model.sync()
     assert _farthest(model, theirs) > 1e-3
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe-lite", "qwen3-moe-mixed"])
+def test_folders_whose_experts_are_apart_load(tmp_path: Path, family: str) -> None:
+    """As isobit wrote them before: the same bits. The control leaves an expert out."""
+    _, base = directory(tmp_path / "base", family)
+    model = _adapted(base, tmp_path / "adapter", targets=("all-linear",))
+    adapter = model.transformer.adapter
+    assert adapter is not None
+    assert adapter.together == "rows"
+    before = replace(adapter, together=None, renamed=False)
+    write_peft(tmp_path / "adapter", before, model.named_parameters(), model.ranks)
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    assert any(".experts.1.up_proj." in name for name in tensors)
+    again = Model.load(base, "float32", adapter=tmp_path / "adapter")
+    assert torch.equal(again.logprobs([tokens(20)])[0], model.logprobs([tokens(20)])[0])
+    save_file({n: t for n, t in tensors.items() if ".experts.1." not in n}, path)
+    with pytest.raises(IsobitError, match="experts have factors of"):
+        Model.load(base, "float32", adapter=tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "up_proj"], "all-linear"])

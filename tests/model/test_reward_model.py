@@ -106,3 +106,6 @@ def test_what_is_no_reward_model_is_said(tmp_path: Path) -> None:
         RewardModel.load(tmp_path / "one", "fp8[kv_cache=e4m3-calibrated]")
     with pytest.raises(IsobitError, match="sequence 1 has 65 tokens, expected 1 to 64"):
         RewardModel.load(tmp_path / "one").score([[3], [3] * 65])
+    Tokenizer.characters(ALPHABET + "".join(map(chr, range(0x400, 0x440)))).save(tmp_path / "one")
+    with pytest.raises(IsobitError, match=r"reward model .*one: the tokenizer has ids up to "):
+        RewardModel.load(tmp_path / "one")

@@ -25,7 +25,7 @@ _SEEING = {
     "patch_size": 14,
     "head_dim": 8,
 }
-_PUBLISHED = {
+PUBLISHED = {
     "gemma3": ("Gemma3", "gemma3"),
     "gemma4": ("Gemma4", "gemma4"),
     "gemma4-experts": ("Gemma4", "gemma4-experts"),
@@ -37,13 +37,15 @@ _PUBLISHED = {
     "llava_next": ("LlavaNext", "mistral"),
     "llava_onevision": ("LlavaOnevision", "qwen2-tied"),
     "internvl": ("InternVL", "qwen3"),
+    "qwen3_5": ("Qwen3_5", "qwen3.5"),
+    "qwen3_5_moe": ("Qwen3_5Moe", "qwen3.5-moe"),
 }
 """Name to class prefix in transformers, and the language model inside."""
 
 
 def published(path: Path, name: str) -> Any:
     """A model of text and images with random weights, in a directory."""
-    prefix, inner = _PUBLISHED[name]
+    prefix, inner = PUBLISHED[name]
     text = oracle(inner).config
     tied = text.tie_word_embeddings
     config = getattr(transformers, f"{prefix}Config")(
@@ -61,6 +63,9 @@ def _vision(prefix: str) -> dict[str, Any]:
     if prefix == "Gemma4Unified":  # it has no tower: patches become rows by one product
         sizes = {"patch_size": 2, "mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": 16}
         return {"model_type": "gemma4_unified_vision", **sizes}
+    if prefix.startswith("Qwen3_5"):
+        sizes = {"depth": 1, "num_heads": 2, "out_hidden_size": 48}
+        return {"hidden_size": 16, "intermediate_size": 16, **sizes}
     kind = {"Gemma3": "siglip", "LlavaOnevision": "siglip", "Mistral3": "pixtral"}
     kind |= {"Llava": "clip", "LlavaNext": "clip", "Gemma4": "gemma4"}
     names = {"siglip": "siglip_vision_model", "clip": "clip_vision_model"}
@@ -72,7 +77,7 @@ def _vision(prefix: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("naming", ["transformers 4", "transformers 5"])
-@pytest.mark.parametrize("name", _PUBLISHED)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_the_text_of_a_model_that_sees_is_taken(name: str, naming: str, tmp_path: Path) -> None:
     theirs, folder = published(tmp_path / "published", name), tmp_path / "published"
     _rename(folder, naming)
@@ -80,7 +85,8 @@ def test_the_text_of_a_model_that_sees_is_taken(name: str, naming: str, tmp_path
     assert values["model_type"] == name.partition("-")[0]
     mine, sequence = Model.load(folder, "float32"), tokens(50, 3)
     wanted = oracle_logits(theirs, sequence)
-    assert float((logits(mine, sequence) - wanted).abs().max()) <= 1e-4
+    close = 2e-4 if name.startswith("qwen3_5") else 1e-4  # states are summed in another order
+    assert float((logits(mine, sequence) - wanted).abs().max()) <= close
     mine.save(tmp_path / "text")
     alone = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "text", attn_implementation="eager"
@@ -105,7 +111,7 @@ def _rename(folder: Path, naming: str) -> None:
         found[key] = tensor
     inside = pairs[0][new]
     assert any(key.startswith(inside) for key in found)
-    assert any("vision" in key for key in found)
+    assert any("vis" in key for key in found)
     save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
 
 

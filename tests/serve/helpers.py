@@ -93,14 +93,17 @@ def serving(
     state: Path | None = None,
     whole: bool = False,
     every: int = 10,
+    identity: str = "",
+    drops: bool = False,
     **sizes: int,
 ) -> Iterator[Running]:
     """A server over the model at `base`, which trains where it has a `state`, adapters or the
-    `whole` model, and keeps a run `every` so many steps; at the end all its pages must be free."""
+    `whole` model, and keeps a run `every` so many steps, as of a model of this `identity`, and
+    `drops` runs that cannot go on; at the end all its pages must be free."""
     model = Model.load(base, "fp8", "native")
     model = model if whole else model.serving({})
     engine = Engine(model, **{"kv_pages": 400, "page_size": 4, "max_sequences": 16, **sizes})
-    kept = None if state is None else State(state, every=every)
+    kept = None if state is None else State(state, every=every, model=identity, drops=drops)
     chat = format_of(tools, model.tokenizer.chat_template)
     gateway = Gateway(engine, "tiny", chat, limits, kept)
     for name, folder in (adapters or {}).items():

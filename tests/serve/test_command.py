@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from isobit import cli
 from isobit.errors import IsobitError
 from isobit.serve.keys import read_or_make, tenant_of
 from isobit.serve.listening import listen
+from isobit.serve.state.database import FILE
+from isobit.serve.state.identity import identity_of
 from isobit.serve.state.rows import StoredRun, StoredSession
 from isobit.serve.state.state import State
 from tests import sockets
@@ -64,7 +67,7 @@ def test_it_listens_on_this_machine_and_ends_at_sigterm(folder: Path, tmp_path: 
     with started(folder / "base", *words, **{sockets.MARK: mark}) as (process, url):
         assert process.stderr is not None
         token = file.read_text().strip()
-        assert process.stderr.readline() == f"token: {token} in {file}\n"
+        assert process.stderr.readline() == f"token: (a new one) in {file}\n"
         assert file.stat().st_mode & 0o777 == 0o600
         places = sockets.listening(sockets.marked(mark))
         assert len(places) == 1
@@ -94,6 +97,7 @@ def test_it_trains(folder: Path, tmp_path: Path) -> None:
     with started(folder / "base", *words, TINKER_TELEMETRY="0") as (process, url):
         assert process.stderr is not None
         assert process.stderr.readline() == f"token: (the one) in {file}\n"
+        assert process.stderr.readline() == f"training runs are kept in {state}\n"
         service = tinker.ServiceClient(base_url=url, api_key=token)
         client = service.create_lora_training_client(base_model="mine", rank=4, seed=1).result()
         train(client, 1, 1)
@@ -152,6 +156,9 @@ def test_what_it_refuses(
     )
     wrong = ("--adapter", f"math={base}")
     assert "adapter" in said(monkeypatch, capsys, base, *wrong, *token)
+    assert "--drop-runs is about training runs that are kept; give --train too" in said(
+        monkeypatch, capsys, base, "--drop-runs", *token
+    )
     for given, message in (
         (("--grace", "nan"), "--grace nan: expected seconds from 0 to 86,400"),
         (("--grace", "inf"), "--grace inf: expected seconds"),
@@ -169,9 +176,11 @@ def test_what_it_refuses(
         monkeypatch, capsys, base, "--train=half", *token
     )
     full = ("--train", "full", "--state", tmp_path / "full")
-    assert "is an adapter; give the model" in said(
-        monkeypatch, capsys, folder / "math", *full, *token
-    )
+    for words in (full, ()):
+        assert (
+            f"math is an adapter; give the model that it is for: isobit serve MODEL --adapter "
+            f"{folder / 'math'}; or write both"
+        ) in said(monkeypatch, capsys, folder / "math", *words, *token)
     assert "with --train full the weights that it is for would change" in said(
         monkeypatch, capsys, base, "--train", "full", *wrong, *token
     )
@@ -192,6 +201,72 @@ def test_a_run_goes_on_in_a_server_of_its_kind(
     other = "--train;" if full else "--train full;"
     given = (folder / "base", *words, "--state", state, "--token", tmp_path / "token")
     assert f"a run of it goes on with {other}" in said(monkeypatch, capsys, *given)
+
+
+def read_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command ends where it would read the model."""
+
+    def opened(*_: object) -> None:
+        raise IsobitError("it is read")
+
+    monkeypatch.setattr("isobit.cli.commands.serve._opened", opened)
+
+
+@pytest.mark.parametrize("where", ["default", "given"])
+def test_runs_of_another_model_are_not_dropped(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    where: str,
+) -> None:
+    """Models whose folders have one name have a state each; a state that is given to another model
+    is refused before a model is read, unless its runs may be dropped. The control is a copy."""
+    read_only(monkeypatch)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
+    models = [tmp_path / name / "model" for name in "abc"]
+    for model in models:
+        shutil.copytree(folder / "base", model)
+    weights = models[1] / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    given = ("--state", tmp_path / "state") if where == "given" else ()
+
+    def serve(model: Path, *words: object) -> str:
+        return said(monkeypatch, capsys, model, "--train", *given, *words)
+
+    assert "it is read" in serve(models[0])
+    (state,) = [each.parent for each in tmp_path.rglob(FILE)]
+    with closing(State(state, model=identity_of(models[0]))) as kept:
+        kept.add_session(StoredSession("s", "t", 1.0))
+        kept.add_run(StoredRun("r", "t", "s", 0, "b", 4, 0, {}, 1.0, 1.0))
+    found = serve(models[1])
+    if where == "default":
+        assert "it is read" in found
+        assert len(list(tmp_path.rglob(FILE))) == 2
+    else:
+        assert "1 training runs of it are of a model with other weights; serve that one" in found
+        assert found.count("\n") == 1
+    assert "it is read" in serve(models[2])
+    with closing(State(state)) as kept:
+        assert len(kept.live_runs()) == 1
+    assert "it is read" in serve(models[1], "--drop-runs")
+
+
+def test_a_state_by_the_name_alone_is_named(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Where an earlier isobit kept runs. The controls: it is given, or there is none."""
+    read_only(monkeypatch)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    older = tmp_path / "isobit" / "serve-base"
+    words = (folder / "base", "--train")
+    assert str(older) not in said(monkeypatch, capsys, *words)
+    State(older).close()
+    assert f"; --state {older} goes on with them\n" in said(monkeypatch, capsys, *words)
+    assert str(older) not in said(monkeypatch, capsys, *words, "--state", older)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Connections within bounds: how many, and for how long those that do nothing."""
 
 import json
+import logging
 import re
 import resource
 import socket
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from isobit.serve.connections import _OWN, _REFUSED, most_connections
+from isobit.serve.connections import _OWN, REFUSED, most_connections
 from isobit.serve.requests import Limits
 
 from .helpers import Running, serving
@@ -25,6 +26,12 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
 def narrow(folder: Path) -> Iterator[Running]:
     with serving(folder / "base", limits=LIMITS) as server:
         yield server
+
+
+def asked(server: Running, more: str = "") -> bytes:
+    """A request with the server's token."""
+    token = f"Authorization: Bearer {server.token}\r\n"
+    return f"GET /v1/models HTTP/1.1\r\nHost: a\r\n{token}{more}\r\n".encode()
 
 
 def opened(server: Running) -> socket.socket:
@@ -69,7 +76,8 @@ def test_one_connection_too_many_is_told_so(narrow: Running) -> None:
     """Those that are open go on, and when one is closed the next is answered."""
     with ExitStack() as stack:
         lines = [stack.enter_context(opened(narrow)) for _ in range(MOST)]
-        assert all(answer(line).startswith(b"HTTP/1.1 200") for line in lines)
+        known = asked(narrow)
+        assert all(answer(line, known).startswith(b"HTTP/1.1 200") for line in lines)
         more = stack.enter_context(opened(narrow))
         found = answer(more)
         assert found.startswith(b"HTTP/1.1 503")
@@ -78,12 +86,71 @@ def test_one_connection_too_many_is_told_so(narrow: Running) -> None:
         message = json.loads(found.partition(b"\r\n\r\n")[2])["error"]["message"]
         assert message.startswith("too many connections are open")
         assert closed(more)
-        assert answer(lines[0]).startswith(b"HTTP/1.1 200")
+        assert answer(lines[0], known).startswith(b"HTTP/1.1 200")
         lines[0].close()
         deadline = time.monotonic() + 30
         while not answer(stack.enter_context(opened(narrow))).startswith(b"HTTP/1.1 200"):
             assert time.monotonic() < deadline
     settled(narrow)
+
+
+def test_half_open_connections_keep_nobody_out(narrow: Running) -> None:
+    """Those without a token go, the oldest first; the control has shown one, and goes on. Twice as
+    many as there may be have begun a request, and none gets further."""
+    known = asked(narrow)
+    with ExitStack() as stack:
+        first = stack.enter_context(opened(narrow))
+        assert answer(first, known).startswith(b"HTTP/1.1 200")
+        lines = []
+        for _ in range(2 * MOST):
+            lines.append(stack.enter_context(opened(narrow)))
+            lines[-1].sendall(b"POST /v1/completions HTTP/1.1\r\n")
+        honest = stack.enter_context(opened(narrow))
+        assert answer(honest, known).startswith(b"HTTP/1.1 200")
+        assert all(closed(line) for line in lines[:MOST])
+        assert answer(first, known).startswith(b"HTTP/1.1 200")
+    settled(narrow)
+
+
+@pytest.mark.parametrize("token", [True, False])
+def test_two_lengths_of_a_body_end_the_connection(narrow: Running, token: bool) -> None:
+    """One behind the other is not read as a request; the controls have one length."""
+    known = asked(narrow) if token else HEALTH
+    head = known.removesuffix(b"\r\n")
+    chunked, length = b"Transfer-Encoding: chunked\r\n", b"Content-Length: 5\r\n"
+    with opened(narrow) as line:
+        found = answer(line, head + length + chunked + b"\r\n0\r\n\r\n" + known)
+        assert found.startswith(b"HTTP/1.1 400")
+        assert b"connection: close" in found.lower()
+        assert json.loads(found.partition(b"\r\n\r\n")[2])["error"]["type"]
+        assert closed(line)
+    for one, body in ((length, b"aaaaa"), (chunked, b"0\r\n\r\n")):
+        with opened(narrow) as line:
+            assert answer(line, head + one + b"\r\n" + body).startswith(b"HTTP/1.1 200")
+            assert answer(line, known).startswith(b"HTTP/1.1 200")
+
+
+def test_what_is_not_http_is_told_so_and_writes_few_lines(
+    narrow: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor does an upgrade that is not offered, which is answered as any request."""
+    upgrade = "Connection: Upgrade\r\nUpgrade: websocket\r\n"
+    junk = (b"\x16\x03\x01 hello\r\n\r\n", b"GET\r\n\r\n", b"a: b\r\n" * 20000)
+    broken = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"
+    with caplog.at_level(logging.WARNING):
+        for _ in range(5):
+            for sent in (*junk, broken):
+                with opened(narrow) as line:
+                    found = answer(line, sent)
+                    assert found.startswith((b"HTTP/1.1 400", b"HTTP/1.1 401"))
+                    value = json.loads(found.partition(b"\r\n\r\n")[2])
+                    assert value["error"]["message"]
+                    assert closed(line)
+            with opened(narrow) as line:
+                assert answer(line, asked(narrow, upgrade)).startswith(b"HTTP/1.1 200")
+    lines = [record for record in caplog.records if not record.name.startswith("httpx")]
+    assert len(lines) <= 1
+    assert not any(record.exc_info for record in lines)
 
 
 @pytest.mark.slow
@@ -152,7 +219,7 @@ def test_who_never_reads_is_cut_off(narrow: Running) -> None:
 
 def test_there_are_no_more_than_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process' limit is raised as far as it may be."""
-    limits, least = Limits(connections=1000), _REFUSED + _OWN
+    limits, least = Limits(connections=1000), REFUSED + _OWN
     for soft, hard, most, raised in (
         (100, 50000, 1000, 1000 + least),
         (100, 800, 800 - least, 800),

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import sqlite3
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,12 @@ import httpx
 import pytest
 
 from isobit.engine.engine import Engine
-from isobit.errors import RunFailed
+from isobit.errors import IsobitError, RunFailed
 from isobit.model import Model
 from isobit.rl.stepwise import StepwiseLearner
 from isobit.serve import app
 from isobit.serve.listening import listen
+from isobit.serve.state.database import FILE
 from isobit.serve.state.state import State
 from isobit.serve.tinker import resume
 
@@ -39,8 +42,8 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> None:
 def served(folder: Path, tmp_path: Path) -> Any:
     """Begins a server on the same state."""
 
-    def begin() -> Any:
-        return serving(folder / "base", state=tmp_path / "state")
+    def begin(**more: Any) -> Any:
+        return serving(folder / "base", state=tmp_path / "state", **more)
 
     return begin
 
@@ -192,7 +195,10 @@ def test_a_sampling_client_never_samples_from_other_weights_of_its_name(served: 
 
 
 @pytest.mark.slow
-def test_a_damaged_state_of_a_run_ends_that_run_alone(served: Any, tmp_path: Path) -> None:
+def test_a_damaged_state_of_a_run_ends_that_run_alone(
+    served: Any, folder: Path, tmp_path: Path
+) -> None:
+    """Where the server was told to drop what cannot go on; else it does not begin."""
     with served() as server:
         runs = [new(mine(server)) for _ in range(2)]
         state = server.gateway.state
@@ -203,7 +209,9 @@ def test_a_damaged_state_of_a_run_ends_that_run_alone(served: Any, tmp_path: Pat
     damaged = bytearray(file.read_bytes())
     damaged[-1] ^= 1
     file.write_bytes(damaged)
-    with served() as server:
+    with pytest.raises(IsobitError, match=f"training run {runs[0]} cannot go on: .* is damaged"):
+        alone(folder / "base", tmp_path / "state")
+    with served(drops=True) as server:
         assert step(mine(server), runs[0], 1).status_code == 404
         assert answer(server, step(server, runs[1], 1)).status_code == 200
 
@@ -245,9 +253,65 @@ def test_what_the_server_cannot_do_ends_no_run(
         assert answer(mine(server), step(server, run, 2)).status_code == 200
 
 
+def change(state: Path, statement: str) -> None:
+    """Something in the tables, as another isobit may have written it."""
+    with closing(sqlite3.connect(state / FILE)) as connection, connection:
+        connection.execute(statement)
+
+
+def test_what_cannot_go_on_stays_until_it_may_be_dropped(
+    served: Any, folder: Path, tmp_path: Path
+) -> None:
+    """A run of another model, one whose weights are gone, and a request of a newer isobit; the
+    control is the same state as it was."""
+    state = tmp_path / "state"
+    with served(identity="a" * 64) as server:
+        run = new(mine(server))
+        answer(server, gradients(server, run, 1, data(1)))
+    for broken, mended, why in (
+        ("model = 'b'", "model = ''", "it is of another model, whose weights have the SHA-256 b"),
+        ("rank = NULL", "rank = 4", "it goes on with --train full"),
+    ):
+        change(state, f"UPDATE runs SET {broken}")
+        with pytest.raises(IsobitError, match=f"training run {run} cannot go on: {why}") as found:
+            alone(folder / "base", state)
+        assert not isinstance(found.value, RunFailed)
+        assert "end what cannot go on with --drop-runs" in str(found.value)
+        change(state, f"UPDATE runs SET {mended}")
+    change(state, "UPDATE requests SET kind = 'new_' || kind WHERE number = 1")
+    with pytest.raises(IsobitError, match="request 1 is none that a server keeps: new_forward_b"):
+        alone(folder / "base", state)
+    change(state, "UPDATE requests SET kind = substr(kind, 5) WHERE number = 1")
+    with served(identity="a" * 64) as server:
+        assert answer(mine(server), step(server, run, 2)).status_code == 200
+    change(state, "UPDATE runs SET model = 'b'")
+    with served(identity="a" * 64, drops=True) as server:
+        assert step(mine(server), run, 3).status_code == 404
+
+
+def test_a_sampling_client_of_another_model_waits_for_it(served: Any) -> None:
+    """It is told so, also where its number is asked for again, and another is not."""
+    with served(identity="a" * 64) as server:
+        session = started(mine(server))
+        asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+        made = server.post("/api/v1/create_sampling_session", asked).json()
+    show = f"/api/v1/samplers/{made['sampling_session_id']}"
+    with served(identity="b" * 64) as server:
+        for found in (
+            mine(server).get(show),
+            server.post("/api/v1/create_sampling_session", asked),
+        ):
+            assert found.status_code == 404
+            assert "it is of another model" in found.text
+        asked["sampling_session_seq_id"] = 1
+        assert server.post("/api/v1/create_sampling_session", asked).status_code == 200
+    with served(identity="a" * 64) as server:
+        assert mine(server).get(show).status_code == 200
+
+
 def alone(base: Path, state: Path) -> None:
     """A server in this thread, until it ends."""
-    kept = State(state)
+    kept = State(state, model="a" * 64)
     try:
         engine = Engine(Model.load(base, "fp8", "native").serving({}), kv_pages=100)
         listener = listen("127.0.0.1", 0, "--port")

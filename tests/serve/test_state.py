@@ -4,6 +4,8 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from isobit.errors import IsobitError, RunFailed
 from isobit.serve.requests import BadRequest
 from isobit.serve.state.database import FILE, VERSION, WEIGHTS
+from isobit.serve.state.identity import identity_of
 from isobit.serve.state.rows import (
     Answer,
     Checkpoint,
@@ -262,7 +265,9 @@ def test_leftovers_go_and_rows_without_a_folder(state: State, folder: Path) -> N
     (weights / ("0" * 32)).mkdir()
     (weights / "link").symlink_to(outside)
     os.mkfifo(weights / "pipe")
-    again = State(folder)
+    expected = f"the folders of 1 checkpoints are gone, such as weights/{lost.id}; put them back"
+    assert expected in refused(folder)
+    again = State(folder, drops=True)
     try:
         assert sorted(path.name for path in weights.iterdir()) == sorted([kept.id, present.id])
         assert (outside / "mine").read_text() == "mine"
@@ -273,11 +278,86 @@ def test_leftovers_go_and_rows_without_a_folder(state: State, folder: Path) -> N
     finally:
         again.close()
     (weights / present.id).rename(folder.parent / "present")
-    third = State(folder)
+    assert present.id in refused(folder)
+    third = State(folder, drops=True)
     try:
         assert not third.run(run).live  # type: ignore[union-attr]
     finally:
         third.close()
+
+
+def test_weights_without_their_tables_stay(state: State, folder: Path) -> None:
+    """They would be leftovers. The control is a folder without either."""
+    kept = state.save("s:train:0", "training", "a", writes("a"))
+    state.close()
+    (folder / FILE).rename(folder.parent / FILE)
+    for _ in range(2):
+        assert f"{FILE}, which names them, is gone; put it back" in refused(folder)
+    (folder / WEIGHTS).rename(folder.parent / WEIGHTS)
+    State(folder).close()
+    (folder / WEIGHTS).rmdir()
+    (folder.parent / FILE).rename(folder / FILE)
+    (folder.parent / WEIGHTS).rename(folder / WEIGHTS)
+    with closing(State(folder)) as again:
+        assert text_of(again, again.checkpoint("0", kept.path)) == "a"
+
+
+def test_a_model_is_known_by_its_files(tmp_path: Path) -> None:
+    """And not by its name or its place; a weight or a number of its config makes another one."""
+    for name in ("a/model", "b/other", "c/model", "d/model"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text('{"rope_theta": 1}')
+        for shard in "12":
+            (tmp_path / name / f"model-{shard}.safetensors").write_bytes(b"w" * 100)
+    (tmp_path / "c/model/model-2.safetensors").write_bytes(b"w" * 99 + b"x")
+    (tmp_path / "d/model/config.json").write_text('{"rope_theta": 2}')
+    first, copy, changed, configured = (
+        identity_of(tmp_path / name) for name in ("a/model", "b/other", "c/model", "d/model")
+    )
+    assert first == copy
+    assert len({first, changed, configured}) == 3
+    os.mkfifo(tmp_path / "d/model/model-3.safetensors")
+    with pytest.raises(IsobitError, match="d/model: cannot be read: "):
+        identity_of(tmp_path / "d/model")
+
+
+def test_runs_are_of_one_model(folder: Path) -> None:
+    """An adapter of another model is not loaded, and can be taken away; of what is older than this
+    check nobody knows, and it is of the model with which it goes on. Weights of a whole model are
+    loaded by any."""
+    with closing(State(folder, model="a" * 64)) as state:
+        state.add_session(StoredSession("s", "0", 1.0))
+        for run in (a_run(), replace(a_run("s:train:1", number=1), rank=None)):
+            state.add_run(run)
+            state.save(run.id, "training", "one", writes("one"))
+        assert state.num_of_other_models == 0
+        assert state.loadable("0", "tinker://s:train:0/weights/one").name == "one"
+    with closing(State(folder, model="b" * 64)) as other:
+        assert other.num_of_other_models == 2
+        with pytest.raises(BadRequest, match="weights/one: it is of another model, whose weights"):
+            other.loadable("0", "tinker://s:train:0/weights/one")
+        assert other.loadable("0", "tinker://s:train:1/weights/one").name == "one"
+        assert other.checkpoint("0", "tinker://s:train:0/weights/one").name == "one"
+        assert len(other.live_runs()) == 2
+    change(folder, "UPDATE runs SET model = ''")
+    with closing(State(folder, model="b" * 64)) as other:
+        assert other.num_of_other_models == 0
+        other.adopt()
+    with closing(State(folder, model="a" * 64)) as state:
+        assert state.num_of_other_models == 2
+
+
+def test_a_state_of_version_3_goes_on(state: State, folder: Path) -> None:
+    """Its tables lack the models, and nothing else. The control lacks a table too."""
+    path = state.save("s:train:0", "training", "one", writes("one")).path
+    state.close()
+    columns = [f"ALTER TABLE {table} DROP COLUMN model" for table in ("runs", "samplers")]
+    change(folder, *columns, "PRAGMA user_version=3")
+    with closing(State(folder, model="a" * 64)) as again:
+        assert text_of(again, again.loadable("0", path)) == "one"
+        assert [run.model for run in again.live_runs()] == [""]
+    change(folder, *columns, "DROP TABLE samplers", "PRAGMA user_version=3")
+    assert "its version is 3, and this isobit reads 4" in refused(folder)
 
 
 @pytest.mark.parametrize("how", ["changed", "longer", "gone", "manifest", "link", "pipe"])

@@ -78,7 +78,8 @@ def test_what_a_run_leaves(unbroken: tuple[Path, dict[str, Any]]) -> None:
     assert not {"reward/mean", "loss/policy", "clip_fraction"} & rows[1].keys()
     assert rows[-1]["prompts/consumed"] == 7 * STEPS
     page = (directory / "report.html").read_text()
-    assert "Cross-entropy" in page
+    assert "loss, first step" in page
+    assert "cross_entropy" in page
     chain = (directory / "certificate.jsonl").read_text().splitlines()
     assert len(chain) == STEPS + 1
 

@@ -3,13 +3,19 @@ obey."""
 
 import io
 import math
+import typing
+from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from isobit.config import SftConfig
 from isobit.monitor.screen import History, Shown
 from isobit.monitor.screen.screen import BARS, clock, plain, screen, sparkline, summary
+from isobit.options.declare import OneOf
+from isobit.run.metrics import SUPERVISED_LOSSES
+from isobit.training.running.result import TrainResult
 
 
 def history(steps: int = 12, differing: float = 0.0, total: int = 40, **more: float) -> History:
@@ -132,6 +138,84 @@ def test_turns_and_tools_are_shown() -> None:
         "(8%",
         "failed)",
     ]
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_beside_long_notes_no_value_is_cut(width: int) -> None:
+    """Of a run with tools: the sparklines give room. The control: without notes they have theirs."""
+    view = history(
+        **{
+            "env/turns": 12.5,
+            "env/problems": 0.05,
+            "tools/call_frequency": 11.0,
+            "tools/failure_frequency": 0.05,
+            "mismatch/compared_tokens": 123_456,
+            "throughput/learn_tokens_per_s": 35_354.0,
+            "length/mean": 12_345.6,
+        }
+    )
+    view.add({"step": 13, "throughput/rollout_tokens_per_s": 1_234_567.0})
+    text = "\n".join(drawn(view, width))
+    for value in ("0.600", "0.500", "1,234,567", "12,345.6", "12.5", "exactly zero"):
+        assert f" {value} " in text, value
+    for note in ("11.0 calls, 5% failed, 5% with problems", "25% truncated", "1,481,472 tokens"):
+        assert note in text, note
+    assert "…" not in text
+    few = [line for line in drawn(history(), width) if line.startswith("length")]
+    assert few[0].split()[2] == sparkline([5.0] * 12)
+
+
+KINDS: dict[str, tuple[dict[str, float], dict[str, str], str]] = {
+    "distillation": (
+        {"reward/mean": 0.0, "reward/std": 0.0, "reward/reference_kl": 1.25, "loss/policy": 0.5},
+        {"KL": "1.2500"},
+        "KL 1.2500",
+    ),
+    "distillation, with rewards": (
+        {"reward/mean": 0.5, "reward/reference_kl": 1.25},
+        {"reward": "0.500", "KL": "1.2500"},
+        "reward 0.500  KL 1.2500",
+    ),
+    "rewards that stay 0": (
+        {"reward/mean": 0.0, "loss/policy": 0.5, "loss/kl": 0.0},
+        {"reward": "0.000"},
+        "reward 0.000",
+    ),
+    "a penalty": ({"reward/mean": 0.5, "loss/kl": 0.01}, {"reward": "0.500", "KL": "0.0100"}, "KL"),
+    "sft": (
+        {"loss/cross_entropy": 2.5, "loss/held_out": 2.25, "throughput/learn_tokens_per_s": 900},
+        {"loss": "2.5000", "held": "out", "tokens/s": "900"},
+        "loss 2.5000  held-out loss 2.2500  900 tokens/s",
+    ),
+    "kto": (
+        {"loss/kto": 0.5, "preference/margin": 0.25, "preference/held_out_accuracy": 0.75},
+        {"loss": "0.5000", "margin": "0.2500", "preferred": "75%"},
+        "loss 0.5000  margin 0.2500",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_of_run_shows_what_it_is_made_for(kind: str) -> None:
+    """On the screen, in a line, and in a notebook; and nothing that it does not have."""
+    row, wanted, line = KINDS[kind]
+    view = History("run", 2)
+    view.add({"step": 1, **row})
+    for width in (40, 80):
+        lines = drawn(view, width)[3:]
+        found = {words[0]: words[1] for words in map(str.split, lines) if len(words) > 1}
+        assert found == wanted
+    assert line in summary(view)
+    first = next(iter(wanted.values()))
+    assert float(repr(TrainResult(Path("run"), [{"step": 1, **row}], 0)).split()[-2][:-1]) == float(
+        first
+    )
+
+
+def test_every_supervised_loss_is_one_of_the_metrics() -> None:
+    hint = typing.get_type_hints(SftConfig, include_extras=True)["loss"]
+    (choices,) = (known.names for known in hint.__metadata__ if isinstance(known, OneOf))
+    assert tuple(f"loss/{name}" for name in choices) == SUPERVISED_LOSSES
 
 
 def test_a_mismatch_is_not_called_zero() -> None:

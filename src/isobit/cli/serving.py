@@ -8,6 +8,13 @@ from typer.core import TyperCommand
 
 from isobit.cli.app import Adapters, Backend, Consistency, Precision, adapters, app
 
+ToolFormat = Annotated[
+    str,
+    typer.Option(
+        help="how the model writes calls of tools: auto, hermes, qwen3_coder, llama3_json, "
+        "mistral, harmony, pythonic, glm45, gemma4, deepseek_v3 or json"
+    ),
+]
 Train = Annotated[
     str | None,
     typer.Option(
@@ -31,7 +38,16 @@ StateFolder = Annotated[
     typer.Option(
         "--state",
         metavar="DIR",
-        help="where --train keeps what it trains; for this user alone (700)",
+        help="where --train keeps what it trains, for this user alone (700); default: a folder of "
+        "the user's, by the model's name and weights",
+    ),
+]
+DropRuns = Annotated[
+    bool,
+    typer.Option(
+        "--drop-runs",
+        help="end what of --state cannot go on, such as runs of another model; without it the "
+        "server refuses to start",
     ),
 ]
 StateEvery = Annotated[
@@ -73,22 +89,20 @@ def serve(
     ] = ("127.0.0.1"),
     token: TokenFile = None,
     name: Annotated[
-        str | None, typer.Option(help="what clients call the model; default: its folder's name")
+        str | None,
+        typer.Option(
+            help="what clients call the model; default: the name of its folder, or of the run's"
+        ),
     ] = None,
     chat_template: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Jinja file, for a model without a chat template"),
     ] = None,
-    tool_format: Annotated[
-        str,
-        typer.Option(
-            help="how the model writes calls of tools: auto, hermes, qwen3_coder, llama3_json, "
-            "mistral, harmony, pythonic, glm45, gemma4, deepseek_v3 or json"
-        ),
-    ] = "auto",
+    tool_format: ToolFormat = "auto",
     train: Train = None,
     state: StateFolder = None,
     state_every: StateEvery = 10,
+    drop_runs: DropRuns = False,
     kv_pages: Annotated[
         int | None, typer.Option(min=1, help="pages of the KV cache; default: up to 2 GiB of them")
     ] = None,
@@ -115,7 +129,7 @@ def serve(
     from isobit.run.directory import model_directory
 
     serve_model(
-        model_directory(model),
+        model,
         {name: model_directory(path) for name, path in adapters(adapter).items()},
         (precision, backend, consistency),
         EngineSize(kv_pages=kv_pages, max_sequences=max_sequences),
@@ -129,4 +143,5 @@ def serve(
         train=train,
         state=state,
         state_every=state_every,
+        drop_runs=drop_runs,
     )

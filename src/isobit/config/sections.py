@@ -148,7 +148,11 @@ class RewardsConfig:
     num_workers: Annotated[
         int, at_least(1), at_most(64), "worker processes; each loads all functions"
     ] = 1
-    on_error: Annotated[Literal["stop", "skip"], "what to do when a reward function fails"] = "stop"
+    on_error: Annotated[
+        Literal["stop", "skip"],
+        "what to do when a reward function fails, when no completion of a step could be scored, "
+        "and when the environment of the first row cannot begin. skip: what fails is unscored",
+    ] = "stop"
     environment: Annotated[
         tuple[str, ...], "environment variables passed on, besides PATH and the like"
     ] = ()

@@ -3,20 +3,22 @@ values.
 
 A row comes with its place, `file: row N`, counted from 1. Times become ISO 8601 text, durations
 seconds, decimals text with all their digits, maps objects; bytes become text where they are UTF-8.
-Parquet needs pyarrow alone. Left out: images and audio, and tables that do not fit in memory.
+A text that many rows have is there once: how long the rows are is reckoned before they are made,
+within the bound that gzip has. Parquet needs pyarrow alone. Left out: images and audio, and tables
+that do not fit in memory.
 """
 
 import datetime
 import decimal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from isobit.data.foreign import check_readable
+from isobit.data.foreign import MOST_RATIO, check_readable, most_unpacked
 from isobit.data.text_rows import Row, check_distinct, kind
 from isobit.errors import IsobitError, brief
 
-_BATCH_ROWS = 1024
+_BATCH_ROWS, _VALUE = 1024, 8
 _NO_VALUE = (
     ValueError,
     OverflowError,
@@ -35,12 +37,13 @@ def parquet_rows(path: Path) -> Iterator[Row]:
             f'{path}: Parquet needs pyarrow; install it with: pip install "isobit[data]"'
         ) from None
     try:
-        check_readable(path)
+        most = most_unpacked(check_readable(path))
         with path.open("rb") as stream:
-            table = _whole_parquet(path, stream, parquet, pyarrow.ArrowException)
+            file = _open_parquet(path, stream, most, parquet, pyarrow)
+            names, batches = file.schema_arrow.names, _batches(path, file, pyarrow)
+            yield from _table_rows(path, names, batches, most)
     except OSError as error:
         raise IsobitError(f"cannot read data file {path}: {error.strerror}") from None
-    yield from _table_rows(path, table)
 
 
 def saved_dataset_rows(path: Path) -> Iterator[Row]:
@@ -48,7 +51,6 @@ def saved_dataset_rows(path: Path) -> Iterator[Row]:
     `datasets`, and for a directory that is not whole."""
     try:
         import datasets
-        import pyarrow
     except ImportError:
         raise IsobitError(
             f"{path}: a directory of save_to_disk needs datasets; install it with: pip install "
@@ -56,28 +58,132 @@ def saved_dataset_rows(path: Path) -> Iterator[Row]:
         ) from None
     try:
         table = datasets.load_from_disk(str(path)).with_format("arrow")[:]
-    except (OSError, ValueError, LookupError, TypeError, pyarrow.ArrowException) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # the library trusts a folder's files: anything may come of others
         raise IsobitError(
             f"{path}: not a whole dataset of save_to_disk: {_first_line(error)}"
         ) from None
-    yield from _table_rows(path, table)
+    size = sum(file.stat().st_size for file in path.glob("*.arrow"))
+    batches = table.to_batches(_BATCH_ROWS)
+    yield from _table_rows(path, table.column_names, batches, most_unpacked(size))
 
 
-def _whole_parquet(path: Path, stream: Any, parquet: Any, arrow_error: type[Exception]) -> Any:
+def _open_parquet(path: Path, stream: Any, most: int, parquet: Any, pyarrow: Any) -> Any:
+    """The file, once what is known of its size before its rows are read is within the bound: what
+    it says itself, and the texts inside lists and objects. Other texts come as a dictionary and
+    numbers, so that one that is there a million times is in memory once."""
     try:
-        return parquet.ParquetFile(stream).read()
-    except (arrow_error, OSError) as error:
-        raise IsobitError(f"{path}: truncated or corrupt Parquet: {_first_line(error)}") from None
+        file = parquet.ParquetFile(stream)
+        check_distinct(str(path), file.schema_arrow.names)
+        _check_size(path, most, _said_bytes(file))
+        columns = map(file.schema.column, range(len(file.schema)))
+        texts = [
+            column.path
+            for column in columns
+            if column.physical_type == "BYTE_ARRAY" and column.logical_type.type != "DECIMAL"
+        ]
+        if inside := [name for name in texts if name not in file.schema_arrow.names]:
+            dictionaries = parquet.ParquetFile(stream, read_dictionary=inside)
+            _check_inside(path, most, dictionaries, inside, pyarrow)
+        return parquet.ParquetFile(stream, read_dictionary=sorted({*texts} - {*inside}))
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _corrupt(path, error) from None
 
 
-def _table_rows(path: Path, table: Any) -> Iterator[Row]:
-    check_distinct(str(path), table.column_names)
-    number = 0
-    for batch in table.to_batches(_BATCH_ROWS):
+def _check_inside(path: Path, most: int, file: Any, names: Sequence[str], pyarrow: Any) -> None:
+    """Raise IsobitError for texts inside lists and objects that are longer than the bound
+    together."""
+    count = 0
+    for group in range(file.metadata.num_row_groups):
+        try:
+            for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=names):
+                count += sum(map(_unpacked_bytes, batch.columns))
+                _check_size(path, most, count)
+        except pyarrow.ArrowNotImplementedError:
+            pass  # two dictionaries in a batch; Arrow then makes no array of more than 2 GiB
+
+
+def _batches(path: Path, file: Any, pyarrow: Any) -> Iterator[Any]:
+    try:
+        yield from file.iter_batches(_BATCH_ROWS)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _corrupt(path, error) from None
+
+
+def _corrupt(path: Path, error: Exception) -> IsobitError:
+    return IsobitError(f"{path}: truncated or corrupt Parquet: {_first_line(error)}")
+
+
+def _said_bytes(file: Any) -> int:
+    """What the pages of a Parquet file unpack to, and what its values take without texts, as it
+    says itself."""
+    widths = [max(_VALUE, file.schema.column(i).length) for i in range(len(file.schema))]
+    groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+    chunks = ((group.column(i), width) for group in groups for i, width in enumerate(widths))
+    return sum(max(c.total_uncompressed_size, c.num_values * width, 0) for c, width in chunks)
+
+
+def _check_size(path: Path, most: int, count: int) -> None:
+    if count > most:
+        raise IsobitError(
+            f"{path}: unpacks to more than {MOST_RATIO} times its size; expected its rows as an "
+            "unpacked .jsonl"
+        )
+
+
+def _table_rows(path: Path, names: list[str], batches: Iterable[Any], most: int) -> Iterator[Row]:
+    """`most`: bytes that all rows may have."""
+    check_distinct(str(path), names)
+    number = count = 0
+    for batch in batches:
+        count += sum(map(_unpacked_bytes, batch.columns))
+        _check_size(path, most, count)
         for row in _python_rows(path, batch, number):
             number += 1
             where = f"{path}: row {number}"
             yield where, {name: plain(value, where, name) for name, value in row.items()}
+
+
+def _unpacked_bytes(array: Any) -> int:
+    """About how many bytes an Arrow array has as values, each of a dictionary as often as it is
+    used."""
+    import pyarrow
+    from pyarrow import compute, types
+
+    kind_ = array.type
+    if isinstance(kind_, pyarrow.BaseExtensionType):
+        return _unpacked_bytes(array.storage)
+    if types.is_dictionary(kind_):
+        values = array.dictionary
+        if not _is_text(kind_.value_type):
+            return len(array) * (_VALUE + _unpacked_bytes(values))
+        lengths = compute.take(compute.binary_length(values), array.indices)
+        return len(array) * _VALUE + int(compute.sum(lengths).as_py() or 0)
+    if _is_text(kind_):
+        return len(array) * _VALUE + int(compute.sum(compute.binary_length(array)).as_py() or 0)
+    if types.is_struct(kind_):
+        return len(array) * _VALUE + sum(map(_unpacked_bytes, array.flatten()))
+    if types.is_map(kind_):
+        first, last = array.offsets[0].as_py(), array.offsets[-1].as_py()
+        pairs = (each.slice(first, last - first) for each in (array.keys, array.items))
+        return len(array) * _VALUE + sum(map(_unpacked_bytes, pairs))
+    if types.is_nested(kind_):
+        return len(array) * _VALUE + _unpacked_bytes(array.flatten())
+    return len(array) * _VALUE + int(array.nbytes)
+
+
+def _is_text(kind_: Any) -> bool:
+    from pyarrow import types
+
+    return bool(
+        types.is_string(kind_)
+        or types.is_large_string(kind_)
+        or types.is_string_view(kind_)
+        or types.is_binary(kind_)
+        or types.is_large_binary(kind_)
+        or types.is_binary_view(kind_)
+    )
 
 
 def _python_rows(path: Path, batch: Any, before: int) -> list[dict[str, Any]]:

@@ -20,6 +20,8 @@ from isobit.errors import IsobitError, brief
 
 MOST_DEPTH = 100
 MOST_DIGITS = 300  # the largest such number is still a float
+MOST_RATIO = 400  # text is packed 3 to 20 times smaller, zeros 1,000 times
+_LEAST_UNPACKED = 1 << 26
 _POINTERS = {
     b"version https://git-lfs": "a pointer of Git LFS, not the file itself; `git lfs pull` "
     "brings it",
@@ -89,6 +91,11 @@ def read_bytes(path: Path, most: int) -> bytes:
     if len(data) > most:
         raise OSError(0, f"longer than {most:,} bytes")
     return data
+
+
+def most_unpacked(size: int) -> int:
+    """Bytes that a packed file of this size may unpack to."""
+    return max(_LEAST_UNPACKED, size * MOST_RATIO)
 
 
 def reason_of(error: Exception) -> str:

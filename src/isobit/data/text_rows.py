@@ -16,14 +16,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from isobit.data.foreign import BadJson, check_readable, parse_json
+from isobit.data.foreign import MOST_RATIO, BadJson, check_readable, most_unpacked, parse_json
 from isobit.errors import IsobitError, brief
 
 _GZIP = b"\x1f\x8b"
-_MOST_RATIO, _LEAST_UNPACKED = (
-    400,
-    1 << 26,
-)  # text is packed 3 to 20 times smaller, zeros 1,000 times
 _MOST_COLUMNS = 10_000
 Row = tuple[str, dict[str, Any]]
 """Where a row stands, for messages, and its columns."""
@@ -162,7 +158,7 @@ def read_text_file(path: Path, count: int = -1) -> bytes:
     order mark. Raises IsobitError for what cannot be read."""
     try:
         size = check_readable(path)
-        most = max(_LEAST_UNPACKED, size * _MOST_RATIO)
+        most = most_unpacked(size)
         with path.open("rb") as file:
             packed = file.read(2) == _GZIP
             file.seek(0)
@@ -170,7 +166,7 @@ def read_text_file(path: Path, count: int = -1) -> bytes:
                 data = unpacked.read(most + 1 if packed and count < 0 else count)
         if packed and len(data) > most:
             raise IsobitError(
-                f"{path}: unpacks to more than {_MOST_RATIO} times its size; expected an "
+                f"{path}: unpacks to more than {MOST_RATIO} times its size; expected an "
                 "unpacked file"
             )
     except gzip.BadGzipFile as error:

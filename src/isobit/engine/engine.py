@@ -152,7 +152,7 @@ class Engine:
         if kv_pages is None:
             page_bytes = Engine(model, kv_pages=1, page_size=page_size, cuda_graphs=False).kv_bytes
             limit_bytes = most_cache_bytes(model.transformer.ops["rollout"].device, reserved)
-            kv_pages = cache_pages(each, sequences, size.max_sequences, limit_bytes // page_bytes)
+            kv_pages = cache_pages(each, sequences, size.max_sequences, limit_bytes, page_bytes)
         engine = Engine(
             model, size, kv_pages=kv_pages, page_size=page_size, record_routes=record_routes
         )

@@ -40,10 +40,13 @@ def tokens_of_a_page(config: ModelConfig, given: int | None) -> int:
     return _PAGE if config.linear is None else _PAGE_WITH_STATES
 
 
-def cache_pages(each: int, sequences: int, most_sequences: int, most_pages: int) -> int:
-    """Pages of a cache for `sequences` of `each` pages, of which `most_sequences` run at a time,
-    and a prompt beside the sequences that share its pages: at most so many, and room for one
-    sequence."""
+def cache_pages(
+    each: int, sequences: int, most_sequences: int, most_bytes: int, page_bytes: int
+) -> int:
+    """Return the pages of a cache for `sequences` of `each` pages, of which `most_sequences` run at
+    a time, and a prompt beside the sequences that share its pages: at most `most_bytes`, and room
+    for one sequence."""
+    most_pages = most_bytes // max(page_bytes, 1)  # a model without attention stores nothing
     return max(each, min((min(sequences, most_sequences) + 1) * each, most_pages))
 
 

@@ -79,6 +79,7 @@ class Reply:
     each call that was carried out. To `finish`: `rewards`, of the names in `reward_weights` that
     apply to the episode; None is unscored. `problem`: the environment raised, hung or died, in one
     line; what `on_error` says of it is in `step` already (observe: a message says so; end: done).
+    `mistake`: the problem is the program's, the same in every episode, and ends the run.
     `context`: the tokens that the next turn begins with, where a record says them.
     """
 
@@ -86,6 +87,7 @@ class Reply:
     step: Step = Step()
     uses: tuple[ToolUse, ...] = ()
     problem: str | None = None
+    mistake: bool = False
     prompt: Prompt | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     rewards: Mapping[str, float | None] = field(default_factory=dict)
@@ -127,5 +129,6 @@ class Environments(Protocol):
 
     def poll(self, wait_s: float) -> list[Reply]:
         """Replies that have come, in any order; waits at most so many seconds for the first.
-        Raises RunFailed for a problem where `on_error` is stop."""
+        Raises RunFailed for a mistake of the program, and for every problem where `on_error` is
+        stop."""
         ...

@@ -2,7 +2,8 @@
 
 What an environment raises, and what is late, becomes a `problem` and what `environment.on_error`
 makes of it: under `observe` the model is told, and the episode goes on where it can. It cannot
-where the environment's thread is lost in a call.
+where the environment's thread is lost in a call. What is the program's own mistake (`returned.py`)
+is marked as one, which ends the run.
 """
 
 import asyncio
@@ -15,7 +16,10 @@ from isobit.data.dataset import Prompt
 from isobit.environments.base import Reply, Step, ToolUse, Turn
 from isobit.environments.home import Home, Late, Outcome
 from isobit.environments.kinds import Instance, Kind
-from isobit.environments.tools import UNKNOWN, Answer, answers, result_text, unparsed
+from isobit.environments.mistakes import Mistake, check_call, is_mistake, place_of
+from isobit.environments.openenv import Client
+from isobit.environments.returned import joined, step_of
+from isobit.environments.tools import UNKNOWN, Answer, answers, unparsed
 from isobit.errors import IsobitError, brief
 from isobit.rewards.functions import LoadedFunction, MalformedResult, checked_values
 from isobit.workers.loading import last_line
@@ -45,6 +49,7 @@ class _Scored:
     name: str
     value: float | None
     problem: str | None = None
+    mistake: bool = False
 
 
 class Episode:
@@ -69,15 +74,18 @@ class Episode:
                 return Reply(self.key, prompt=prompt)
             given = {name: each for name, each in columns.items() if name != "environment"}
             row = {"prompt": prompt, **(given if self._several else columns)}
+            check_call(value.reset, row, "reset")
             outcome = await self._instance.home.run(partial(value.reset, **row), until)
             if outcome.error is not None:
-                return self._over(f"reset: {last_line(outcome.error, self.kind.file)}", prompt)
-            return Reply(self.key, prompt=joined(prompt, outcome.result, self.kind.what))
+                return self._over(*self._raised("reset", outcome.error), prompt)
+            self.kind.worked.add("reset")
+            where = place_of(value.reset)
+            return Reply(self.key, prompt=joined(prompt, outcome.result, where))
         except IsobitError as error:  # of the factory, or of what reset returned
-            return self._over(str(error), prompt)
+            return self._over(str(error), isinstance(error, Mistake), prompt)
         except Late as late:
             self.lost = self._instance is None or self._instance.home.lost
-            return self._over(f"reset: no result in time: {late}", prompt)
+            return self._over(f"reset: no result in time: {late}", False, prompt)
 
     async def turn(self, turn: Turn) -> Reply:
         """What follows a turn. The last of `max_turns` calls no tools."""
@@ -94,8 +102,15 @@ class Episode:
         return self._answered(self._instance, found)
 
     def _answered(self, instance: Instance, found: Sequence[Answer]) -> Reply:
-        problem = next((each.problem for each in found if each.problem is not None), None)
+        worked = self.kind.worked
+        worked |= {answer.message["name"] for answer in found if answer.worked}
+        failed = [answer for answer in found if answer.problem is not None]
+        for answer in failed:
+            if answer.mistake and answer.message["name"] not in worked:
+                return self._over(str(answer.problem), True)
+        problem = failed[0].problem if failed else None
         over = problem is not None and self.limits.on_error != "observe"
+        over = over or (isinstance(instance.value, Client) and instance.value.over)
         if instance.home.lost:
             self.lost = True
             if instance.value is None:  # tools alone have nothing to lose
@@ -122,18 +137,15 @@ class Episode:
             self.lost = instance.home.lost
             return failed(f"step: no result in time: {late}")
         if outcome.error is not None:
-            return failed(f"step: {last_line(outcome.error, self.kind.file)}")
-        step = outcome.result
-        if not isinstance(step, Step):
-            return failed(f"step returned {type(step).__name__}, expected a Step")
-        values, wrong = checked_values([step.reward], 1)
-        if wrong:
-            return failed(f"step: its reward {wrong[0]}")
-        self._reward = self._reward if values[0] is None else values[0]
-        messages = tuple(
-            {**each, "content": result_text(each.get("content", ""))} for each in step.messages
-        )
-        return Reply(self.key, Step(messages, self._reward, step.done), uses())
+            problem, mistake = self._raised("step", outcome.error)
+            return replace(failed(problem), mistake=mistake)
+        self.kind.worked.add("step")
+        try:
+            step = step_of(outcome.result, place_of(instance.value.step))
+        except IsobitError as error:
+            return replace(failed(str(error)), mistake=isinstance(error, Mistake))
+        self._reward = self._reward if step.reward is None else step.reward
+        return Reply(self.key, replace(step, reward=self._reward), uses())
 
     def _uses(self, turn: Turn, seconds: float, problem: str | None) -> tuple[ToolUse, ...]:
         """The calls of a turn that an `Environment` answered, under the names of its tools."""
@@ -156,17 +168,27 @@ class Episode:
         if own is not None and instance.answers_turns:
             found.append(_Scored(own, self._reward))
         elif own is not None:
-            outcome = await self._called(instance, partial(instance.value.get_reward), until)
-            found.append(self._scored(own, "get_reward", replace(outcome, result=[outcome.result])))
+            method = instance.value.get_reward
+            try:
+                check_call(method, {}, "get_reward")
+            except Mistake as error:
+                return self._over(str(error), True)
+            outcome = await self._called(instance, method, until)
+            one = replace(outcome, result=[outcome.result])
+            found.append(self._scored(own, "get_reward", one, place_of(method)))
         given = {name: [value] for name, value in arguments.items()}
         given["environments"] = [instance.value]
         for each in scorers:
             outcome = await self._called(instance, partial(each.function.begin, given), until)
             found.append(self._scored(each.label, f"reward function {each.label}", outcome))
         applies = [each for each in found if each.value is not None or each.problem is not None]
-        problem = next((each.problem for each in found if each.problem is not None), None)
+        failed = [each for each in found if each.problem is not None]
+        failed.sort(key=lambda each: not each.mistake)
         rewards = {each.name: each.value for each in applies}
-        return Reply(self.key, rewards=rewards, problem=problem)
+        reply = Reply(self.key, rewards=rewards)
+        if failed:
+            reply = replace(reply, problem=failed[0].problem, mistake=failed[0].mistake)
+        return reply
 
     async def _called(self, instance: Instance, call: Callable[[], Any], until: float) -> Outcome:
         try:
@@ -175,14 +197,26 @@ class Episode:
             self.lost = instance.home.lost
             return Outcome(error=TimeoutError(f"no result in time: {late}"))
 
-    def _scored(self, name: str, what: str, outcome: Outcome) -> "_Scored":
+    def _scored(self, name: str, what: str, outcome: Outcome, where: str = "") -> _Scored:
         if outcome.error is not None:
-            return _Scored(name, None, f"{what}: {last_line(outcome.error, self.kind.file)}")
+            problem, mistake = self._raised(what, outcome.error)
+            return _Scored(name, None, problem, mistake)
+        self.kind.worked.add(what)
         try:
             values, wrong = checked_values(outcome.result, 1)
         except MalformedResult as error:
-            return _Scored(name, None, f"{what} {error}")
-        return _Scored(name, values[0], f"{what} {wrong[0]}" if wrong else None)
+            return _Scored(name, None, f"{what}{where} {error}", True)
+        if not wrong:
+            return _Scored(name, values[0])
+        numeric = hasattr(next(iter(outcome.result)), "__float__")
+        return _Scored(name, None, f"{what}{where} {wrong[0]}", not numeric)
+
+    def _raised(self, method: str, error: BaseException) -> tuple[str, bool]:
+        """Say what a method of the environment raised, and whether it is the program's mistake: it
+        has never come back."""
+        value = None if self._instance is None else self._instance.value
+        mistake = method not in self.kind.worked and is_mistake(error, value, self.kind.file)
+        return f"{method}: {last_line(error, self.kind.file)}", mistake
 
     def release(self) -> None:
         """Let its environment wait for another episode, unless it is lost."""
@@ -197,8 +231,8 @@ class Episode:
     def _until(self) -> float:
         return asyncio.get_running_loop().time() + self.limits.deadline_s
 
-    def _over(self, problem: str, prompt: Prompt | None = None) -> Reply:
-        return Reply(self.key, Step(done=True), problem=problem, prompt=prompt)
+    def _over(self, problem: str, mistake: bool = False, prompt: Prompt | None = None) -> Reply:
+        return Reply(self.key, Step(done=True), (), problem, mistake, prompt)
 
     def _failed(self, problem: str) -> Reply:
         """What `on_error` makes of a `step` that failed."""
@@ -206,27 +240,3 @@ class Episode:
             return self._over(problem)
         message = {"role": "user", "content": str({"error": problem})}
         return Reply(self.key, Step((message,), self._reward), problem=problem)
-
-
-def joined(prompt: Prompt, observation: Any, what: str) -> Prompt:
-    """A prompt with what reset returned: a text behind the content of its last message, as TRL
-    does; messages behind it. Raises IsobitError for anything else."""
-    if observation is None:
-        return prompt
-    chat = isinstance(observation, list) and all(
-        isinstance(each, dict) and isinstance(each.get("role"), str) for each in observation
-    )
-    if chat and isinstance(prompt, list):
-        added = [{**each, "content": result_text(each.get("content", ""))} for each in observation]
-        return [*prompt, *added]
-    parts = isinstance(observation, list) and all(
-        isinstance(each, dict) and each.get("type") == "text" for each in observation
-    )
-    if not (isinstance(observation, str) or (parts and observation)):
-        kind = type(observation).__name__
-        raise IsobitError(f"{what}: reset returned {kind}; expected text, messages or None")
-    text = result_text(observation)
-    if isinstance(prompt, str):
-        return prompt + text
-    last = prompt[-1]
-    return [*prompt[:-1], {**last, "content": last["content"] + text}]

@@ -54,6 +54,10 @@ class Kind:
     schemas: Sequence[Mapping[str, Any]] = ()
     reward: str | None = None
     """The name of its own reward: that of the class."""
+    answers_turns: bool = False
+    """Whether its objects are `Environment`s of their own."""
+    worked: set[str] = field(default_factory=set)
+    """The methods and tools that have come back once."""
 
     async def probe(self, until: float) -> None:
         """Make the first one, and look at what it is. Raises IsobitError."""
@@ -61,6 +65,7 @@ class Kind:
         self.idle.append(instance)
         value, shown = instance.value, instance.tools.values()
         self.schemas = tuple(tool.schema for tool in shown)
+        self.answers_turns = instance.answers_turns
         if instance.answers_turns:
             if self.shared:
                 raise IsobitError(

@@ -2,14 +2,16 @@
 
 Each worker starts its own server, once, for all its episodes; one that has ended is started again
 by the next call. Messages are JSON-RPC 2.0, one a line (specification of 2025-06-18, "Transports",
-"Lifecycle" and "Tools"). What a server writes to stderr goes where the worker's own output goes.
-Left out: HTTP, resources, prompts, and what a server asks of its client.
+"Lifecycle" and "Tools"). A line that cannot be read fails the one call that it answers. What a
+server writes to stderr goes where the worker's own output goes. Left out: HTTP, resources, prompts,
+and what a server asks of its client.
 """
 
 import asyncio
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 from collections.abc import Mapping
@@ -21,8 +23,15 @@ from isobit.errors import IsobitError, brief
 
 PROTOCOL = "2025-06-18"
 _MOST_BYTES = 1 << 28  # of a message
+_MOST_TOOLS = 1024
 _END_S = 1.0  # from the end of its output to its own
+_BEGINNING = 1024  # of a line, and its end, in which its number is looked for
+_NUMBER = re.compile(rb'"id"\s*:\s*(\d{1,18})\b')
 _NO_METHOD = {"code": -32601, "message": "Method not found"}
+
+
+_Waiting = dict[int, asyncio.Future[Any]]
+"""The calls that a server has not answered, by number."""
 
 
 class ServerError(Exception):
@@ -34,10 +43,10 @@ class Server:
 
     def __init__(self, settings: McpServer) -> None:
         self._settings = settings
-        self._what = f"environment.mcp {brief(settings.command, 200)!r}"
+        self.what = f"environment.mcp {brief(settings.command, 200)!r}"
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._waiting: _Waiting = {}
         self._number = 0
         self._starting = asyncio.Lock()
 
@@ -46,10 +55,10 @@ class Server:
         try:
             return await asyncio.wait_for(self._tools(), deadline_s)
         except ServerError as error:
-            raise IsobitError(f"{self._what}: {error}") from None
+            raise IsobitError(f"{self.what}: {error}") from None
         except (asyncio.TimeoutError, TimeoutError):
             raise IsobitError(
-                f"{self._what}: no answer within {deadline_s:g} s; is it a server over stdio?"
+                f"{self.what}: no answer within {deadline_s:g} s; is it a server over stdio?"
             ) from None
 
     async def _tools(self) -> list[Tool]:
@@ -57,17 +66,27 @@ class Server:
         cursor: str | None = None
         while True:
             page = await self._asked("tools/list", {"cursor": cursor} if cursor else {})
-            found += [self._tool(each) for each in page.get("tools", ())]
+            try:
+                found += [self._tool(each) for each in page.get("tools", ())]
+            except (AttributeError, KeyError, TypeError):
+                raise ServerError("its tools/list is not a list of tools with names") from None
+            if len(found) > _MOST_TOOLS:
+                raise ServerError(f"it lists more than {_MOST_TOOLS:,} tools")
             cursor = page.get("nextCursor")
             if not cursor:
                 return found
 
     def _tool(self, given: Mapping[str, Any]) -> Tool:
         name = given["name"]
+        if not isinstance(name, str):
+            raise TypeError
 
         async def call(**arguments: Any) -> str:
             result = await self._asked("tools/call", {"name": name, "arguments": arguments})
-            text = "\n".join(_text(part) for part in result.get("content", ()))
+            try:
+                text = "\n".join(_text(part) for part in result.get("content", ()))
+            except (AttributeError, TypeError):
+                raise ServerError("its result has no list of content") from None
             if result.get("isError"):
                 raise ServerError(text)
             return text
@@ -80,7 +99,8 @@ class Server:
     async def _asked(self, method: str, params: Mapping[str, Any]) -> Any:
         """The result of a request to a server that runs."""
         async with self._starting:
-            if self._process is None or self._process.returncode is not None:
+            ended = self._process is None or self._process.returncode is not None
+            if ended or self._reading is None or self._reading.done():
                 await self._start()
         return await self._request(method, params)
 
@@ -96,28 +116,36 @@ class Server:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ServerError(f"cannot be started: {reason}") from None
-        self._reading = asyncio.get_running_loop().create_task(self._read(self._process))
+        self._waiting = {}
+        reading = self._read(self._process, self._waiting)
+        self._reading = asyncio.get_running_loop().create_task(reading)
         hello = {
             "protocolVersion": PROTOCOL,
             "capabilities": {},
             "clientInfo": {"name": "isobit", "version": "1"},
         }
-        await self._request("initialize", hello)
+        try:
+            await self._request("initialize", hello)
+        except BaseException:  # half begun it would answer nothing; the next call starts another
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
+            self._process = None
+            raise
         self._send({"method": "notifications/initialized"})
 
     async def _request(self, method: str, params: Mapping[str, Any]) -> Any:
         self._number += 1
-        number = self._number
-        self._waiting[number] = asyncio.get_running_loop().create_future()
+        number, waiting = self._number, self._waiting
+        waiting[number] = asyncio.get_running_loop().create_future()
         try:
             self._send({"id": number, "method": method, "params": params})
-            return await self._waiting[number]
+            return await waiting[number]
         except asyncio.CancelledError:  # the episode's deadline
             with contextlib.suppress(ServerError):
                 self._send({"method": "notifications/cancelled", "params": {"requestId": number}})
             raise
         finally:
-            self._waiting.pop(number, None)
+            waiting.pop(number, None)
 
     def _send(self, message: Mapping[str, Any]) -> None:
         assert self._process is not None
@@ -126,21 +154,32 @@ class Server:
             raise ServerError("the server has ended")
         self._process.stdin.write(json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n")
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
-        """Give what the server writes to those who wait for it, until it ends."""
+    async def _read(self, process: asyncio.subprocess.Process, waiting: _Waiting) -> None:
+        """Give what the server writes to the calls that wait for it, until it ends. Then it is
+        dead, and no call waits for it."""
         assert process.stdout is not None
-        with contextlib.suppress(ValueError, ServerError):  # a line without end; it is gone
+        wrote: str | None = None
+        try:
             while line := await process.stdout.readline():
-                self._take(line)
-        status = await _ended(process)
-        for future in self._waiting.values():
+                self._take(line, waiting)
+        except ValueError:
+            wrote = f"a line of more than {_MOST_BYTES:,} bytes"
+        except ServerError:
+            pass  # it is gone
+        except Exception as error:
+            wrote = f"what cannot be read: {type(error).__name__}"
+        status = await _ended(process, 0 if wrote is not None else _END_S)
+        ended = f"ended with exit code {status}" if wrote is None else f"wrote {wrote}"
+        for future in waiting.values():
             if not future.done():
-                future.set_exception(ServerError(f"the server ended with exit code {status}"))
+                future.set_exception(ServerError(f"the server {ended}"))
 
-    def _take(self, line: bytes) -> None:
+    def _take(self, line: bytes, waiting: _Waiting) -> None:
+        """Take a line. One that is not JSON is what a server prints, unless it answers a call."""
         try:
             message = json.loads(line)
-        except ValueError:  # a server that prints
+        except (ValueError, RecursionError) as error:
+            _unreadable(line, error, waiting)
             return
         if not isinstance(message, dict):
             return
@@ -150,24 +189,37 @@ class Server:
                 known = message["method"] == "ping"
                 self._send({"id": number, **({"result": {}} if known else {"error": _NO_METHOD})})
             return
-        future = self._waiting.get(number) if isinstance(number, int) else None
+        future = waiting.get(number) if isinstance(number, int) else None
         if future is None or future.done():
             return
         if "error" in message:
-            error = message["error"]
-            says = error.get("message") if isinstance(error, dict) else error
-            future.set_exception(ServerError(str(says)))
+            refusal = message["error"]
+            says = refusal.get("message") if isinstance(refusal, dict) else refusal
+            future.set_exception(ServerError(brief(says, 1000)))
         else:
             future.set_result(message.get("result") or {})
 
 
-async def _ended(process: asyncio.subprocess.Process) -> int:
-    """The exit code of a server that says nothing more; one that goes on is killed.
+def _unreadable(line: bytes, error: Exception, waiting: _Waiting) -> None:
+    """Fail the call that a line answers, if it begins like an answer; nested too deep, also the
+    only one that waits."""
+    numbers = map(int, _NUMBER.findall(line[:_BEGINNING] + b" " + line[-_BEGINNING:]))
+    answered = [waiting[number] for number in numbers if number in waiting]
+    deep = isinstance(error, RecursionError)
+    if deep and not answered and len(waiting) == 1:
+        answered = [*waiting.values()]
+    if answered and not answered[0].done() and line.lstrip()[:1] in (b"{", b"["):
+        why = "it is nested too deep" if deep else brief(error)
+        answered[0].set_exception(ServerError(f"its answer cannot be read: {why}"))
+
+
+async def _ended(process: asyncio.subprocess.Process, wait_s: float) -> int:
+    """The exit code of a server that says nothing more; one that goes on for so long is killed.
 
     Not by `process.kill()`, which reaps a process that has just ended before its status is read.
     """
     try:
-        return await asyncio.wait_for(process.wait(), _END_S)
+        return await asyncio.wait_for(process.wait(), wait_s)
     except (asyncio.TimeoutError, TimeoutError):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)

@@ -4,7 +4,8 @@
 A client of an environment with tools (`MCPToolClient`) has its server's tools. Every other has one
 tool, `step`, whose parameters are the fields of its action; its answer is the observation as JSON.
 Columns other than the prompt are passed to `reset`, of which a server takes those that it knows.
-The episode's reward is the sum of its steps' rewards. This follows the published code of openenv
+The episode's reward is the sum of its steps' rewards, and it ends where a step's result is `done`,
+or `terminated` or `truncated`, as Gymnasium says it. This follows the published code of openenv
 0.10 (`EnvClient`, `SyncEnvClient` and `MCPToolClient` of `openenv.core`); nothing of it is imported
 here. Left out: containers, which the factory starts.
 """
@@ -36,7 +37,7 @@ class Client:
         self._client = client.sync() if hasattr(client, "sync") else client
         self._kind = type(getattr(client, "async_client", client))
         self._reward: float | None = None
-        self._over = False
+        self.over = False
 
     @property
     def label(self) -> str:
@@ -45,7 +46,7 @@ class Client:
 
     def reset(self, prompt: Any = None, **columns: Any) -> str | None:
         """Begin an episode; the first observation, if it says anything."""
-        self._reward, self._over = None, False
+        self._reward, self.over = None, False
         return self._seen(self._client.reset(**columns)) or None
 
     def get_reward(self) -> float | None:
@@ -87,7 +88,7 @@ class Client:
         return call
 
     def _step(self, _action: Any = dict, **fields: Any) -> str:
-        if self._over:
+        if self.over:
             return str({"error": "The episode is over."})
         return self._seen(self._client.step(_action(**fields)))
 
@@ -95,7 +96,8 @@ class Client:
         """A result's observation as text; its reward and end are kept."""
         if result.reward is not None:
             self._reward = (self._reward or 0.0) + float(result.reward)
-        self._over = bool(result.done)
+        ends = ("done", "terminated", "truncated")
+        self.over = any(bool(getattr(result, name, False)) for name in ends)
         seen = result.observation
         if hasattr(seen, "model_dump"):
             seen = seen.model_dump()

@@ -6,24 +6,33 @@ Left out: a cage. A tool runs as the user and with what the user may do.
 """
 
 import json
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import count
+from math import inf
 from queue import Empty
 from typing import Any
 
 from isobit.data.dataset import Prompt
 from isobit.environments.base import Reply, Turn
+from isobit.environments.mistakes import Mistake
 from isobit.environments.pump import START_DEADLINE_S, Pump, Question, Worker
-from isobit.environments.replies import reply_of, turn_message
+from isobit.environments.replies import message_of, turn_message
 from isobit.environments.settings import EnvironmentConfig
-from isobit.errors import IsobitError, RunFailed, brief, did_you_mean
+from isobit.errors import IsobitError, RunFailed, brief, did_you_mean, listed
 from isobit.rewards.spec import RewardSpec
 from isobit.workers.output import MAX_AT_ONCE, Output
 from isobit.workers.process import Process
 from isobit.workers.variables import check_names, hint
 
+PATIENCE_S = 5.0
+"""How long a worker may load something before that is said."""
+Row = tuple[str, Prompt, Mapping[str, Any]]
+"""Of the data: its place, its prompt and its other columns."""
+_TRIED = -1
+"""The key of an episode of `tried`."""
 _COLUMN = "environment"
 _VARIABLES = "environment.variables"
 
@@ -32,8 +41,8 @@ class EnvironmentPool:
     """Environments in worker processes, from `start` to `close`; see `base.Environments`.
 
     `called_here`: the labels of those of the `rewards` that ask for `environments` and so are
-    called in the environments' processes, on one episode at a time. What environments print goes to
-    `output`.
+    called in the environments' processes, on one episode at a time. `answers_turns`: some of the
+    environments have a `step` of their own. What environments print goes to `output`.
     """
 
     def __init__(self, config: EnvironmentConfig, rewards: Sequence[RewardSpec] = ()) -> None:
@@ -41,6 +50,7 @@ class EnvironmentPool:
         self.config = config
         self.max_turns = config.max_turns
         self.tools: Sequence[Mapping[str, Any]] = ()
+        self.answers_turns = False
         self.reward_weights: Mapping[str, float] = {}
         self.called_here: tuple[str, ...] = ()
         self.output = Output()
@@ -53,6 +63,7 @@ class EnvironmentPool:
         self._open: dict[int, int] = {}  # the other way round
         self._names: dict[str | None, list[str]] = {}  # of rewards, by kind
         self._kind_of: dict[int, str | None] = {}
+        self._required: dict[str, list[str]] = {}  # columns that the functions called here take
 
     def __enter__(self) -> "EnvironmentPool":
         self.start()
@@ -83,10 +94,12 @@ class EnvironmentPool:
 
     def _take_up(self, loaded: Mapping[str, Any]) -> None:
         """What a worker has found. Raises IsobitError where two rewards have one name."""
-        self.called_here = tuple(loaded["called_here"])
+        self._required = dict(loaded["called_here"])
+        self.called_here = tuple(self._required)
         weights: dict[str, float] = {}
         tools: dict[str, Mapping[str, Any]] = {}
-        for name, schemas, own in loaded["kinds"]:
+        for name, schemas, own, turns in loaded["kinds"]:
+            self.answers_turns |= turns
             self._kinds[name] = schemas
             self._names[name] = [own] * (own is not None) + list(self.called_here)
             tools |= {json.dumps(each): each for each in schemas}
@@ -119,28 +132,63 @@ class EnvironmentPool:
         }
 
     def _loaded(self, worker: Worker) -> dict[str, Any]:
-        """What a worker says once it has loaded everything. Raises IsobitError."""
-        process, received, end = worker.process, b"", time.monotonic() + START_DEADLINE_S
-        while not received.endswith(b"\n"):
-            if not process.wait(end - time.monotonic()):
-                raise IsobitError(
-                    f"environment: not loaded within {START_DEADLINE_S:g} s{process.last_output()}"
+        """Return what a worker says once it has loaded everything; say on stderr what it waits for,
+        where that takes long. Raises IsobitError."""
+        process, received, loading = worker.process, b"", "its code"
+        end = time.monotonic() + START_DEADLINE_S
+        due = time.monotonic() + PATIENCE_S
+        while True:
+            if not process.wait(min(end, due) - time.monotonic()):
+                limit = f"within {START_DEADLINE_S:g} s{process.last_output()}"
+                if time.monotonic() >= end:
+                    raise IsobitError(f"environment: {loading} was not loaded {limit}")
+                print(
+                    f"environment: waiting for {loading}; it has to load {limit}", file=sys.stderr
                 )
+                due = end
+                continue
             try:
                 received += process.receive()
             except EOFError:
                 raise IsobitError(f"environment: {process.bury()} while it was loaded") from None
-        reply: dict[str, Any] = json.loads(received)
-        if "error" in reply:
-            text = reply["error"]
-            raise IsobitError(text + hint(text, self._variables, option=_VARIABLES))
-        worker.ready = True
-        loaded: dict[str, Any] = reply["loaded"]
-        return loaded
+            *lines, received = received.split(b"\n")
+            for line in lines:
+                try:
+                    message = message_of(line)
+                except ValueError:
+                    raise IsobitError(
+                        f"environment: {loading} wrote what is not a reply into the pipe of "
+                        "replies while it was loaded; it may write to stdout and its own files"
+                    ) from None
+                if "error" in message:
+                    text = message["error"]
+                    raise IsobitError(text + hint(text, self._variables, option=_VARIABLES))
+                if "loaded" in message:
+                    worker.ready = True
+                    loaded: dict[str, Any] = message["loaded"]
+                    return loaded
+                loading, due = message.get("loading", loading), time.monotonic() + PATIENCE_S
 
     def check_row(self, where: str, columns: Mapping[str, Any]) -> None:
-        """Raise IsobitError where a row names no environment that there is."""
+        """Raise IsobitError where a row names no environment that there is, or lacks a column that
+        a reward function called here takes."""
         self._kind(columns, where)
+        for label, names in self._required.items():
+            if lacks := [name for name in names if name not in columns]:
+                raise IsobitError(
+                    f"reward function {label}: {where} has no column {lacks[0]!r}, which it takes; "
+                    f"it has {listed(columns)}"
+                )
+
+    def first_rows(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """Yield the first of the rows of each kind of environment."""
+        kinds = set(self._kinds)
+        for row in rows:
+            if (kind := self._kind(row[2], row[0])) in kinds:
+                kinds.remove(kind)
+                yield row
+            if not kinds:
+                return
 
     def _kind(self, columns: Mapping[str, Any], where: str) -> str | None:
         if None in self._kinds:
@@ -169,6 +217,27 @@ class EnvironmentPool:
         begin = {"prompt": prompt, "columns": dict(columns)}
         self._ask(key, {"begin": begin, "kind": kind}, first=True)
 
+    def tried(self, where: str, prompt: Prompt, columns: Mapping[str, Any]) -> Prompt:
+        """Return a row's prompt as its environment begins it, in an episode that is ended at once;
+        say on stderr where that takes long. Raises IsobitError where it cannot begin, which is a
+        `Mistake` where no episode can."""
+        reply: Reply | None = None
+        due = time.monotonic() + PATIENCE_S
+        self.begin(_TRIED, prompt, columns)
+        try:
+            while reply is None:
+                reply = next((each for each in self._replies(1.0) if each.key == _TRIED), None)
+                if reply is None and time.monotonic() > due:
+                    limit = f"it has {self.config.turn_deadline_s:g} s"
+                    print(f"environment: waiting for reset, {where}; {limit}", file=sys.stderr)
+                    due = inf
+        finally:
+            self.end(_TRIED)
+        if reply.problem is not None:
+            kind = Mistake if reply.mistake else IsobitError
+            raise kind(f"{self.explained(reply.problem)} ({where})")
+        return prompt if reply.prompt is None else reply.prompt
+
     def turn(self, key: int, turn: Turn) -> None:
         """Ask what follows this turn."""
         self._ask(key, {"turn": turn_message(turn)})
@@ -196,32 +265,37 @@ class EnvironmentPool:
 
     def poll(self, wait_s: float) -> list[Reply]:
         """Replies that have come; waits at most so many seconds for the first. Raises RunFailed
-        for a problem where `on_error` is stop, and IsobitError where a worker that died cannot be
-        replaced."""
+        for a mistake of the program, and for every problem where `on_error` is stop; IsobitError
+        where a worker that died cannot be replaced; and whatever else ended the pump's thread."""
+        replies = self._replies(wait_s)
+        for reply in replies:
+            if reply.problem is not None and (reply.mistake or self.config.on_error == "stop"):
+                raise RunFailed(self.explained(reply.problem))
+        return replies
+
+    def _replies(self, wait_s: float) -> list[Reply]:
         assert self._pump is not None, "it was not started"
-        found: list[Reply] = []
+        replies: list[Reply] = []
         while True:
             try:
-                came = self._pump.replies.get(timeout=0 if found else max(0.0, wait_s))
+                arrived = self._pump.replies.get(timeout=0 if replies else max(0.0, wait_s))
             except Empty:
-                return found
-            if isinstance(came, IsobitError):
-                raise came
-            serial, message = came
-            key = self._keys.get(serial)
+                return replies
+            if isinstance(arrived, BaseException):
+                self._pump.replies.put(arrived)  # for the next call
+                raise arrived
+            reply, died = arrived
+            key = self._keys.get(reply.key)
             if key is None:  # it was ended meanwhile
                 continue
             kind = self._kind_of[key]
-            if isinstance(message, Reply):  # its process has died
-                unscored = dict.fromkeys(self._names[kind])
-                reply = replace(message, key=key, tools=tuple(self._kinds[kind]), rewards=unscored)
-            else:
-                reply = reply_of(message, key, self._kinds[kind])
-            if reply.problem is not None and self.config.on_error == "stop":
-                raise RunFailed(self._why(reply.problem))
-            found.append(reply)
+            rewards = dict.fromkeys(self._names[kind]) if died else reply.rewards
+            tools = tuple(self._kinds[kind])
+            replies.append(replace(reply, key=key, tools=tools, rewards=rewards))
 
-    def _why(self, problem: str) -> str:
+    def explained(self, problem: str) -> str:
+        """Return a problem as a message: with the variable that seems to lack, and where to read
+        what the workers have printed."""
         self.pass_output_on()
         printed = f"; what it printed: {self.output.path}" if self.output.written else ""
         return f"environment: {problem}{hint(problem, self._variables, option=_VARIABLES)}{printed}"

@@ -2,23 +2,23 @@
 takes replies, and kills a process that does not come back.
 
 An episode stays with one worker. Which one, and when a reply comes, depends on time; the replies do
-not. A worker answers what is late itself; where it says nothing for GRACE_S more, or dies, each of
-its episodes is told so and another takes its place. Left out: what questions and replies mean.
+not. A worker answers what is late itself; where it says nothing for GRACE_S more, dies, or writes
+what is not a reply, each of its episodes is told so and another takes its place. Whatever else ends
+the thread is raised where replies are taken. Left out: what questions and replies mean.
 """
 
 import contextlib
-import json
 import os
 import select
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any
 
 from isobit.environments.base import Reply, Step
+from isobit.environments.replies import MOST_BYTES, message_of, reply_of
 from isobit.errors import IsobitError
 from isobit.workers.process import Process
 
@@ -70,13 +70,12 @@ class Question:
 
 
 class Pump:
-    """The thread, from its making to `close`. `replies`: (serial number, message of a worker, or
-    Reply where it died)."""
+    """The thread, from its making to `close`. `replies`: each under its serial number as key, and
+    whether it is in the place of one from a worker that has died; an exception is how the thread
+    ended."""
 
     def __init__(self, workers: Sequence[Worker], deadline_s: float) -> None:
-        self.replies: SimpleQueue[tuple[int, Mapping[str, Any] | Reply] | IsobitError] = (
-            SimpleQueue()
-        )
+        self.replies: SimpleQueue[tuple[Reply, bool] | BaseException] = SimpleQueue()
         self._workers, self._deadline_s = workers, deadline_s
         self._questions: deque[Question] = deque()
         self._places: dict[int, Worker | None] = {}
@@ -111,7 +110,7 @@ class Pump:
                 self._wait()
                 while self._questions and not self._closed:
                     self._pass_on(self._questions.popleft())
-        except IsobitError as error:
+        except BaseException as error:
             self.replies.put(error)
 
     def _wait(self) -> None:
@@ -138,27 +137,43 @@ class Pump:
                 self._died(worker, f"{said} and was killed{worker.process.last_output()}")
 
     def _take(self, worker: Worker) -> None:
-        """What a worker has said."""
+        """Take what a worker has said: whole lines, each byte looked at once."""
         try:
-            worker.received += worker.process.receive()
-            *lines, rest = worker.received.split(b"\n")
-            worker.received = bytearray(rest)
-            messages = [json.loads(line) for line in lines]
-        except (EOFError, ValueError):  # it is gone, or what it runs wrote into the pipe
+            arrived = worker.process.receive()
+        except EOFError:
             self._died(worker, worker.process.bury())
             return
-        for message in messages:
-            if "error" in message:  # of a worker that was started again
-                raise IsobitError(message["error"])
-            if "loaded" in message:
-                worker.ready = True
-                due = time.monotonic() + self._deadline_s
-                worker.owed = dict.fromkeys(worker.owed, due)
-                continue
-            serial = message["key"]
-            worker.lost |= message["lost"]
-            if worker.owed.pop(serial, None) is not None:
-                self.replies.put((serial, message))
+        worker.received += arrived
+        if b"\n" not in arrived and len(worker.received) <= MOST_BYTES:
+            return
+        *lines, rest = bytes(worker.received).split(b"\n")
+        worker.received = bytearray(rest)
+        try:
+            if len(rest) > MOST_BYTES:
+                raise ValueError("too long")
+            for line in lines:
+                self._heard(worker, line)
+        except ValueError:  # what it runs wrote into the pipe
+            wrote = "its process wrote what is not a reply into the pipe of its replies"
+            self._died(worker, f"{wrote}, and was killed{worker.process.last_output()}")
+
+    def _heard(self, worker: Worker, line: bytes) -> None:
+        """Pass a line of a worker on. Raises ValueError for what is not a reply, and IsobitError
+        where one that was started again cannot load what it must."""
+        message = message_of(line)
+        if worker.ready:
+            reply, lost = reply_of(message)
+            worker.lost |= lost
+            if worker.owed.pop(reply.key, None) is not None:
+                self.replies.put((reply, False))
+        elif "error" in message:
+            raise IsobitError(str(message["error"]))
+        elif "loaded" in message:
+            worker.ready = True
+            due = time.monotonic() + self._deadline_s
+            worker.owed = dict.fromkeys(worker.owed, due)
+        elif "loading" not in message:
+            raise ValueError("not a reply")
 
     def _died(self, worker: Worker, why: str) -> None:
         """Tell its episodes, those that wait for an answer at once and the others when they ask;
@@ -196,4 +211,4 @@ class Pump:
             worker.restart()
 
     def _say_lost(self, serial: int, why: str) -> None:
-        self.replies.put((serial, Reply(serial, Step(done=True), problem=why)))
+        self.replies.put((Reply(serial, Step(done=True), problem=why), True))

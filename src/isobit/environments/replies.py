@@ -1,47 +1,86 @@
 """What is said over the pipes of a worker of environments, as JSON: turns one way, replies the
-other."""
+other.
 
-from collections.abc import Mapping, Sequence
+The pipe of replies is open in a process that runs a user's code, so a line is read as a stranger's:
+what is no reply raises ValueError, whatever it is.
+"""
+
+import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from isobit.environments.base import Call, Reply, Step, ToolUse, Turn
 
+MOST_BYTES = 1 << 26
+"""Of a reply."""
+
 
 def turn_message(turn: Turn) -> dict[str, Any]:
-    """A turn."""
+    """Return a turn as plain values."""
     return asdict(turn)
 
 
 def turn_of(message: Mapping[str, Any]) -> Turn:
-    """The turn of a message."""
+    """Return the turn of a message."""
     calls = tuple(Call(**each) for each in message["calls"])
     return Turn(**{**message, "calls": calls, "problems": tuple(message["problems"])})
 
 
-def reply_message(reply: Reply, kind: str | None, lost: bool) -> dict[str, Any]:
-    """A reply about an episode of a kind of environment; `lost`: a call of it has not come back."""
+def reply_message(reply: Reply, lost: bool) -> dict[str, Any]:
+    """Return a reply as plain values; `lost`: a call of its episode has not come back."""
     return {
         "key": reply.key,
         "step": [list(reply.step.messages), reply.step.reward, reply.step.done],
         "uses": [[each.name, each.seconds, each.error] for each in reply.uses],
         "problem": reply.problem,
+        "mistake": reply.mistake,
         "prompt": reply.prompt,
         "rewards": dict(reply.rewards),
-        "kind": kind,
         "lost": lost,
     }
 
 
-def reply_of(message: Mapping[str, Any], key: int, tools: Sequence[Mapping[str, Any]]) -> Reply:
-    """The reply of a message, about what its asker calls `key`, whose tools these are."""
-    messages, reward, done = message["step"]
-    return Reply(
-        key,
-        Step(tuple(messages), reward, done),
-        tuple(ToolUse(*each) for each in message["uses"]),
-        message["problem"],
-        message["prompt"],
-        tuple(tools),
-        message["rewards"],
-    )
+def message_of(line: bytes) -> dict[str, Any]:
+    """Return the JSON object of a line. Raises ValueError."""
+    try:
+        message = json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if not isinstance(message, dict):
+        raise ValueError("not an object")
+    return message
+
+
+def reply_of(message: Mapping[str, Any]) -> tuple[Reply, bool]:
+    """Return the reply of a message, under its worker's key and without tools, and whether a call
+    of its episode has not come back. Raises ValueError for what is not a reply."""
+    try:
+        messages, reward, done = message["step"]
+        rewards = message["rewards"]
+        reply = Reply(
+            message["key"],
+            Step(tuple(messages), reward, done),
+            tuple(ToolUse(*use) for use in message["uses"]),
+            message["problem"],
+            message["mistake"],
+            message["prompt"],
+            rewards=rewards,
+        )
+        values = [reward, *rewards.values(), *(use.error or 0.0 for use in reply.uses)]
+        typed = (
+            type(reply.key) is int
+            and isinstance(done, bool)
+            and isinstance(message["lost"], bool)
+            and isinstance(reply.mistake, bool)
+            and isinstance(reply.problem, str | None)
+            and isinstance(reply.prompt, str | list | None)
+            and all(isinstance(each, dict) for each in messages)
+            and all(isinstance(each, int | float | str | None) for each in values)
+            and all(isinstance(use.name, str) and use.seconds >= 0 for use in reply.uses)
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a reply: {error}") from None
+    if not typed:
+        raise ValueError("not a reply")
+    return reply, message["lost"]

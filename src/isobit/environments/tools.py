@@ -19,6 +19,7 @@ from isobit.data.dataset import Message
 from isobit.data.foreign import BadJson, parse_json
 from isobit.environments.base import Call, ToolUse
 from isobit.environments.home import Home, Late, Outcome, is_async
+from isobit.environments.mistakes import is_mistake
 from isobit.environments.schemas import tool_schema
 from isobit.errors import IsobitError, brief
 from isobit.workers.loading import find_function, last_line
@@ -43,11 +44,18 @@ class Tool:
 
 @dataclass(frozen=True)
 class Answer:
-    """What follows a call: the message, how it was used, and the problem where the tool failed."""
+    """What follows a call: the message, how it was used, and the problem where the tool failed;
+    `mistake`: what it raised may be one of the program."""
 
     message: Message
     use: ToolUse | None = None
     problem: str | None = None
+    mistake: bool = False
+
+    @property
+    def worked(self) -> bool:
+        """Whether the tool came back."""
+        return self.use is not None and self.use.error is None
 
 
 class _BadCall(Exception):
@@ -112,7 +120,7 @@ def unparsed(problem: str) -> Answer:
 async def _answer(call: Call, tool: Tool | None, home: Home, until: float) -> Answer:
     clock = asyncio.get_running_loop().time
     began = clock()
-    name, problem = brief(call.name), None
+    name, problem, mistake = brief(call.name), None, False
     try:
         if tool is None:
             raise _BadCall(f"Tool {call.name} not found.")
@@ -122,13 +130,15 @@ async def _answer(call: Call, tool: Tool | None, home: Home, until: float) -> An
                 _message(call.name, outcome.result), ToolUse(name, round(clock() - began, 6))
             )
         error, problem = _said(outcome), f"tool {name}: {last_line(outcome.error, tool.file)}"
-    except _BadCall as mistake:
-        error = str(mistake)
+        owner = getattr(tool.call, "__self__", None)
+        mistake = not tool.remote and is_mistake(outcome.error, owner, tool.file)
+    except _BadCall as bad:
+        error = str(bad)
     except Late as late:
         error, problem = f"no result in time: {late}", f"tool {name}: no result in time: {late}"
     used = name if tool is not None else UNKNOWN
     use = ToolUse(used, round(clock() - began, 6), brief(" ".join(error.split()), 300))
-    return Answer(_message(call.name, {"error": error}), use, problem)
+    return Answer(_message(call.name, {"error": error}), use, problem, mistake)
 
 
 def _arguments(call: Call, tool: Tool) -> dict[str, Any]:

@@ -5,7 +5,8 @@ One JSON object a line, each way. One event loop serves all episodes for the pro
 each question in a task of its own, so that replies come in any order. What an environment prints
 goes to stderr.
 
-    {"load": {...}}                                  -> {"loaded": {...}} or {"error": line}
+    {"load": {...}}                                  -> {"loading": what}, more of it, and then
+                                                        {"loaded": {...}} or {"error": line}
     {"key": k, "begin": {"prompt": ..., "columns": {...}}, "kind": name}   -> a reply
     {"key": k, "turn": {...}}                        -> a reply
     {"key": k, "finish": {...}}                      -> a reply
@@ -26,10 +27,10 @@ from isobit.environments.base import Reply, Step, Turn
 from isobit.environments.episode import Episode, Limits, Scorer
 from isobit.environments.kinds import Kind, load_kinds
 from isobit.environments.mcp import Server
-from isobit.environments.replies import reply_message, turn_of
+from isobit.environments.replies import MOST_BYTES, reply_message, turn_of
 from isobit.environments.settings import McpServer
-from isobit.environments.tools import by_name, function_tool
-from isobit.errors import IsobitError
+from isobit.environments.tools import Tool, by_name, function_tool
+from isobit.errors import IsobitError, brief
 from isobit.rewards.functions import load_function
 from isobit.workers.child import end_group, open_pipes, write
 from isobit.workers.loading import last_line
@@ -87,27 +88,38 @@ class Worker:
     async def _load(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """What there is: each kind's tools and reward, and which reward functions are called here.
         Raises IsobitError."""
-        shared = [function_tool(reference) for reference in given["tools"]]
+        shared = list[Tool]()
+        for reference in given["tools"]:
+            self._say({"loading": f"environment.tools {brief(reference, 200)!r}"})
+            shared.append(function_tool(reference))
         for each in given["mcp"]:
-            shared += await Server(McpServer(**each)).tools(given["start_deadline_s"])
+            server = Server(McpServer(**each))
+            self._say({"loading": server.what})
+            shared += await server.tools(given["start_deadline_s"])
         by_name(shared, "environment.tools and environment.mcp")
         self._limits = Limits(given["max_turns"], given["deadline_s"], given["on_error"])
+        self._say({"loading": "environment.factory"})
         self._kinds = load_kinds(given["factory"], shared)
         until = asyncio.get_running_loop().time() + given["start_deadline_s"]
         for kind in self._kinds.values():
             await kind.probe(until)
         called_here = []
         for label, reference in given["rewards"]:
+            self._say({"loading": f"reward function {brief(label)}"})
             function = load_function(reference)
             if _ASKS_FOR in function.names:
                 self._scorers.append(Scorer(label, function))
-                called_here.append(label)
+                required = [name for name in function.required if name != _ASKS_FOR]
+                called_here.append([label, required])
         if called_here and given["factory"] is None:
             raise IsobitError(
-                f"reward function {called_here[0]}: it asks for {_ASKS_FOR}, and there is no "
+                f"reward function {called_here[0][0]}: it asks for {_ASKS_FOR}, and there is no "
                 "environment.factory"
             )
-        kinds = [[each.name, each.schemas, each.reward] for each in self._kinds.values()]
+        kinds = [
+            [kind.name, kind.schemas, kind.reward, kind.answers_turns]
+            for kind in self._kinds.values()
+        ]
         return {"kinds": kinds, "called_here": called_here}
 
     async def _answer(self, episode: Episode, message: Mapping[str, Any]) -> None:
@@ -118,12 +130,13 @@ class Worker:
             text = f"environment: {last_line(error, episode.kind.file)}"
             reply = Reply(key, Step(done=True), problem=text)
         try:
-            said = reply_message(reply, episode.kind.name, episode.lost)
-            line = json.dumps(said)
+            line = json.dumps(reply_message(reply, episode.lost))
+            if len(line) >= MOST_BYTES:
+                raise ValueError(f"{len(line):,} bytes, the most are {MOST_BYTES:,}")
         except (TypeError, ValueError, RecursionError) as error:
             text = f"environment: what it returned is no JSON: {error}"
             failed = Reply(key, Step(done=True), problem=text)
-            line = json.dumps(reply_message(failed, episode.kind.name, episode.lost))
+            line = json.dumps(reply_message(failed, episode.lost))
         self._tasks.pop(key, None)
         if key in self._episodes:
             self._write(line)

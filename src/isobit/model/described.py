@@ -34,15 +34,15 @@ def described(
     return Described(config, tokenizer)
 
 
-def check_vocabulary(config: ModelConfig, tokenizer: Tokenizer) -> None:
+def check_vocabulary(config: ModelConfig, tokenizer: Tokenizer, where: str = "") -> None:
     """Raise IsobitError where the tokenizer has ids that the model has not."""
     if tokenizer.vocab_size > config.vocab_size:
         raise IsobitError(
-            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary "
+            f"{where}the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary "
             f"ends at {config.vocab_size - 1}"
         )
     if outside := [token for token in tokenizer.eos_ids if not 0 <= token < config.vocab_size]:
         raise IsobitError(
-            f"end-of-sequence id {outside[0]} is not in the model's vocabulary of "
+            f"{where}end-of-sequence id {outside[0]} is not in the model's vocabulary of "
             f"{config.vocab_size}"
         )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels import plain
+from isobit.kernels.reference.sums import block_sum
 from isobit.model.adapters.peft import base_of, brings_tokenizer, read_peft
 from isobit.model.model import Model
 from isobit.model.text.tokenizer import Tokenizer
@@ -71,4 +72,4 @@ def merged(folder: Path, precision: str | Mapping[str, Any] | Precision) -> tupl
 
 
 def _square(x: Tensor) -> Tensor:
-    return x.square().sum()
+    return block_sum(x.square())

@@ -17,10 +17,12 @@ from torch import Tensor
 from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
 from isobit.kernels import Layout, Ops, get_ops
+from isobit.model.described import check_vocabulary
 from isobit.model.forward.sequences import passes
 from isobit.model.hub import names
 from isobit.model.hub.checkpoint import Shapes, model_folder, open_weights, read_json
-from isobit.model.hub.config import ModelConfig, architectures
+from isobit.model.hub.config import ModelConfig
+from isobit.model.hub.wrapped import architectures
 from isobit.model.text.tokenizer import DEFAULT_RULES, TextRules, Tokenizer
 from isobit.model.transformer import Transformer
 from isobit.precision import Precision, precision_from
@@ -66,14 +68,9 @@ class RewardModel:
             ) as weights:
                 score = weights.rows("score.weight")
                 masters = names.fuse(weights.rows, config, ranks, shapes=weights.shapes)
-            return (
-                config,
-                flow,
-                get_ops(backend, consistency),
-                masters,
-                score,
-                Tokenizer.load(directory, rules),
-            )
+            tokenizer = Tokenizer.load(directory, rules)
+            check_vocabulary(config, tokenizer, f"reward model {directory}: ")
+            return config, flow, get_ops(backend, consistency), masters, score, tokenizer
 
         config, flow, ops, masters, score, tokenizer = ranks.run_on_all(read)
         return RewardModel(Transformer(config, flow, ops, masters, ranks), score, tokenizer)

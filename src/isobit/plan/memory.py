@@ -216,9 +216,9 @@ def _caches(job: Job, page: int, free: int) -> tuple[int, int]:
     engine, found = job.engine, [0, 0]
     for i, sequences in enumerate((job.completions_of_a_rank, job.evaluated)):
         if sequences:
-            limit = _most_cache_bytes(job, free - found[0] * page) // page
+            limit = _most_cache_bytes(job, free - found[0] * page)
             each, most = job.pages_of_a_sequence, engine.max_sequences
-            found[i] = engine.kv_pages or cache_pages(each, sequences, most, limit)
+            found[i] = engine.kv_pages or cache_pages(each, sequences, most, limit, page)
     return found[0], found[1]
 
 
@@ -229,7 +229,7 @@ def _served(job: Job, page: int, free: int) -> int:
         return 0
     serve, positions = job.sampled.serve, job.model.max_positions
     each, most = pages_needed(1, positions - 1, job.page_size), serve.max_sequences
-    return cache_pages(each, most, most, _most_cache_bytes(job, free) // page)
+    return cache_pages(each, most, most, _most_cache_bytes(job, free), page)
 
 
 def _most_cache_bytes(job: Job, free: int) -> int:

@@ -3,31 +3,30 @@ of step 0.
 
 A row has the SHA-256 of the row before it (`previous`) and of what belongs to its step: `weights`
 after it (`training/saving/certificate.py`), the `rollouts` as their lines in completions.jsonl.gz,
-the `metrics` without times and without an evaluation's, the `config` without what a resume may
-change, and the `build` of isobit. `hash` is the SHA-256 of all of these. So a row that is changed,
-deleted, repeated or moved anywhere breaks the chain there, and a checkpoint, which has the hash of
-its step's row, shows rows that are missing at the end. Whoever rewrites a run can compute its chain
-anew: what was said then is known by who kept its last hash (tests/commands/test_forgeries.py).
+the `metrics` without times and without an evaluation's (`of_an_evaluation` in metrics.py), the
+`config` without what a resume may change, and the `build` of isobit. `hash` is the SHA-256 of all
+of these. So a row that is changed, deleted, repeated or moved anywhere breaks the chain there, and
+a checkpoint, which has the hash of its step's row, shows rows that are missing at the end. Whoever
+rewrites a run can compute its chain anew: what was said then is known by who kept its last hash
+(tests/commands/test_forgeries.py).
 """
 
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from isobit import __version__
 from isobit.data.foreign import BadJson, check_readable, parse_json, reason_of
 from isobit.errors import brief
-from isobit.run.metrics import of_the_machine
+from isobit.run.metrics import of_an_evaluation, of_the_machine
 from isobit.run.source import source_digest
 
 CERTIFICATE = "certificate.jsonl"
 GENESIS = "0" * 64
 """What stands for the hash of a row before the first."""
-_EVALUATED = ("accuracy/*", "reward/held_out", "step")
 _INFINITE = (float("inf"), float("-inf"))
 _LONGEST = 4096
 _KEYS = ("step", "previous", "weights", "rollouts", "metrics", "config", "build")
@@ -67,7 +66,7 @@ def of_metrics(values: Mapping[str, Any]) -> str:
     lasting = {
         name: value
         for name, value in values.items()
-        if not of_the_machine(name) and not _evaluated(name)
+        if name != "step" and not of_the_machine(name) and not of_an_evaluation(name)
     }
     return digest(
         {
@@ -75,10 +74,6 @@ def of_metrics(values: Mapping[str, Any]) -> str:
             for name, value in lasting.items()
         }
     )
-
-
-def _evaluated(name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in _EVALUATED)
 
 
 def build() -> str:

@@ -228,6 +228,9 @@ METRICS: dict[str, str] = {
 """Name to definition. Fractions are from 0 to 1, times in seconds, memory in MiB, log-probabilities
 in nats."""
 
+SUPERVISED_LOSSES = ("loss/cross_entropy", "loss/dpo", "loss/ipo", "loss/kto")
+"""The loss of a step of a supervised run, by its kind."""
+
 TIMINGS = (
     "time/*",
     "throughput/*",
@@ -240,6 +243,12 @@ TIMINGS = (
     "partial/preemptions",
 )
 """What differs between a run and its exact repetition."""
+
+EVALUATED = tuple(
+    name for name in METRICS if name.startswith(("accuracy/", "evaluation/")) or "/held_out" in name
+)
+"""What an evaluation adds to the row of its step. A step that is evaluated because it is the last
+has other ones, or none, in a longer run."""
 
 
 def check(metrics: Mapping[str, float]) -> None:
@@ -256,6 +265,11 @@ def member(name: str) -> str:
 def is_timing(name: str) -> bool:
     """Whether a metric may differ between a run and its exact repetition."""
     return _matches(name, TIMINGS)
+
+
+def of_an_evaluation(name: str) -> bool:
+    """Whether a metric is measured by an evaluation, and not by the step."""
+    return _matches(name, EVALUATED)
 
 
 @cache  # the same names come in every step

@@ -25,7 +25,8 @@ from starlette.routing import Route
 from isobit.engine.engine import Engine
 from isobit.errors import IsobitError, RunFailed
 from isobit.model.text.tool_formats.table import format_of
-from isobit.serve.connections import Connection, most_connections
+from isobit.serve.connections import REFUSED, Connection, most_connections
+from isobit.serve.crowd import Crowd
 from isobit.serve.gateway import Gateway, Refused
 from isobit.serve.listening import Listener
 from isobit.serve.metrics import CONTENT_TYPE
@@ -90,17 +91,19 @@ class Server(uvicorn.Server):
         """Called with the port once it listens."""
 
     async def startup(self, sockets: Any = None) -> None:
-        """Listen, and begin to work. Raises RunFailed where it cannot go on from its state, of
-        which nothing is dropped; a signal meanwhile ends it."""
+        """Listen, and begin to work. Raises IsobitError where its state cannot go on, and RunFailed
+        where it is the server that cannot; a signal meanwhile ends it."""
         await super().startup(sockets)
         try:
             await self._gateway.start()
-        except (Refused, RunFailed) as error:
+        except (Refused, IsobitError) as error:
             if not self.should_exit:
                 self._gateway.device.stop()
                 for server in self.servers:
                     server.close()
-                raise RunFailed(f"the server cannot go on where it ended: {error}") from None
+                if isinstance(error, (Refused, RunFailed)):
+                    error = RunFailed(f"the server cannot go on where it ended: {error}")
+                raise error from None
         else:
             self.on_start(self.servers[0].sockets[0].getsockname()[1])
 
@@ -201,7 +204,9 @@ def server_config(
         access_log=False,
         lifespan="off",
         ws="none",
-        http=cast(Any, partial(Connection, limits=limits, most=most_connections(limits))),
+        http=cast(
+            Any, partial(Connection, limits=limits, crowd=Crowd(most_connections(limits), REFUSED))
+        ),
         h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=int(options.grace) + 10,

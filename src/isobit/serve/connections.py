@@ -1,11 +1,12 @@
-"""Connections within bounds, which uvicorn has no options for: how many there are, how long one may
-take for a request's first lines, and how long an answer may wait for its reader.
+"""Connections within bounds, which uvicorn has no options for: how many there are (`crowd.py`), how
+long one may take for a request's first lines, and how long an answer may wait for its reader.
 
 What is one connection too many is answered 503, and closed. Left out: bodies, whose bounds are in
 `wire.py`, unless nobody reads them, and what a request costs.
 """
 
 import asyncio
+import json
 import resource
 from typing import Any
 
@@ -13,44 +14,55 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http import h11_impl
 
-from isobit.serve.requests import Limits
+from isobit.serve.crowd import CountedLines, Crowd
+from isobit.serve.gateway import Refused
+from isobit.serve.requests import BadRequest, Limits
+from isobit.serve.wire import CONNECTION, error_value
 
 h11 = h11_impl.h11  # uvicorn's own
-_REFUSED = 64  # connections that are being told that they are too many
+REFUSED = 64  # connections that are being told that they are too many
 _OWN = 256  # descriptors for files, a GPU, a run's own
-_MESSAGE = "too many connections are open; close some, or come again later"
+_TOO_MANY = Refused(503, "too many connections are open; close some, or come again later")
+_INVALID = BadRequest("the request is not valid HTTP")
 
 
 def most_connections(limits: Limits) -> int:
     """As many as the limits say, and as the process may have descriptors, whose number is raised
     where it may be."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = limits.connections + _REFUSED + _OWN
+    wanted = limits.connections + REFUSED + _OWN
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft == resource.RLIM_INFINITY:
         return limits.connections
-    return max(1, min(limits.connections, soft - _REFUSED - _OWN))
+    return max(1, min(limits.connections, soft - REFUSED - _OWN))
+
+
+class _Logger:
+    """uvicorn's log, whose warnings strangers cause: they are counted."""
+
+    def __init__(self, logger: Any, lines: CountedLines) -> None:
+        self.level, self.log, self.error = logger.level, logger.log, logger.error
+        self.warning = lines.add
 
 
 class Connection(h11_impl.H11Protocol):
-    """uvicorn's, of which there are at most so many."""
+    """uvicorn's, one of a crowd."""
 
-    def __init__(self, *given: Any, limits: Limits, most: int, **named: Any) -> None:
+    def __init__(self, *given: Any, limits: Limits, crowd: Crowd, **named: Any) -> None:
         super().__init__(*given, **named)
-        self._limits, self._most = limits, most
+        self._limits, self.crowd = limits, crowd
+        self.app_state = {**self.app_state, CONNECTION: self}
+        self.logger: Any = _Logger(self.logger, crowd.lines)
         self._head: asyncio.TimerHandle | None = None  # ends it unless what it waits for comes
         self._waits = ""  # for what it waits
         self._reader: asyncio.TimerHandle | None = None  # ends it unless an answer is read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """One more."""
+        """Accept or refuse it."""
         super().connection_made(transport)
-        if len(self.connections) > self._most + _REFUSED:
-            transport.abort()
-            return
-        if len(self.connections) > self._most:
+        if not self.crowd.join(self):
             self.app = _too_many
         self._watch()
 
@@ -60,7 +72,8 @@ class Connection(h11_impl.H11Protocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is over."""
+        """Cancel its timers."""
+        self.crowd.leave(self)
         for timer in (self._head, self._reader):
             if timer is not None:
                 timer.cancel()
@@ -70,14 +83,43 @@ class Connection(h11_impl.H11Protocol):
         """The client does not read as fast as it is answered."""
         super().pause_writing()  # type: ignore[no-untyped-call]
         if self._reader is None:
-            self._reader = self.loop.call_later(self._limits.reader_seconds, self._cut)
+            self._reader = self.loop.call_later(self._limits.reader_seconds, self.cut)
 
     def resume_writing(self) -> None:
-        """It has read."""
+        """The client has read: stop the timer."""
         if self._reader is not None:
             self._reader.cancel()
             self._reader = None
         super().resume_writing()  # type: ignore[no-untyped-call]
+
+    @property
+    def idle(self) -> bool:
+        """Whether it answers no request."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP, in OpenAI's words; where another answer has begun, end that."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            content = json.dumps(error_value(_INVALID)[1]).encode()
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(content)).encode()),
+                (b"connection", b"close"),
+            ]
+            response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+            for event in (response, h11.Data(data=content), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
+        if self.cycle is not None:  # whose body it was: nothing of it is written behind this
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
+
+    def cut(self) -> None:
+        """End it at once."""
+        self.transport.abort()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        self.crowd.lines.add("an upgrade that is not offered")
 
     def _watch(self) -> None:
         """Until the first lines of a request are whole their time runs on; and so does that of a
@@ -92,13 +134,10 @@ class Connection(h11_impl.H11Protocol):
             self._head.cancel()
         self._waits, self._head = waits, None
         if waits:
-            self._head = self.loop.call_later(self._limits.body_seconds, self._cut)
-
-    def _cut(self) -> None:
-        self.transport.abort()
+            self._head = self.loop.call_later(self._limits.body_seconds, self.cut)
 
 
 async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:
-    value = {"message": _MESSAGE, "type": "server_error", "param": None, "code": None}
     headers = {"Retry-After": "1", "Connection": "close"}
-    await JSONResponse({"error": value}, 503, headers)(scope, receive, send)
+    status, value = error_value(_TOO_MANY)
+    await JSONResponse(value, status, headers)(scope, receive, send)

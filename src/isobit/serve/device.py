@@ -4,7 +4,9 @@ Jobs come in by a queue and wait in turns of their tenants (`jobs.py`). Between 
 engine the thread does one piece of work, if there is any that need not wait for samples, and gives
 the engine as many requests as it can run at once, so that the line in which others wait is the
 tenants' and not the engine's. What a step has sampled is posted together. A request that asks for
-scores of its prompt has these first, a part between two steps (`scoring.py`).
+scores of its prompt has these first, a part between two steps (`scoring.py`). Long work is done in
+parts, too: after each of them, samples have as much time as it took before the next one begins, and
+work of other tenants has its turn (tests/serve/test_turns.py).
 
 A step that fails because logits are not finite does not say whose they were. All open requests are
 then begun again, one at a time: results do not depend on what runs beside them, so each goes on
@@ -14,8 +16,9 @@ where it was, and the one at fault fails alone (tests/serve/test_device.py).
 import logging
 import queue
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from isobit.engine.engine import Engine
@@ -92,8 +95,10 @@ class Device:
     weights_change = False
     """Whether the weights of the model itself change while it serves."""
 
-    def __init__(self, engine: Engine, deliver: Deliver) -> None:
-        self.engine, self._deliver = engine, deliver
+    def __init__(
+        self, engine: Engine, deliver: Deliver, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.engine, self._deliver, self._clock = engine, deliver, clock
         self.snapshots = Snapshots(engine.model)
         self.totals = Totals()
         self.failure: BaseException | None = None
@@ -104,6 +109,8 @@ class Device:
         self._by_request: dict[Request, _Open] = {}
         self._scoring = deque[_Open]()  # whose prompts are scored, and take turns
         self._alone = deque[_Open]()  # to be run again, each without the others
+        self._begun = dict[WorkJob, Generator[None, None, object]]()  # work, and what is left of it
+        self._samples_until = 0.0  # no work begins before this time while there are samples
         self._barrier: WorkJob | None = None  # the work that samples of `_later` came after
         self._later = list[SampleJob]()
         self._outbox: list[tuple[Post, Event]] = []
@@ -190,23 +197,48 @@ class Device:
             self._close(found)
 
     def _do_work(self) -> None:
+        """Do a piece of work, or a part of one, unless samples have had less time than the last."""
         if not self._work or self._stopped is not None:
             return
-        if self._work.first().alone and (self._open or self._samples):
+        sampling, began = bool(self._open or self._samples), self._clock()
+        if sampling and began < self._samples_until:
             return
-        job = self._work.take()
-        self._do(job)
+        if not self._work.first().alone:
+            job = self._work.take()
+        elif self._begun:
+            job = next(iter(self._begun))
+            self._work.remove(job)
+        elif sampling:
+            return
+        else:
+            job = self._work.take()
+        if not self._do(job):
+            self._work.put_first(job)
+        now = self._clock()
+        if sampling or not self._inbox.empty():  # what has waited meanwhile
+            self._samples_until = now + (now - began)
         if job is self._barrier:
             self._barrier = next((each for each in self._work if each.alone), None)
             for sample in self._later:
                 self._samples.put(sample)
             self._later = []
 
-    def _do(self, job: WorkJob) -> None:
+    def _do(self, job: WorkJob) -> bool:
+        """Whether a piece of work is over, with its next part."""
         try:
-            self._post(job.post, Done(job.work()))
+            result = self._begun.pop(job, None) or job.work()
+            if isinstance(result, Generator):
+                try:
+                    next(result)
+                except StopIteration as end:
+                    result = end.value
+                else:
+                    self._begun[job] = result
+                    return False
+            self._post(job.post, Done(result))
         except Exception as error:  # a fault of this piece of work, and of nothing else
             self._post(job.post, _failed(error))
+        return True
 
     def _admit(self) -> None:
         """Give the engine what it can run at once."""
@@ -341,6 +373,8 @@ class Device:
                 self._post(job.post, failed)
         for job in (*self._samples, *self._later, *self._work):
             self._post(job.post, failed)
+        while self._begun:
+            self._begun.popitem()[1].close()
         for found in list(self._open.values()):
             if self.failure is None:
                 self._close(found)

@@ -90,9 +90,11 @@ class SampleJob:
 @dataclass(frozen=True, eq=False)
 class WorkJob:
     """Something that is done between two steps of the engine, on its thread: an adapter that is
-    added, and what trains. Of one `tenant` in the order in which it was given. `alone`: it changes
-    the weights of the model itself, so samples that came before it are finished first, and those
-    that come later begin after it."""
+    added, and what trains. Of one `tenant` in the order in which it was given. `work` that returns a
+    generator is done from one `yield` to the next; between these parts others have their turns, and
+    what it returns at its end is the result. `alone`: it changes the weights of the model itself, so
+    samples that came before it, and work that has begun, are finished first, and samples that come
+    later begin after it."""
 
     tenant: str
     work: Callable[[], Any]
@@ -118,6 +120,10 @@ class Turns(Generic[_Job]):
     def put(self, job: _Job) -> None:
         """Add a job."""
         self._waiting.setdefault(job.tenant, deque()).append(job)
+
+    def put_first(self, job: _Job) -> None:
+        """Add a job in front of all of its tenant, whose turn stays where it is in the line."""
+        self._waiting.setdefault(job.tenant, deque()).appendleft(job)
 
     def first(self) -> _Job:
         """The next one, which stays."""

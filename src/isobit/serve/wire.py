@@ -20,7 +20,10 @@ from isobit.serve.keys import tenant_of
 from isobit.serve.requests import BadRequest, Fields, Limits
 
 OPEN_TO_ALL = ("/health",)
+CONNECTION = "connection"
+"""What a request's state calls the connection at which it came (`connections.py`)."""
 _LOG = logging.getLogger("isobit.serve")
+_TWO_LENGTHS = BadRequest("Content-Length and Transfer-Encoding: expected one of them")
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -132,6 +135,7 @@ class Guard:
         )
         tenant = tenant_of(given, key, self._tokens)
         status, held = 0, 0
+        connection = scope.setdefault("state", {}).get(CONNECTION)
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -154,8 +158,15 @@ class Guard:
 
         known = tenant is not None or path in OPEN_TO_ALL or path.startswith(self._links)
         try:
-            if known:
-                scope.setdefault("state", {})["tenant"] = tenant or ""
+            if connection is not None and not await _may_answer(connection, tenant, known):
+                connection.cut()
+                return
+            if "content-length" in headers and "transfer-encoding" in headers:
+                response = error_response(Request(scope), _TWO_LENGTHS)
+                response.headers["Connection"] = "close"
+                await response(scope, receive, watched)
+            elif known:
+                scope["state"]["tenant"] = tenant or ""
                 if path not in OPEN_TO_ALL:
                     await self._gateway.ready.wait()
                 await self._app(scope, counted, watched)
@@ -169,6 +180,18 @@ class Guard:
             self._held[tenant or ""] -= held
             route = getattr(scope.get("route"), "path", "other")
             self._gateway.metrics.requests.labels(route, tenant or "", str(status)).inc()
+
+
+async def _may_answer(connection: Any, tenant: str | None, known: bool) -> bool:
+    """Whether a request is answered: one without a token in its turn."""
+    crowd = connection.crowd
+    if tenant is not None:
+        crowd.shows(connection, tenant)
+        return True
+    wait: float | None = (crowd.open_to_all if known else crowd.refusals).wait()
+    if wait:
+        await asyncio.sleep(wait)
+    return wait is not None
 
 
 class EventStream(Response):

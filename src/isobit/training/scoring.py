@@ -52,14 +52,14 @@ class RewardScorer:
                 "no reward: give rewards.functions or rewards.models, or use a task that has "
                 "its own"
             )
-        self.pool, self.models, self._stop = pool, tuple(models), stop_on_error
+        self.pool, self.models, self.stop_on_error = pool, tuple(models), stop_on_error
         self._earned = tuple(earned)
 
     @property
     def without_models(self) -> "RewardScorer":
         """Functions and environments alone, where there are some."""
         some = self.models and (self.pool.specs or self._earned)
-        return RewardScorer(self.pool, (), self._stop, self._earned) if some else self
+        return RewardScorer(self.pool, (), self.stop_on_error, self._earned) if some else self
 
     @property
     def weights(self) -> tuple[tuple[str, float], ...]:
@@ -119,7 +119,7 @@ class RewardScorer:
                 sequences[i] = tokens
             else:
                 problems[i] = f"{where}: {len(tokens)} tokens, its context takes 1 to {limit}"
-        if self._stop and problems:
+        if self.stop_on_error and problems:
             raise RunFailed(next(iter(problems.values())))
         scores = dict(zip(sequences, model.score(list(sequences.values()))))
         return [(scores.get(i), problems.get(i)) for i in range(len(completions))]

@@ -43,6 +43,9 @@ _MACHINERY = (
 )
 
 
+_ENVIRON = ("<frozen os>", os.__file__)
+
+
 def split_reference(reference: str, what: str = "reward function") -> tuple[str, str]:
     """(file or module, function) of `path/to/file.py:function` or `package.module:function`; `what`
     it is, in errors."""
@@ -115,7 +118,21 @@ def last_line(error: BaseException, file: str) -> str:
     theirs = [frame for frame in frames if not frame.filename.startswith(_MACHINERY)]
     at = inside[-1] if inside else theirs[-1] if theirs else None
     where = f" ({os.path.basename(at.filename)}, line {at.lineno})" if at is not None else ""
-    return f"{text:.300}{where}"
+    return f"{text:.300}{_of_variable(error)}{where}"
+
+
+def _of_variable(error: BaseException) -> str:
+    """Say which environment variable was looked for in vain, where that is what an error, or one
+    that it was made of, is about (`variables.hint`)."""
+    cause: BaseException | None = error
+    for _ in range(8):
+        if cause is None:
+            break
+        frames = traceback.extract_tb(cause.__traceback__)
+        if isinstance(cause, KeyError) and frames and frames[-1].filename in _ENVIRON:
+            return " of os.environ" if cause is error else f", of {cause!r} of os.environ"
+        cause = cause.__cause__ or cause.__context__
+    return ""
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -23,9 +23,9 @@ PASSED_ON = (
     *(*_PROXIES, *(name.lower() for name in _PROXIES)),
 )
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_LOOKED_FOR = re.compile(r"KeyError(?:: |\()'([^']*)'\)? of os\.environ")
 _MISSING = re.compile(
-    r"KeyError: '([A-Z][A-Z0-9_]*)'|([A-Z][A-Z0-9_]{2,}) environment "
-    r"variable|\$([A-Z][A-Z0-9_]{2,})"
+    _LOOKED_FOR.pattern + r"|([A-Z][A-Z0-9_]{2,}) environment variable|\$([A-Z][A-Z0-9_]{2,})"
 )
 _REFUSED = re.compile(
     r"\b(?:401|403)\b|unauthori[sz]ed|forbidden|api[ _-]?key|authenticat|credential", re.IGNORECASE
@@ -67,8 +67,12 @@ def hint(
     empty. `option`: where more `names` are given."""
     passed = {*PASSED_ON, *names}
     held_back = sorted(name for name in here if name not in passed and not name.startswith("LC_"))
-    words = set(_NAME.findall(error))
-    spelled = [name for name in held_back if name in words and name.isupper() and len(name) > 2]
+    words, looked_for = set(_NAME.findall(error)), set(_LOOKED_FOR.findall(error))
+    spelled = [
+        name
+        for name in held_back
+        if name in looked_for or (name in words and name.isupper() and len(name) > 2)
+    ]
     if not spelled and _REFUSED.search(error):
         spelled = [name for name in held_back if _KEY.search(name)]
         if spelled:

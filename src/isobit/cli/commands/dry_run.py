@@ -6,6 +6,7 @@ most where the weights do not fit. Then the weights are read, and everything is 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -28,8 +29,9 @@ from isobit.training.parts import Parts
 from isobit.training.recording.callbacks import named_callbacks
 from isobit.training.resolved import in_steps, objective_of
 from isobit.training.rollouts.lengths import encode_prompt, endings, first_prompt, fit_prompts
+from isobit.training.rollouts.processes import Processes
 from isobit.training.running.cautions import supervised_cautions
-from isobit.training.session.assembly import Tools, open_parts
+from isobit.training.session.assembly import open_parts
 from isobit.training.session.cautions import cautions
 from isobit.training.sft.initial import described_model
 from isobit.training.sft.parts import check_evaluation, lessons_of, load_supervised
@@ -54,8 +56,8 @@ def dry_run(config: Config, say: Say) -> None:
 
     prompts: list[str] = []
 
-    def before_weights(task: Task, base: Path, tools: Tools) -> None:
-        prompts.append(_say_without_weights(config, task, base, tools, separated))
+    def before_weights(task: Task, base: Path, processes: Processes) -> None:
+        prompts.append(_say_without_weights(config, task, base, processes, separated))
 
     parts = open_parts(config, quiet=False, before_weights=before_weights)
     parts.processes.close()
@@ -97,12 +99,14 @@ def supervised_dry_run(config: SftConfig, say: Say) -> None:
     )
 
 
-def _say_without_weights(config: Config, task: Task, base: Path, tools: Tools, say: Say) -> str:
+def _say_without_weights(
+    config: Config, task: Task, base: Path, processes: Processes, say: Say
+) -> str:
     """What needs no weights; returns the first prompt, which comes last. Raises IsobitError,
     after that, where the weights do not fit into the memory."""
     adapter = None if config.adapter is None else config.adapter.init
     model = described(base, adapter, text_rules(config))
-    new_tokens = config.sampling.max_new_tokens
+    new_tokens, tools = config.sampling.max_new_tokens, processes.tools
     fitted = fit_prompts(task, model, config.task, new_tokens, tools, quiet=True)
     config = in_steps(config, len(fitted.task.train))
     ops, precision = get_ops(config.backend, config.consistency), precision_from(config.precision)
@@ -112,7 +116,10 @@ def _say_without_weights(config: Config, task: Task, base: Path, tools: Tools, s
     longest = len(encode_prompt(fitted.longest, model, tools))
     job = job_with(config, model.config, longest, this_machine(ops, config.ranks))
     say(_memory(job))
-    prompt = first_prompt(fitted.task.train, model, tools)
+    first = fitted.task.train.at(0)
+    stop = config.rewards.on_error == "stop"
+    begun = processes.begun(first.place, first.prompt, first.columns, stop)
+    prompt = first_prompt(replace(first, prompt=begun), model, tools)
     if (reason := not_loaded(job)) is not None:
         say(prompt)
         raise IsobitError(f"{reason}: {_LEFT_OUT}")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from isobit.config import Config
+from isobit.config import Config, SftConfig
 from isobit.config.reading import read_source
 from isobit.errors import IsobitError
 from isobit.rl import Sample
@@ -41,9 +41,9 @@ class Records:
     problems: list[str] = field(default_factory=list)
 
 
-def read_records(run: Path, config: Config, steps: set[int]) -> Records:
+def read_records(run: Path, config: Config | SftConfig, steps: set[int]) -> Records:
     """All that a run recorded; whole samples of what was sampled after the given numbers of learned
-    steps."""
+    steps. A supervised run has none."""
     chain = certificate.read_chain(run / CERTIFICATE)
     found = Records(chain, problems=list(chain.problems) if chain is not None else [])
     last = None
@@ -63,11 +63,12 @@ def read_records(run: Path, config: Config, steps: set[int]) -> Records:
         found.held += len(lines) * (
             chain is not None and chain.rows.get(step, {}).get("rollouts") == digest
         )
-        _take(step, lines, steps, config, found)
+        if isinstance(config, Config):
+            _take(step, lines, steps, config, found)
     if chain is not None and not chain.rows:
         found.problems.append(f"{CERTIFICATE} has no row")
     elif chain is not None:
-        _against_chain(run, config, chain, members, last, found)
+        _against_chain(run, chain, members, last, found)
     return found
 
 
@@ -198,7 +199,6 @@ def _reward_problem(row: Mapping[str, Any], config: Config) -> str | None:
 
 def _against_chain(
     run: Path,
-    config: Config,
     chain: Chain,
     members: Mapping[int, str],
     last: int | None,

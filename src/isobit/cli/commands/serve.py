@@ -13,7 +13,10 @@ from isobit.engine.engine import Engine
 from isobit.engine.types import EngineSize
 from isobit.errors import IsobitError
 from isobit.model import Model, TextRules
+from isobit.model.adapters.peft import is_adapter
+from isobit.model.hub.checkpoint import model_folder
 from isobit.model.text.tool_formats.table import format_of
+from isobit.run.directory import model_directory
 from isobit.training.rollouts.lengths import say_ends
 
 if TYPE_CHECKING:
@@ -24,7 +27,7 @@ _MOST_GRACE = 86_400
 
 
 def serve_model(
-    path: Path,
+    given: Path,
     adapters: Mapping[str, Path],
     flow: tuple[str, str, str],
     size: EngineSize,
@@ -39,14 +42,16 @@ def serve_model(
     train: str | None,
     state: Path | None,
     state_every: int,
+    drop_runs: bool,
 ) -> None:
-    """Serve the model at `path` under `flow`, (precision, backend, consistency), until a signal.
-    Raises IsobitError for what cannot be served, and for a host beyond this machine without a
-    token."""
+    """Serve the model at `given`, a directory or a run, under `flow`, (precision, backend,
+    consistency), until a signal. Raises IsobitError for what cannot be served, and for a host
+    beyond this machine without a token."""
     try:
         from isobit.serve import app
         from isobit.serve.keys import default_file, owners_of, read_or_make
         from isobit.serve.listening import listen
+        from isobit.serve.state.identity import identity_of
         from isobit.serve.state.state import State
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("isobit"):
@@ -56,16 +61,10 @@ def serve_model(
         raise IsobitError(
             f"--host {host}: other machines could reach it; give the token's file with --token FILE"
         )
-    full = train == "full"
-    called = path.resolve().name if name is None else name
+    called = given.resolve().name if name is None else name
     _check_names(grace, called, adapters, tool_format)
-    if train not in (None, "adapters", "full"):
-        raise IsobitError(f"--train: expected nothing more, or full, got {train!r}")
-    if state is not None and not train:
-        raise IsobitError("--state is where training runs are kept; give --train too")
-    if full and adapters:
-        raise IsobitError("--adapter: with --train full the weights that it is for would change")
-    file = token or default_file()
+    _check_training(train, adapters, {"--state": state is not None, "--drop-runs": drop_runs})
+    path, full, file = _model_of(given), train == "full", token or default_file()
     rules = TextRules(chat_template=chat_template)
     with ExitStack() as held:  # what can be refused at once is, before a model is read
         listener = listen(host, port, "--port")
@@ -73,11 +72,12 @@ def serve_model(
         tokens, made = read_or_make(file)
         kept = None
         if train:
-            own = re.sub(r"[^\w.-]", "-", called)  # a name may have a slash in it
-            folder = state or default_file().with_name(f"serve-{own}")
-            kept = State(folder, owners_of(tokens), every=state_every)
+            identity = identity_of(path)
+            folder = state or _default_state(default_file(), called, identity)
+            owners = owners_of(tokens)
+            kept = State(folder, owners, every=state_every, model=identity, drops=drop_runs)
             held.callback(kept.close)
-            _check_kind(kept, full)
+            _check_runs(kept, full)
         model = _opened(path, flow, rules, full, bool(adapters or train))
         longest = model.config.max_positions
         engine = Engine.sized_for(model, [[0]], size.max_sequences, longest, size)
@@ -86,7 +86,9 @@ def serve_model(
             address = f"[{host}]" if ":" in host else host
             names = ", ".join([called, *adapters])
             print(f"serving {names} on http://{address}:{chosen}", file=sys.stderr)
-            print(f"token: {tokens[0] if made else '(the one)'} in {file}", file=sys.stderr)
+            print(f"token: {'(a new one)' if made else '(the one)'} in {file}", file=sys.stderr)
+            if kept is not None:
+                print(f"training runs are kept in {kept.folder}", file=sys.stderr)
 
         options = app.ServerOptions(grace, tool_format)
         app.run(engine, called, dict(adapters), tokens, options, listener, started, kept)
@@ -105,29 +107,68 @@ def _check_names(grace: float, called: str, adapters: Mapping[str, Path], tool_f
         raise IsobitError(f"--name {called!r}: {what}; clients ask for the model by it")
 
 
+def _check_training(
+    train: str | None, adapters: Mapping[str, Path], given: Mapping[str, bool]
+) -> None:
+    """Raise IsobitError for what cannot be trained so, and where options of training are `given`
+    without it."""
+    if train not in (None, "adapters", "full"):
+        raise IsobitError(f"--train: expected nothing more, or full, got {train!r}")
+    for option in (name for name, there in given.items() if there and not train):
+        raise IsobitError(f"{option} is about training runs that are kept; give --train too")
+    if train == "full" and adapters:
+        raise IsobitError("--adapter: with --train full the weights that it is for would change")
+
+
 def _opened(
     path: Path, flow: tuple[str, str, str], rules: TextRules, full: bool, serves: bool
 ) -> Model:
     """The model, with masters where all its weights are trained; else frozen, for adapters if it
-    `serves` some. Raises IsobitError for a flow whose bits depend on the batch, and for an adapter
-    in the place of a model."""
+    `serves` some. Raises IsobitError for a flow whose bits depend on the batch."""
     base = Model.load(path, *flow, rules=rules) if full else open_frozen(path, flow, rules)
-    if base.transformer.adapter is not None and full:
-        raise IsobitError(
-            f"{path} is an adapter; give the model that it is for, or write both as one model with "
-            "isobit export --merge"
-        )
     say_ends(base)
     serving = base.serving({})  # which refuses such flows
     return serving if serves and not full else base  # whose decode steps a GPU captures
 
 
-def _check_kind(state: "State", full: bool) -> None:
-    """Raise IsobitError for a state in which a run of the other kind goes on, which this server
-    would end."""
+def _model_of(given: Path) -> Path:
+    """The directory of a model, or of a run's. Raises IsobitError for an adapter in its place."""
+    path = model_directory(given)
+    if is_adapter(path):
+        raise IsobitError(
+            f"{given} is an adapter; give the model that it is for: isobit serve MODEL --adapter "
+            f"{given}; or write both as one model with isobit export --merge"
+        )
+    return model_folder(path)
+
+
+def _default_state(token: Path, called: str, identity: str) -> Path:
+    """Where the runs of a model are kept, beside the `token`, unless a folder is given: by its name
+    and its weights. Says where there is a folder by the name alone, as they were before."""
+    own = re.sub(r"[^\w.-]", "-", called)  # a name may have a slash in it
+    older = token.with_name(f"serve-{own}")
+    if older.is_dir():
+        print(
+            f"an earlier isobit kept training runs in {older}, of this model or another of its "
+            f"name; --state {older} goes on with them",
+            file=sys.stderr,
+        )
+    return token.with_name(f"serve-{own}-{identity[:16]}")
+
+
+def _check_runs(state: "State", full: bool) -> None:
+    """Raise IsobitError for a state in which runs go on that this server would end, unless it may:
+    those of another model, and of the other kind."""
+    if state.drops:
+        return
+    if count := state.num_of_other_models:
+        raise IsobitError(
+            f"--state {state.folder}: {count:,} training runs of it are of a model with other "
+            "weights; serve that one, give another folder, or end them with --drop-runs"
+        )
     if any((run.rank is None) != full for run in state.live_runs()):
         other = "--train" if full else "--train full"
         raise IsobitError(
             f"--state {state.folder}: a run of it goes on with {other}; give that, or another "
-            "folder"
+            "folder, or end it with --drop-runs"
         )

@@ -7,8 +7,9 @@ with every log-probability, its text, and how it ended; whoever gets a run can a
 without trusting whoever made it. Of a completion that went on across updates the segments are drawn
 again whose weights are there, each after the tokens before it. Completions of steps whose
 checkpoint is gone are held by the certificate's chain of hashes alone, and so are rewards, which
-are not computed again (`records.py`). Left out: the learning, which `isobit train --from-rollouts`
-repeats.
+are not computed again (`records.py`). Of a run without completions of its own (a supervised one,
+say) the chain holds metrics and weights. Left out: the learning, which `isobit train
+--from-rollouts` repeats.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from isobit.cli.commands.records import Records, checkpoint_problem, read_records
-from isobit.config import Config, load_run_config
+from isobit.config import Config, SftConfig, load_any_run_config
 from isobit.engine.engine import Engine
 from isobit.engine.episodes import Episodes
 from isobit.engine.groups import OpenGroups
@@ -36,7 +37,7 @@ from isobit.rl.algorithm.partial import unfinished
 from isobit.run import checkpoints
 from isobit.run import directory as runs
 from isobit.run.certificate import CERTIFICATE, Chain
-from isobit.training.adapting import load_trained
+from isobit.training.adapting import load_trained, model_named
 from isobit.training.measuring.agreement import unlike
 from isobit.training.rollouts.partial import completion_of
 from isobit.training.running.machine import date_of
@@ -63,11 +64,11 @@ def verify_command(run: Path, limit: int | None, head: str | None = None) -> Non
     so many are recorded (None: all), compare what was recorded with its certificate, and print a
     line for each. `head`: the hash of a step that was kept elsewhere. Raises RunFailed where
     anything differs, and IsobitError where nothing can be compared."""
-    runs.require_run(run)
-    config = load_run_config(run)
-    _refuse(run, config)
+    config = load_any_run_config(run)
+    undrawn = _undrawn(run, config)
     found = checkpoints.all_checkpoints(run / runs.CHECKPOINTS)
-    records = read_records(run, config, {checkpoints.step_of(path) for path in found})
+    steps = {checkpoints.step_of(path) for path in found}
+    records = read_records(run, config, steps if undrawn is None else set())
     if head is not None:
         records.problems += _kept_elsewhere(records.chain, head)
     drawn, tokens, failed = 0, 0, list(records.problems)
@@ -84,7 +85,8 @@ def verify_command(run: Path, limit: int | None, head: str | None = None) -> Non
             failed += [said] if compared_.first is not None else []
     if (problem := _best_problem(run, config, records.chain)) is not None:
         failed.append(problem)
-    if not drawn and not failed:
+    if undrawn is None and not drawn and not failed:
+        assert isinstance(config, Config)
         raise IsobitError(
             f"{run}: none of its checkpoints sampled completions that are recorded; it keeps the "
             f"newest {config.run.keep_last} (run.keep_last), and records {config.run.completions} "
@@ -99,8 +101,11 @@ def verify_command(run: Path, limit: int | None, head: str | None = None) -> Non
     if failed:
         raise RunFailed(f"{run}: not what was recorded, in {len(failed)} places: {failed[0]}")
     print(_held(records))
+    if undrawn is not None:
+        print(f"{run}: the weights of {len(found):,} checkpoints are as they were; {undrawn}")
+        return
     what, total = "completions", records.count
-    if config.partial.used:
+    if isinstance(config, Config) and config.partial.used:
         what, total = "segments of completions", records.segments
         print(
             f"{records.tokens - tokens:,} of {records.tokens:,} tokens were drawn by weights that no "
@@ -123,24 +128,27 @@ def _kept_elsewhere(chain: Chain | None, head: str) -> list[str]:
 def _held(records: Records) -> str:
     chain = records.chain
     assert chain is not None
+    completions = f"{records.held:,} completions, their rewards and " if records.held else ""
     return (
-        f"certificate: {records.held:,} completions, their rewards and the metrics of steps "
-        f"{chain.first} to {chain.last} are as they were recorded (SHA-256), but for times and "
-        f"evaluations, which it does not hold; its last hash: {chain.head}"
+        f"certificate: {completions}the metrics of steps {chain.first} to {chain.last} are as they "
+        "were recorded (SHA-256), but for times and evaluations, which it does not hold; its last "
+        f"hash: {chain.head}"
     )
 
 
-def _refuse(run: Path, config: Config) -> None:
+def _undrawn(run: Path, config: Config | SftConfig) -> str | None:
+    """Why no completion of a run can be drawn again, or None."""
+    if isinstance(config, SftConfig):
+        return "a supervised run samples nothing that could be drawn again"
     if (other := runs.rollouts_from(run)) is not None:
-        raise IsobitError(
-            f"{run} learned from the rollouts of another run and sampled none; verify {other}"
-        )
+        return f"it learned from the rollouts of another run and sampled none: verify {other} too"
     precision = precision_from(config.precision)
     if precision.calibrated:
-        raise IsobitError(
-            f"{run}: under {precision.name} keys and values have scales that were calibrated "
-            "during the run and are not recorded, so its completions cannot be drawn again"
+        return (
+            f"no completion was drawn again: under {precision.name} keys and values have scales "
+            "that were calibrated during the run and are not recorded"
         )
+    return None
 
 
 def _whole_groups(samples: Sequence[Sample], limit: int | None) -> list[Sample]:
@@ -154,7 +162,11 @@ def _whole_groups(samples: Sequence[Sample], limit: int | None) -> list[Sample]:
 
 
 def _checkpoint(
-    run: Path, config: Config, checkpoint: Path, samples: Sequence[Sample], records: Records
+    run: Path,
+    config: Config | SftConfig,
+    checkpoint: Path,
+    samples: Sequence[Sample],
+    records: Records,
 ) -> tuple[Compared, list[str]]:
     """What a checkpoint draws again, and what else is wrong with it."""
     step = checkpoints.step_of(checkpoint)
@@ -166,20 +178,31 @@ def _checkpoint(
     problem = checkpoint_problem(checkpoint, chain)
     if not samples and chain is None:
         return Compared(0, 0, 0, None), [problem] if problem is not None else []
-    base = checkpoint if config.adapter is None else base_of(config, runs.began_by(run), quiet=True)
-    model = load_trained(config, base, checkpoint, now=date_of(runs.began_by(run)))
+    model = _load(run, config, checkpoint)
     row = {} if chain is None else chain.rows.get(step, {})
     if problem is None and row and of_weights(model) != row["weights"]:
         problem = (
             f"the weights in {checkpoint} are not those that the certificate has of step {step}"
         )
     problems = [problem] if problem is not None else []
-    return (
-        _draw_again(run, config, model, samples, records) if samples else Compared(0, 0, 0, None)
-    ), problems
+    if not samples:
+        return Compared(0, 0, 0, None), problems
+    assert isinstance(config, Config)
+    return _draw_again(run, config, model, samples, records), problems
 
 
-def _best_problem(run: Path, config: Config, chain: Chain | None) -> str | None:
+def _load(run: Path, config: Config | SftConfig, folder: Path) -> Model:
+    """The model in a checkpoint, or the best one; an adapter on the model that it is for."""
+    began = runs.began_by(run)
+    base = folder
+    if config.adapter is not None and isinstance(config, Config):
+        base = base_of(config, began, quiet=True)
+    elif config.adapter is not None and config.model.path is not None:
+        base = model_named(config.model.path)
+    return load_trained(config, base, folder, now=date_of(began))
+
+
+def _best_problem(run: Path, config: Config | SftConfig, chain: Chain | None) -> str | None:
     """Why the best model is not of the step that it is said to be of, or None."""
     folder = run / runs.BEST
     if chain is None or not folder.is_dir():
@@ -189,9 +212,7 @@ def _best_problem(run: Path, config: Config, chain: Chain | None) -> str | None:
     step = (runs.object_in(folder / DESCRIPTION) or {}).get("step")
     if type(step) is not int or step not in chain.rows:
         return f"{folder} is of step {brief(step)}, of which {CERTIFICATE} has no row"
-    base = folder if config.adapter is None else base_of(config, runs.began_by(run), quiet=True)
-    model = load_trained(config, base, folder, now=date_of(runs.began_by(run)))
-    if of_weights(model) == chain.rows[step]["weights"]:
+    if of_weights(_load(run, config, folder)) == chain.rows[step]["weights"]:
         return None
     return f"the weights in {folder} are not those that the certificate has of step {step}"
 

@@ -11,6 +11,7 @@ order, fused or not (`tests/kernels/test_sums.py`). A wider bound makes the tree
 and never changes a bit.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -25,6 +26,7 @@ _LOST_BITS = {torch.float32: 29, torch.bfloat16: 45}
 _DIGITS = {torch.bfloat16: 8, torch.float32: 24}
 _WORDS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 _TILE = 1 << 15  # elements that are tested together: they stay in the cache
+_SUM_BLOCK = 1 << 14
 _CHUNK = 1 << 17  # products of the tree at a time
 
 
@@ -45,6 +47,26 @@ def tree_sum(x: Tensor, dim: int = -1) -> Tensor:
         half //= 2
         total.narrow(dim, 0, half).add_(total.narrow(dim, half, half))
     return total.select(dim, 0) + 0.0
+
+
+def block_sum(x: Tensor) -> Tensor:
+    """The sum of all elements, in blocks of a fixed size where there are many, so that its bits do
+    not depend on threads: PyTorch shares a sum of more than 32,768 elements among them."""
+    if x.numel() <= _SUM_BLOCK:
+        return x.sum()
+    flat = x.reshape(-1)
+    blocks = torch.nn.functional.pad(flat, (0, -len(flat) % _SUM_BLOCK)).view(-1, _SUM_BLOCK)
+    return block_sum(blocks.sum(1))
+
+
+def total(values: Tensor) -> float:
+    """`block_sum` in float64, without a gradient."""
+    return float(block_sum(values.detach().double()))
+
+
+def mean(values: Tensor) -> float:
+    """Likewise the mean; NaN of none."""
+    return total(values) / (values.numel() or math.nan)
 
 
 def undecided(x: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:

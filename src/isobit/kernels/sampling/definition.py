@@ -33,10 +33,10 @@ def token_logprobs(
     z = scaled(logits, temperature).contiguous()
     shifted = z.double() - z.amax(-1, keepdim=True).double()
     weights = torch.exp(shifted)
-    total = _row_sum(weights)
+    total = row_sum(weights)
     log_total = torch.log(total)
     chosen = shifted.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    energy = _row_sum(torch.where(weights > 0, weights * shifted, torch.zeros_like(weights)))
+    energy = row_sum(torch.where(weights > 0, weights * shifted, torch.zeros_like(weights)))
     return (chosen - log_total).float(), (log_total - energy / total).float()
 
 
@@ -85,8 +85,8 @@ def _multiply(word: _Word, multiplier: int) -> tuple[_Word, _Word]:
     return (wide >> 32) & MASK, wide & MASK
 
 
-def _row_sum(x: Tensor) -> Tensor:
-    """Sum over the last dimension in two fixed levels."""
+def row_sum(x: Tensor) -> Tensor:
+    """Sum over the last dimension in two fixed levels, so that no order depends on threads."""
     if x.shape[-1] <= _SUM_BLOCK:
         return x.sum(-1)
     padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % _SUM_BLOCK))

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from isobit.kernels import Operand, Ops, Stacked, plain
 from isobit.kernels.low_rank.definition import Part, add_part
+from isobit.kernels.reference.sums import block_sum
 from isobit.model.families.family import Packing
 from isobit.model.weights.stored import LowRank, Weight
 
@@ -67,7 +68,8 @@ class Projection(NamedTuple):
 class Adapter:
     """Factors of `projections`, whole, FP32 on the CPU, by name; `base` is the path of the model
     that they adapt; `rslora`: alpha is divided by the root of the rank; `together`: PEFT holds the
-    factors of a layer's experts in one tensor, so (`peft_experts.py`)."""
+    factors of a layer's experts in one tensor, so (`peft_experts.py`); `wrapped`: as of the model's
+    config, for the names in its folder; `renamed`: as of the family's mixtures."""
 
     rank: int
     alpha: float
@@ -76,6 +78,8 @@ class Adapter:
     base: str = ""
     rslora: bool = False
     together: Packing | None = None
+    wrapped: bool = False
+    renamed: bool = False
 
     @property
     def scale(self) -> float:
@@ -179,7 +183,7 @@ def update_norm(adapters: Iterable[LowRank], ops: Ops) -> float:
             seen.add(id(one.together))
             first, second = one.together
             grams = [_grams(each, ops) for each in (first.data, second.data.transpose(1, 2))]
-        squares.append((grams[0] * grams[1]).sum() * one.scale**2)
+        squares.append(block_sum(grams[0] * grams[1]) * one.scale**2)
     total = math.fsum(torch.stack(squares).tolist()) if squares else 0.0
     return math.sqrt(max(total, 0.0))
 

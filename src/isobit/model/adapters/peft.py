@@ -2,7 +2,9 @@
 written, in FP32.
 
 Names are PEFT's (`base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`), so `peft` loads
-what is written here, and its folders load here (`tests/model/test_peft.py`). What an adapter's
+what is written here, and its folders load here (`tests/model/test_peft.py`). They are those of the
+modules of the base's own class: of a model that reads images too, `model.language_model.layers.0`
+(`tests/model/test_wrapped_adapters.py`). What an adapter's
 config.json says beside rank and alpha is taken only where it changes nothing; the rest is refused
 by name. Left out: the arithmetic (`low_rank.py`).
 """
@@ -23,13 +25,25 @@ from isobit.distributed.files import Part, write_file
 from isobit.errors import IsobitError, brief
 from isobit.model.adapters.low_rank import Adapter, Projection
 from isobit.model.adapters.peft_experts import apart, config_of, form_of, joined
-from isobit.model.adapters.targets import held_together, projections
+from isobit.model.adapters.targets import held_together, is_renamed, projections
 from isobit.model.families import flag
-from isobit.model.hub.checkpoint import Shapes, model_folder, open_weights, read_json, write_json
+from isobit.model.hub.checkpoint import (
+    Shapes,
+    Weights,
+    model_folder,
+    open_weights,
+    read_json,
+    write_json,
+)
 from isobit.model.hub.config import ModelConfig
+from isobit.model.hub.wrapped import alone, inside, prefix_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_BESIDE = r"(?!model\.(language_model\.)?layers\.).*"
+"""The modules of a model that reads images outside its language model's layers: its towers have
+projections of the same names."""
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _REFUSED = {
     "use_dora": "DoRA",
     "modules_to_save": "modules that are trained whole",
@@ -121,13 +135,47 @@ def read_peft(directory: Path, config: ModelConfig, base: str = "") -> Adapter:
     values = read_json(directory / CONFIG)
     rank, alpha, rslora = _settings(values, directory / CONFIG)
     form, together = form_of(values, directory / CONFIG), held_together(config)
-    with open_weights(directory, name=WEIGHTS) as weights:
+    with open_weights(directory, name=WEIGHTS) as opened:
+        weights = _of_language_model(opened, config, directory)
         experts = [one for one in projections(config) if form.roles and one.expert is not None]
         own = {one: _own_keys(one) for one in experts}
         shapes, read = apart(weights, own, rank, form, together, _PREFIX)
         chosen = _adapted(shapes, config, rank, directory)
         tensors = {name: read(key) for one in chosen for name, key in _keys(one).items()}
-    return Adapter(rank, alpha, tuple(chosen), tensors, base, rslora, together)
+    return Adapter(
+        rank,
+        alpha,
+        tuple(chosen),
+        tensors,
+        base,
+        rslora,
+        together,
+        config.wrapped,
+        is_renamed(config),
+    )
+
+
+def _of_language_model(weights: Weights, config: ModelConfig, directory: Path) -> Weights:
+    """Return the factors by the names of a language model alone, which those of a model around one
+    may have too, as isobit wrote them before. Raises IsobitError for names of two kinds, and for
+    those inside another model where the base is a language model alone."""
+    names = {key: key.removeprefix(_PREFIX) for key in weights.shapes if key.startswith(_PREFIX)}
+    prefixes = {prefix: key for key, name in names.items() if (prefix := prefix_of(name))}
+    if len(prefixes) > 1:
+        first, second = (brief(key) for key in list(prefixes.values())[:2])
+        raise IsobitError(
+            f"{directory}: tensors {first} and {second} are named as of two classes of models; "
+            "expected those of the base's own class"
+        )
+    if not config.wrapped and (others := prefixes.keys() - {"model."}):
+        raise IsobitError(
+            f"{directory}: tensor {brief(prefixes[others.pop()])} is named as inside a model that "
+            f"reads images too, and this {config.family} is the language model alone: expected "
+            f"{_PREFIX}model.layers..."
+        )
+    return weights.renamed(
+        lambda key: _PREFIX + alone(names[key]) if prefix_of(names.get(key, "")) else key
+    )
 
 
 def write_peft(
@@ -142,6 +190,8 @@ def write_peft(
             lo = shards.own(name)[0] if shards.owned(name) else 0
             start = lo * shards.width(name)
             parts[key] = Part(torch.float32, shards.shapes[name], masters.get(name), start)
+    if adapter.wrapped:
+        parts = {_PREFIX + inside(key.removeprefix(_PREFIX)): mine for key, mine in parts.items()}
     ranks.on_first(lambda: write_json(directory / CONFIG, _config(adapter)))
     write_file(directory / WEIGHTS, parts, ranks)
 
@@ -156,6 +206,7 @@ def _config(adapter: Adapter) -> dict[str, Any]:
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0,
         "target_modules": _target_modules(adapter),
+        **({"exclude_modules": _BESIDE} if adapter.wrapped else {}),
         "bias": "none",
         "fan_in_fan_out": False,
         "use_dora": False,
@@ -163,7 +214,7 @@ def _config(adapter: Adapter) -> dict[str, Any]:
         "modules_to_save": None,
         "init_lora_weights": True,
         "inference_mode": True,
-        **({} if adapter.together is None else config_of(adapter)),
+        **({} if adapter.together is None else config_of(adapter, _by_parameter(adapter))),
     }
 
 
@@ -173,11 +224,24 @@ def _apart_in_files(adapter: Adapter) -> list[Projection]:
     return [one for one in adapter.projections if not together or one.expert is None]
 
 
+def _by_parameter(adapter: Adapter) -> list[Projection]:
+    """Return the matrices beside experts that PEFT would take for the experts' own, by their ends.
+    Named by their parameter they have the same factors."""
+    return [
+        one
+        for one in _apart_in_files(adapter)
+        if adapter.renamed and one.name.rpartition(".")[2] in _OF_EXPERTS
+    ]
+
+
 def _target_modules(adapter: Adapter) -> list[str]:
     """The ends of the modules' names; whole names where an end is found in some layers only, as
     dense ones among experts are, or is that of experts too."""
     layers: dict[str, set[str]] = {}
     apart = _apart_in_files(adapter)
+    if adapter.together is not None:
+        beside = set(_by_parameter(adapter))
+        apart = [one for one in apart if one not in beside]
     for one in apart:
         layers.setdefault(one.name.rpartition(".")[2], set()).add(one.name.split(".")[1])
     if not apart:
@@ -191,7 +255,7 @@ def _target_modules(adapter: Adapter) -> list[str]:
     beside_experts = any(".shared." in one.name for one in apart)
     if all(len(each) == most for each in layers.values()) and not beside_experts:
         return list(dict.fromkeys(found))
-    return [one.module for one in apart]
+    return [one.module.removeprefix("model." if adapter.wrapped else "") for one in apart]
 
 
 def _keys(one: Projection) -> dict[str, str]:

@@ -47,7 +47,9 @@ def form_of(values: Mapping[str, Any], path: Path) -> Form:
     """That of an adapter_config.json. Raises IsobitError for parameters that are no experts', and
     for ranks and alphas that differ otherwise."""
     given = values.get("target_parameters") or []
-    found = {str(name).rpartition(".")[2] for name in given} if isinstance(given, list) else {""}
+    given = given if isinstance(given, list) else [""]
+    # of a linear layer named by its weight the factors are the layer's
+    found = {str(n).rpartition(".")[2] for n in given if not str(n).endswith("_proj.weight")}
     if others := found - {*_ROLES}:
         raise IsobitError(
             f"{path}: target_parameters: {brief(repr(min(others)))} cannot be read; experts' "
@@ -82,14 +84,17 @@ def _all_are(pattern: Any, number: Any, factor: float) -> bool:
     )
 
 
-def config_of(adapter: Adapter) -> dict[str, Any]:
-    """The keys of adapter_config.json that say so."""
+def config_of(adapter: Adapter, beside: Sequence[Projection] = ()) -> dict[str, Any]:
+    """Return the keys of adapter_config.json that say so; `beside`: matrices that are named by
+    their parameter too."""
     roles = _roles_of(adapter)
-    if not roles:
+    modules = dict.fromkeys(_module(one) for one in adapter.projections if one.expert is not None)
+    names = [f"{module}.{role}" for role in roles for module in modules]
+    names += [f"{one.module}.weight" for one in beside]
+    if not names:
         return {}
-    module = next(_module(one) for one in adapter.projections if one.expert is not None)
-    inside = module.split(".", 3)[3]  # behind model.layers.0
-    found: dict[str, Any] = {"target_parameters": [f"{inside}.{role}" for role in roles]}
+    inside = dict.fromkeys(name.split(".", 3)[3] for name in names)  # behind model.layers.0
+    found: dict[str, Any] = {"target_parameters": list(inside)}
     if _ROLES[0] in roles:
         alpha = adapter.alpha * (sqrt(2) if adapter.rslora else 2)
         found |= {

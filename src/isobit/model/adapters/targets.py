@@ -61,7 +61,16 @@ def _is_beside_peft(weight: str, config: ModelConfig) -> bool:
 def held_together(config: ModelConfig) -> Packing | None:
     """How PEFT holds the factors of a layer's experts in one tensor, if it does."""
     mixtures = FAMILIES[config.family].mixtures
-    return None if mixtures is None or config.experts is None else mixtures.adapters
+    if mixtures is None or config.experts is None:
+        return None
+    beside = is_renamed(config) and config.experts.dense_layers
+    return mixtures.adapters or ("rows" if beside else None)
+
+
+def is_renamed(config: ModelConfig) -> bool:
+    """Return whether PEFT takes MLPs beside experts for theirs, by their names."""
+    mixtures = FAMILIES[config.family].mixtures
+    return mixtures is not None and mixtures.renamed
 
 
 def targeted(config: ModelConfig, targets: Sequence[str]) -> tuple[Projection, ...]:
@@ -97,8 +106,17 @@ def new_adapter(config: ModelConfig, given: NewAdapter, base: str = "") -> Adapt
             tensors[name] = torch.zeros(shape)
         else:
             tensors[name] = (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
-    together = held_together(config)
-    return Adapter(given.rank, float(given.alpha), chosen, tensors, base, given.rslora, together)
+    return Adapter(
+        given.rank,
+        float(given.alpha),
+        chosen,
+        tensors,
+        base,
+        given.rslora,
+        held_together(config),
+        config.wrapped,
+        is_renamed(config),
+    )
 
 
 def beyond_use(config: ModelConfig, rank: int, targets: Sequence[str]) -> str | None:

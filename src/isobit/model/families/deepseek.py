@@ -54,6 +54,8 @@ _DEEPSEEK = Family(
         shared=1,
         dense_key="first_k_dense_replace",
         scoring=(8, 4, 2.5),
+        adapters="rows",
+        renamed=True,
     ),
 )
 
@@ -82,6 +84,8 @@ FAMILIES = {
             shared=1,
             dense_key="mlp_layer_types",
             scoring=(1, 1, 1.8),
+            adapters="rows",
+            renamed=True,
         ),
     ),
 }

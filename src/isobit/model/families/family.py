@@ -70,7 +70,8 @@ class Mixtures:
     where a model may have one. `biases`: routers and experts have them. `together`: how files
     that are written hold a layer's experts in one tensor, if they do (`hub/packed_experts.py`).
     `adapters`: PEFT holds experts' in one tensor too, so (`adapters/peft_experts.py`); None: each
-    by itself. `switch`: the key that says whether a model has any; they stand beside the MLP of every
+    by itself. `renamed`: PEFT 0.21 takes modules with the names of experts' projections for theirs.
+    `switch`: the key that says whether a model has any; they stand beside the MLP of every
     layer then, both with norms of their own, and `shared` stands for nothing: its size is
     intermediate_size."""
 
@@ -89,6 +90,7 @@ class Mixtures:
     biases: bool = False
     together: Packing | None = None
     adapters: Packing | None = None
+    renamed: bool = False
     switch: str | None = None
 
 

@@ -45,6 +45,6 @@ FAMILIES = {
         windows=Windows(_WINDOW, flag=True),
         kv_heads=4,
         nullable=(),
-        mixtures=Mixtures(128, 8, own_keys=True),
+        mixtures=Mixtures(128, 8, own_keys=True, renamed=True),
     ),
 }

@@ -141,6 +141,12 @@ class Weights:
                     f"{brief(name)}{_SCALES} {grid}"
                 )
 
+    def renamed(self, new: Callable[[str], str]) -> "Weights":
+        """Return the same tensors by other names."""
+        return Weights(
+            self._directory, {new(name): tensor for name, tensor in self._tensors.items()}
+        )
+
     def rows(self, name: str, lo: int = 0, hi: int | None = None) -> Tensor:
         """Rows `lo` to `hi` of a tensor, by default all, float32. Raises IsobitError if a number is
         not finite. Where scales are powers of two, the values of FP8 blocks are exact."""

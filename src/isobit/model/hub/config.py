@@ -38,8 +38,7 @@ from isobit.model.hub.multipliers import Multipliers
 from isobit.model.hub.rotary import check_head_dim, ropes_of
 from isobit.model.hub.token_ids import first_id, special_ids
 from isobit.model.hub.unsupported import check_supported
-from isobit.model.hub.wrapped import architectures, text_of
-from isobit.options.families import nearest
+from isobit.model.hub.wrapped import family_of, is_wrapped, text_of
 
 _CAP = "final_logit_softcapping"
 _OF_MLP = ("post_norm", "mlp_out_norm")
@@ -56,7 +55,8 @@ class ModelConfig:
     attention, None where it is another. `global_heads`: those of layers without a window, None
     where they are as the others'. `logit_cap`: logits are cap · tanh(logits / cap), None: they are
     not capped. `inputs`: what layers take beside the hidden state. `kinds`: of each layer its one
-    part; () where layers have attention and MLP."""
+    part; () where layers have attention and MLP. `wrapped`: the class of the checkpoint that was
+    read has the language model inside another model, and so in its modules' names."""
 
     family: str
     vocab_size: int
@@ -89,6 +89,7 @@ class ModelConfig:
     logit_cap: float | None = None
     inputs: LayerInputs = field(default_factory=LayerInputs)
     kinds: tuple[str, ...] = ()
+    wrapped: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         for key in (
@@ -322,8 +323,8 @@ class ModelConfig:
     def from_hf(values: Mapping[str, Any], where: str = "config.json") -> "ModelConfig":
         """From the parsed config.json. Raises IsobitError for an unsupported architecture or
         feature."""
-        values = text_of(values, where)
-        name = _family_of(values, where)
+        outer, values = values, text_of(values, where)
+        name = family_of(values, where)
         family = FAMILIES[name]
         check_supported(values, where, family)
         num_heads, hidden = (
@@ -386,6 +387,7 @@ class ModelConfig:
             multipliers=Multipliers.from_hf(values, where) if family.multipliers else None,
             latent=latent,
             kinds=kinds,
+            wrapped=is_wrapped(outer, FAMILIES[name]),
         )
         return _with_own_heads(config, values, where)
 
@@ -468,13 +470,3 @@ def _with_own_heads(config: ModelConfig, values: Mapping[str, Any], where: str) 
     if family.capped_logits and values.get(_CAP) is not None:
         cap = number(values, _CAP, where, 1.0)
     return replace(config, global_heads=heads, logit_cap=cap, inputs=inputs)
-
-
-def _family_of(values: Mapping[str, Any], where: str) -> str:
-    name = values.get("model_type")
-    if isinstance(name, str) and name in FAMILIES:
-        return name
-    raise IsobitError(
-        f"{where}: unsupported architecture {name or architectures(values)!r:.80}{nearest(name)}: "
-        f"supported are {', '.join(FAMILIES)}"
-    )

@@ -39,8 +39,9 @@ class LayerHeads(NamedTuple):
         for global_head_dim, or by the per_layer_config that transformers writes. `others`: of those
         that slide. IsobitError for layers of one kind that differ."""
         joint = flag(values, "attention_k_eq_v", where)
-        if values.get("per_layer_config"):
-            found = _by_layer(values["per_layer_config"], where, others, slides)
+        if _BY_LAYER in values:  # null and {}: no layer differs
+            by_layer = values[_BY_LAYER]
+            found = _by_layer({} if by_layer is None else by_layer, where, others, slides)
         else:
             given = optional_whole(values, _GLOBAL_HEADS, where, (_GLOBAL_HEADS,), None)
             heads = given if given is not None and joint else others.kv_heads
@@ -62,6 +63,7 @@ class LayerHeads(NamedTuple):
 
 
 _GLOBAL_HEADS = "num_global_key_value_heads"
+_BY_LAYER = "per_layer_config"
 
 
 def _by_layer(given: Any, where: str, others: LayerHeads, slides: Sequence[bool]) -> LayerHeads:

@@ -52,6 +52,13 @@ class LinearAttention:
         return 2 * self.key_heads * self.key_dim + self.values
 
     @property
+    def heights(self) -> tuple[int, ...]:
+        """Rows of the matrices in the first projection: queries, keys, values, and what gates
+        them."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.values, self.values
+
+    @property
     def state(self) -> tuple[int, int, int]:
         """The shape of a sequence's state."""
         return self.value_heads, self.key_dim, self.value_dim
@@ -59,7 +66,7 @@ class LinearAttention:
     def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Name to shape of the masters in such a layer, between those of its norms."""
         return {
-            "qkv": (self.channels + self.values, hidden),
+            "qkv": (sum(self.heights), hidden),
             "gates": (2 * self.value_heads, hidden),
             "conv": (self.channels, self.width),
             "decay": (self.value_heads,),

@@ -31,14 +31,16 @@ class Mamba(LinearAttention):
         return self.values // self.key_heads
 
     @property
-    def projected(self) -> int:
-        """Rows of the first projection: a gate for each value, channels, and steps."""
-        return self.values + self.channels + self.value_heads
+    def heights(self) -> tuple[int, ...]:
+        """Rows of the matrices in the first projection: gates, values, what is read by and written
+        at, and steps."""
+        keys = self.key_heads * self.key_dim
+        return self.values, self.values, keys, keys, self.value_heads
 
     def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Name to shape of the masters in such a layer, between those of its norms."""
         return {
-            "qkv": (self.projected, hidden),
+            "qkv": (sum(self.heights), hidden),
             "conv": (self.channels, self.width),
             "conv_bias": (self.channels,),
             "decay": (self.value_heads,),

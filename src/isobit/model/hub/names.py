@@ -287,8 +287,9 @@ def parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int,
             key = "queries.qkv"
         elif key == "qkv" and config.heads_of(int(index)).joint:
             key = "joint.qkv"
-        named = modules[key]
-        heights = (shape[0],) if len(named) == 1 else _heights(base, shape[0], config, int(index))
+        named, heights = modules[key], _heights(base, shape[0], config, int(index))
+        first = len(heights) - len(named) + 1  # the first tensor may have several matrices' rows
+        heights = (sum(heights[:first]), *heights[first:])
         names = [f"model.layers.{index}.{module.format(*inside[1:])}{suffix}" for module in named]
         row = (
             (1, *shape[1:]) if base == name == "conv" else shape[1:]
@@ -296,17 +297,31 @@ def parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int,
         yield master, [(n, (height, *row)) for n, height in zip(names, heights)]
 
 
+def matrices(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the rows of each matrix in every master, also where a checkpoint has several in one
+    tensor: queries, keys and values are three, and gate and up are two."""
+    found: dict[str, tuple[int, ...]] = {}
+    for master, (rows, *_) in parameter_shapes(config).items():
+        inside, _, name = master.rpartition(".")
+        layer = int(master.split(".")[1]) if inside else 0
+        found[master] = _heights(name, rows, config, layer) if inside else (rows,)
+    return found
+
+
 def _heights(base: str, rows: int, config: ModelConfig, layer: int) -> tuple[int, ...]:
-    """Rows of each of the tensors that a master is made of."""
-    if base == "gate_up" or base == "gates":
+    """Rows of each of the matrices that a master, or its bias, is made of."""
+    if base == "gates" or (base == "gate_up" and config.gated):
         return rows // 2, rows // 2
     if base == "qkv_a":
         assert config.latent is not None
         first = config.latent.first_rows(config.num_heads)
         return first, rows - first
-    assert base == "qkv"
+    if base != "qkv":
+        return (rows,)
     if config.linear is not None and config.is_linear(layer):
-        return config.linear.channels, config.linear.values
+        return config.linear.heights
+    if layer >= config.num_stores:
+        return (rows,)
     heads = config.heads_of(layer)
     others = (heads.width,) if heads.joint else (heads.width, heads.width)
     return rows - sum(others), *others

@@ -1,17 +1,20 @@
 """Models that wrap a language model, to read images or to hear: the language model's part of their
-config.json."""
+config.json, and the names of its modules inside them."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from isobit.errors import IsobitError, listed
 from isobit.model.families import FAMILIES
+from isobit.model.families.family import Family
 from isobit.options.families import nearest
 
 _INNER = ("text_config", "llm_config", "language_config", "thinker_config")
 _OUTSIDE = ("tie_word_embeddings", "quantization_config") + tuple(
     f"{token}_token_id" for token in ("bos", "eos", "pad")
 )
+_ALONE = "model."
+_INSIDE = ("model.language_model.", "language_model.model.")
 _SENSES = {"vision_config": "images", "visual_config": "images", "audio_config": "sound"}
 
 
@@ -36,6 +39,43 @@ def text_of(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     raise IsobitError(
         f"{where}: unsupported architecture {name or architectures(values)!r:.80}: {kind} {one}; "
         f"only models of text are read: give a checkpoint of the language model alone, {right}"
+    )
+
+
+def is_wrapped(values: Mapping[str, Any], family: Family) -> bool:
+    """Return whether the class of a config.json's checkpoint has the language model of this
+    `family` inside, not alone."""
+    named = values.get("architectures")
+    alone = isinstance(named, list) and family.architecture in named
+    return values.get("model_type") in family.wrappers and not alone
+
+
+def inside(name: str) -> str:
+    """Return a module's name in the classes of transformers (4.52 and later) that wrap a language
+    model, from its name in the language model alone."""
+    return _INSIDE[0] + name.removeprefix(_ALONE)
+
+
+def prefix_of(name: str) -> str:
+    """Return how the name of a language model's layer begins: as in the model alone, or as inside
+    another, which transformers before 4.52 named otherwise; "" for another module."""
+    known = (*_INSIDE, _ALONE)
+    return next((prefix for prefix in known if name.startswith(f"{prefix}layers.")), "")
+
+
+def alone(name: str) -> str:
+    """Return a module's name in the language model alone: the inverse of `inside`."""
+    return _ALONE + name.removeprefix(prefix_of(name))
+
+
+def family_of(values: Mapping[str, Any], where: str) -> str:
+    """Return the family of a language model's config.json. Raises IsobitError for others."""
+    name = values.get("model_type")
+    if isinstance(name, str) and name in FAMILIES:
+        return name
+    raise IsobitError(
+        f"{where}: unsupported architecture {name or architectures(values)!r:.80}{nearest(name)}: "
+        f"supported are {', '.join(FAMILIES)}"
     )
 
 

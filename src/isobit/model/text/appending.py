@@ -33,7 +33,8 @@ _THOUGHTS = "qzthoughtsx"
 _END = "</think>"
 _NO_END = (
     "the model's chat template does not end an answer with one of the model's end-of-sequence "
-    "tokens ({}), so nothing can be appended to it"
+    "tokens ({}), so nothing can be appended to it; write {{{{ eos_token }}}} behind what an assistant "
+    "says in the template (model.chat_template)"
 )
 
 
@@ -79,6 +80,16 @@ class Appending:
         for role in roles:
             if (reason := self.refusal(role)) is not None:
                 raise IsobitError(reason)
+
+    def check_end(self) -> None:
+        """Raise IsobitError if the template does not end an answer with an end of sequence,
+        whatever message follows."""
+        try:
+            self._cut_of("user")
+        except TookTooMuch:
+            raise
+        except IsobitError:
+            self._cut_of("tool")
 
     def check_shown(self, *roles: str) -> None:
         """Raise IsobitError if the template refuses or leaves out a message of one of these roles

@@ -23,7 +23,7 @@ import json
 import re
 import secrets
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, Literal
 
@@ -46,6 +46,8 @@ _PICKS: tuple[Callable[[str], int], ...] = (
 _LONGEST = 1000
 """Characters of a special token. A longer one is no token of anybody's, and its starts would take
 long to look for."""
+_SLICE = 1 << 15
+"""Characters that are searched, or encoded, without letting other threads run."""
 
 
 class ContentEncoder:
@@ -81,12 +83,10 @@ class ContentEncoder:
         token, unless the text may begin with that and does."""
         spelled = [] if rule == "allow" else self._spelled(text, rule)
         if not spelled:
-            whole = self.fast.encode(text, add_special_tokens=add_special)
+            whole = encoding(self.fast, text, add_special)
             return whole.ids[_repeated(whole) if rule == "allow" else 0 :]
-        added = self._as_text.encode("", add_special_tokens=add_special).ids
-        return self._checked(
-            self._as_text.encode(text, add_special_tokens=add_special).ids, spelled, added
-        )
+        added = encoding(self._as_text, "", add_special).ids
+        return self._checked(encoding(self._as_text, text, add_special).ids, spelled, added)
 
     def chat(self, messages: Messages, rule: Rule, render: Render) -> list[int]:
         """Token ids of the rendered chat. What is special in it is what the template wrote."""
@@ -97,10 +97,8 @@ class ContentEncoder:
         marked, hiding = self._marked(messages, spelled, plain, render)
         if not spelled and _spans(self._pattern, marked) == _spans(self._pattern, plain):
             return self._whole(plain)
-        named = self._pattern.sub(lambda found: self._names[self._forms[found[0]]], marked)
-        ids = self._checked(
-            self._renaming.encode(hiding.shown(named), add_special_tokens=False).ids, spelled, []
-        )
+        named = _replaced(self._pattern, lambda word: self._names[self._forms[word]], marked)
+        ids = self._checked(encoding(self._renaming, hiding.shown(named)).ids, spelled, [])
         return [self._ids.get(token, token) for token in ids]
 
     def spelled(self, value: str | Messages) -> list[str]:
@@ -110,7 +108,7 @@ class ContentEncoder:
         ]
 
     def _whole(self, rendered: str) -> list[int]:
-        return self.fast.encode(rendered, add_special_tokens=False).ids
+        return encoding(self.fast, rendered).ids
 
     def _may_make_one(self, text: str) -> bool:
         """Whether a template could make a special token of it: it spells one in any case or
@@ -118,7 +116,7 @@ class ContentEncoder:
         return bool(self._found(text) or self._start_at_end(text) or self._is_alike(text))
 
     def _is_alike(self, text: str) -> bool:
-        return any(map(self._alike.search, (text, text[::-1])))
+        return any(True for way in (text, text[::-1]) for _ in _matches(self._alike, way))
 
     def _forms_of(self, token: AddedToken) -> set[str]:
         """How a token stands in a text, or in what the normalizer makes of it where it is looked
@@ -135,8 +133,9 @@ class ContentEncoder:
         """The special tokens that a text spells. A text that the normalizer changes may have some
         in another form."""
         normalizer = self.fast.normalizer
-        if normalizer is None or not self._normalized or normalizer.normalize_str(text) == text:
-            return [self._forms[form] for form in self._pattern.findall(text)]
+        same = normalizer is None or not self._normalized
+        if same or (len(text) <= _SLICE and normalizer.normalize_str(text) == text):
+            return [self._forms[match[0]] for match in _matches(self._pattern, text)]
         return [
             token for token in self._whole(text) if token in self._tokens and token != self._unknown
         ]
@@ -226,8 +225,8 @@ class ContentEncoder:
         """A text of which a template can make no special token any more, nor, where `end`, at its
         end."""
         while self._is_alike(text):
-            text = self._alike.sub(lambda found: hiding.hide(found[0]), text)
-            text = self._alike.sub(lambda found: hiding.hide(found[0]), text[::-1])[::-1]
+            text = _replaced(self._alike, hiding.hide, text)
+            text = _replaced(self._alike, hiding.hide, text[::-1])[::-1]
         while end and (length := self._start_at_end(text)):
             text = text[:-length] + hiding.hide(text[-length:])
         return text
@@ -304,8 +303,39 @@ def _repeated(whole: Encoding) -> int:
     return count if whole.ids[count : 2 * count] == whole.ids[:count] else 0
 
 
+def encoding(fast: FastTokenizer, text: str, add_special: bool = False) -> Encoding:
+    """Encode a text, a long one without keeping other threads from running, as `encode` would."""
+    if len(text) <= _SLICE:
+        return fast.encode(text, add_special_tokens=add_special)
+    (whole,) = fast.encode_batch_fast([text], add_special_tokens=add_special)
+    return whole
+
+
+def _matches(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+    """Find the places of a pattern of special tokens as `finditer` does, a slice at a time: a search
+    lets no other thread run."""
+    place = 0
+    while place < len(text):
+        end = place + _SLICE
+        for match in pattern.finditer(text, place, end + _LONGEST + 1):
+            if match.start() >= end:
+                break
+            yield match
+            place = match.end()
+        place = max(place, end)
+
+
+def _replaced(pattern: re.Pattern[str], replacement: Callable[[str], str], text: str) -> str:
+    """Replace the places of a pattern, as `sub` does."""
+    pieces, place = list[str](), 0
+    for match in _matches(pattern, text):
+        pieces += text[place : match.start()], replacement(match[0])
+        place = match.end()
+    return "".join((*pieces, text[place:]))
+
+
 def _spans(pattern: re.Pattern[str], text: str) -> list[tuple[int, int]]:
-    return [found.span() for found in pattern.finditer(text)]
+    return [match.span() for match in _matches(pattern, text)]
 
 
 def _texts(value: Any) -> list[str]:

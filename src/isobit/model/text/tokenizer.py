@@ -25,7 +25,7 @@ from isobit.model.hub.checkpoint import read_json, read_text, write_json
 from isobit.model.hub.token_ids import token_ids
 from isobit.model.text import chat
 from isobit.model.text.added_tokens import add_tokens, named_tokens, read_settings, token_text
-from isobit.model.text.escape_special import ContentEncoder, Rule
+from isobit.model.text.escape_special import ContentEncoder, Rule, encoding
 from isobit.model.text.turns import turn_tokens
 
 _MOST_TEMPLATE_BYTES = 1 << 24
@@ -150,7 +150,7 @@ class Tokenizer:
         Raises IsobitError for text that the vocabulary cannot write.
         """
         with _of_tokenizers(f"the tokenizer cannot encode {text[:80]!r}"):
-            return self.fast.encode(text, add_special_tokens=add_special).ids
+            return encoding(self.fast, text, add_special).ids
 
     def encode_text(self, text: str, add_special: bool = True) -> list[int]:
         """`encode` of text that somebody else wrote: special tokens that it spells are text, unless

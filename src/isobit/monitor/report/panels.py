@@ -2,6 +2,7 @@
 
 from isobit.monitor.report.charts import Panel
 from isobit.monitor.report.series import Series, points
+from isobit.run.metrics import SUPERVISED_LOSSES
 
 OUTCOME = (
     Panel(
@@ -15,10 +16,15 @@ OUTCOME = (
         fraction=True,
     ),
     Panel(
-        "Cross-entropy",
-        ("loss/cross_entropy", "loss/held_out"),
-        unit="nats per token",
-        note="of the answers of a step, and of the held-out ones",
+        "KL in the reward",
+        ("reward/reference_kl",),
+        unit="nats per completion",
+        note="to the reference, or to a teacher",
+    ),
+    Panel(
+        "Loss",
+        (*SUPERVISED_LOSSES, "loss/held_out"),
+        note="of the answers of a step, and of the held-out ones; cross-entropy in nats per token",
     ),
     Panel(
         "Preferences",

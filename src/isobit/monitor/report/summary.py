@@ -8,6 +8,7 @@ from isobit.monitor.report.document import escaped
 from isobit.monitor.report.series import MetricRows, Series, points
 from isobit.monitor.report.tables import html_table
 from isobit.run.directory import CONFIG
+from isobit.run.metrics import SUPERVISED_LOSSES
 from isobit.run.no_progress import NoProgress
 
 Line = Callable[[MetricRows], str]
@@ -32,11 +33,11 @@ def about(config: str) -> str:
     return " · ".join(f"{name} {value}" for name, value in facts if value != "null")
 
 
-def _span(metric: str) -> Line:
-    """From its first value to the mean of its last tenth."""
+def _span(*metrics: str) -> Line:
+    """From the first value to the mean of the last tenth, of the first metric that there is."""
 
     def line(rows: MetricRows) -> str:
-        values = points(rows, metric)[1]
+        values = next(filter(None, (points(rows, name)[1] for name in metrics)), [])
         tail = values[-max(1, len(values) // 10) :]
         return f"{values[0]:.3g} → {sum(tail) / len(tail):.3g}" if values else ""
 
@@ -70,8 +71,10 @@ _WIDE = 24
 _LINES: tuple[tuple[str, Line], ...] = (
     ("steps", _single("step", max)),
     ("reward, first step → last tenth", _span("reward/mean")),
-    ("cross-entropy, first step → last tenth", _span("loss/cross_entropy")),
+    ("KL in the reward, first step → last tenth", _span("reward/reference_kl")),
+    ("loss, first step → last tenth", _span(*SUPERVISED_LOSSES)),
     ("held-out loss, first → last", _span("loss/held_out")),
+    ("margin, first step → last tenth", _span("preference/margin")),
     ("held-out accuracy, first → last", _span("accuracy/held_out")),
     ("tokens that differ", _differing),
     ("largest difference, nats", _single("mismatch/max_abs_logprob_diff", max)),

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isobit.monitor.screen.history import History, Shown
+from isobit.monitor.screen.lines import LINES, WORK, lines_of, said
 
 BARS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 32
@@ -26,6 +27,10 @@ _PHASE_STYLES = {
     "calibrate": "cyan",
 }
 _SOFT = "bright_black"
+_LEAST_SPARK = len("exactly zero")
+_GAP = 2
+_Row = tuple[str, str | Text, str | Text, str]
+"""A label, its value, the metric of the sparkline or what stands in its place, and a note."""
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
@@ -62,7 +67,7 @@ def screen(history: History, width: int, height: int) -> RenderableType:
     """The whole view, at most `width` columns and `height` lines; what matters least is left out
     first."""
     header = _header(history, width)
-    rows = _metrics(history, min(SPARK_WIDTH, max(width - 26, 8)), notes=width >= _NOTES_FROM)
+    rows = _metrics(history, width)
     parts: list[RenderableType] = [header, _progress(history, width)]
     warning = history.no_progress.line
     if warning is not None:
@@ -104,18 +109,13 @@ def _ranks(history: History, width: int) -> list[Text]:
 
 def summary(history: History) -> str:
     """The few numbers worth a glance, in one line."""
-    parts = [f"step {history.step}/{history.total}"]
-    for name, text in (
-        ("reward/mean", "reward {:.3f}"),
-        ("loss/cross_entropy", "loss {:.4f}"),
-        ("preference/margin", "margin {:.4f}"),
-        ("accuracy/held_out", "accuracy {:.3f}"),
-        ("mismatch/differing_tokens", _differing(history)),
-        ("throughput/rollout_tokens_per_s", "{:,.0f} tokens/s"),
-    ):
-        value = history.last(name)
-        if value is not None:
-            parts.append(text.format(value))
+    differing = history.last("mismatch/differing_tokens")
+    parts = [
+        f"step {history.step}/{history.total}",
+        *said(history, LINES),
+        *([] if differing is None else [_differing(history).format(differing)]),
+        *said(history, WORK),
+    ]
     if history.seconds_left is not None:
         parts.append(f"{clock(history.seconds_left)} left")
     return "  ".join(parts)
@@ -161,52 +161,32 @@ def _progress(history: History, width: int) -> Text:
     return bar.append("━" * (room - filled), style=_SOFT).append(words).append(doing, style=_SOFT)
 
 
-def _metrics(history: History, spark: int, notes: bool) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style=_SOFT, no_wrap=True)
-    grid.add_column(justify="right", no_wrap=True)
+def _metrics(history: History, width: int) -> Table:
+    """A row of each line: its value is never cut; a sparkline gives room to the notes, and they are
+    cut last."""
+    rows: list[_Row] = [
+        (line.label, line.form.format(history.last(name)), name, line.note_of(history, name))
+        for line, name in lines_of(history)
+    ]
+    rows += [row for row in (_turns(history), _mismatch(history)) if row is not None]
+    label, value, note = (max((len(row[i]) for row in rows), default=0) for i in (0, 1, 3))
+    notes = width >= _NOTES_FROM
+    room = width - label - value - (3 if notes else 2) * _GAP
+    spark = min(max(room - note * notes, _LEAST_SPARK), SPARK_WIDTH)
+    grid = Table.grid(padding=(0, _GAP))
+    grid.add_column(style=_SOFT, no_wrap=True, min_width=label)
+    grid.add_column(justify="right", no_wrap=True, min_width=value)
     grid.add_column(no_wrap=True, width=spark)
     if notes:
-        grid.add_column(style=_SOFT, no_wrap=True, overflow="ellipsis")
-    left_out = any(history.values("learn/skipped_share"))
-    for label, name, form, note in (*_LINES, _LEFT_OUT) if left_out else _LINES:
-        if (value := history.last(name)) is not None:
-            line = Text(sparkline(history.values(name), spark), style="blue")
-            grid.add_row(*(label, form.format(value), line, _note(history, note))[: 3 + notes])
-    for row in (_turns(history, spark), _mismatch(history, spark)):
-        if row is not None:
-            grid.add_row(*row[: 3 + notes])
+        grid.add_column(style=_SOFT, no_wrap=True, overflow="ellipsis", max_width=room - spark)
+    for name, number, drawn, beside in rows:
+        if isinstance(drawn, str):
+            drawn = Text(sparkline(history.values(drawn), spark), style="blue")
+        grid.add_row(*(name, number, drawn, beside)[: 3 + notes])
     return grid
 
 
-_LINES = (
-    ("reward", "reward/mean", "{:.3f}", ("± {:.3f}", "reward/std")),
-    ("accuracy", "accuracy/held_out", "{:.3f}", None),
-    ("loss", "loss/cross_entropy", "{:.4f}", None),
-    ("margin", "preference/margin", "{:.4f}", ("{:.0%} preferred", "preference/accuracy")),
-    (
-        "tokens/s",
-        "throughput/rollout_tokens_per_s",
-        "{:,.0f}",
-        ("{:,.0f} learning", "throughput/learn_tokens_per_s"),
-    ),
-    ("length", "length/mean", "{:.1f}", ("{:.0%} truncated", "length/truncated_fraction")),
-    ("entropy", "entropy", "{:.3f}", ("gradient norm {:.3g}", "grad_norm")),
-)
-_LEFT_OUT = (
-    "left out",
-    "learn/skipped_share",
-    "{:.0%}",
-    ("{:.0%} of the samples teach", "advantage/nonzero_fraction"),
-)
-
-
-def _note(history: History, note: tuple[str, str] | None) -> str:
-    value = history.last(note[1]) if note is not None else None
-    return "" if note is None or value is None else note[0].format(value)
-
-
-def _turns(history: History, spark: int) -> tuple[str, str, Text, str] | None:
+def _turns(history: History) -> _Row | None:
     """Of episodes with environments."""
     if (turns := history.last("env/turns")) is None:
         return None
@@ -214,11 +194,10 @@ def _turns(history: History, spark: int) -> tuple[str, str, Text, str] | None:
     note = f"{calls:.1f} calls, {failed or 0.0:.0%} failed" if calls else ""
     if problems := history.last("env/problems"):
         note = ", ".join([*([note] if note else []), f"{problems:.0%} with problems"])
-    line = Text(sparkline(history.values("env/turns"), spark), style="blue")
-    return "turns", f"{turns:.1f}", line, note
+    return "turns", f"{turns:.1f}", "env/turns", note
 
 
-def _mismatch(history: History, spark: int) -> tuple[str, str | Text, Text, str] | None:
+def _mismatch(history: History) -> _Row | None:
     differing = history.last("mismatch/differing_tokens")
     total, compared, comparable = _compared(history)
     of = (
@@ -233,9 +212,8 @@ def _mismatch(history: History, spark: int) -> tuple[str, str | Text, Text, str]
     if total == 0:
         return "mismatch", Text("0", style="green"), Text("exactly zero", style="green"), of
     kl = history.last("mismatch/kl_k3")
-    line = Text(sparkline(history.values("mismatch/kl_k3"), spark), style="yellow")
     value = f"{kl:.1e}" if kl is not None else f"{differing:,.0f}"
-    return "mismatch k3", value, line, f"{total:,.0f} of {compared:,.0f} tokens differ"
+    return "mismatch k3", value, "mismatch/kl_k3", f"{total:,.0f} of {compared:,.0f} tokens differ"
 
 
 def _phases(history: History, width: int) -> Text | None:

@@ -1,7 +1,8 @@
 """MLflow: a server's address, a database, or plain files in the run directory.
 
 Plain files need nothing but the client; MLflow asks to be told that they are wanted
-(MLFLOW_ALLOW_FILE_STORE). A row is written metric by metric there, so a run that goes on asks for
+(MLFLOW_ALLOW_FILE_STORE). There `tools/call_frequency/add` is called `tools/call_frequency.add`, for
+`tools/call_frequency` is a file. A row is written metric by metric there, so a run that goes on asks for
 the last step of each.
 """
 
@@ -9,14 +10,19 @@ import importlib.util
 import os
 import re
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from isobit.errors import IsobitError
 from isobit.monitor.trackers.base import COMPLETION_COLUMNS, Opened, TrackedRun
+from isobit.run.metrics import METRICS
 
 _MOST_PARAMETERS = 100  # MLflow's limit of one call
 _LONGEST_VALUE = 6000
+_LONGEST_NAME = 120  # bytes; MLflow takes 250 characters, and a file's name has at most 255 bytes
+_STEMS = sorted((name[:-2] for name in METRICS if name.endswith("/*")), key=len, reverse=True)
+"""Of families of metrics, those inside others first."""
 _STATUS = {0: "FINISHED", 130: "KILLED", 143: "KILLED", 137: "KILLED"}
 
 
@@ -76,7 +82,7 @@ class MLflow:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        named = {re.sub(r"[^\w./: -]", "_", name): value for name, value in metrics.items()}
+        named = {metric_name(name): value for name, value in metrics.items()}
         rows = [
             Metric(name, value, now, step)
             for name, value in named.items()
@@ -94,6 +100,21 @@ class MLflow:
     def close(self, exit_code: int) -> None:
         """Say how the run ended."""
         self._client.set_terminated(self._run_id, _STATUS.get(exit_code, "FAILED"))
+
+
+def metric_name(name: str) -> str:
+    """What MLflow calls a metric: each is a file there, so that none may be the folder of another,
+    and what others have named (a tool, a tag) is one part of a path."""
+    for stem in _STEMS:
+        if name.startswith(f"{stem}/"):
+            member = re.sub(r"[^\w.: -]", "_", name[len(stem) + 1 :].replace("/", "."))
+            if len(member.encode()) > _LONGEST_NAME:
+                mark = f"-{zlib.crc32(member.encode()):08x}"
+                member = member.encode()[:_LONGEST_NAME].decode(errors="ignore") + mark
+            if not member.strip("."):
+                member = f"_{member}"
+            return f"{stem}{'.' if stem in METRICS else '/'}{member}"
+    return name
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

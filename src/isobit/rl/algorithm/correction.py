@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from isobit.kernels.reference.sums import mean, total
 from isobit.rl.algorithm.correction_rule import CorrectionRule, Rejection
 
 LEAST_STEP = 0.5
@@ -67,9 +68,9 @@ def correction_metrics(correction: Correction) -> dict[str, float]:
     ratio = correction.untruncated.double()
     kept = correction.kept
     return {
-        "correction/mean_weight": float(weights.mean()),
-        "correction/clipped_fraction": float(correction.clipped.double().mean()),
-        "correction/rejected_fraction": float((~kept).double().mean()),
+        "correction/mean_weight": mean(weights),
+        "correction/clipped_fraction": mean(correction.clipped),
+        "correction/rejected_fraction": mean(~kept),
         "correction/largest_ratio": float(ratio.max()),
         "correction/effective_sample_size": _effective_sample_size(weights),
         "correction/effective_sample_size_untruncated": _effective_sample_size(ratio),
@@ -97,7 +98,7 @@ def step_metrics(
         for s in (before, after)
     )
     kept = [bool(part.any()) for part in correction.kept.split(list(lengths)) if part.numel()]
-    left = float((correction.weights.double() * new).sum() / old.sum())
+    left = total(correction.weights.double() * new) / (total(old) or math.nan)
     return {"correction/kept_fraction": sum(kept) / len(kept), "correction/effective_step": left}
 
 
@@ -115,15 +116,15 @@ def small_step(rule: CorrectionRule, metrics: Mapping[str, float]) -> str | None
     )
 
 
-def _mean_weight(weights: Tensor, kind: str, counts: Tensor) -> Tensor:
+def _mean_weight(weights: Tensor, kind: str, counts: Tensor) -> float:
     """Over tokens, or over sequences; 1 where there is nothing to divide by (verl's bound)."""
     if kind == "sequence":
         filled = counts[counts > 0]
         weights = weights[
             filled.cumsum(0) - 1
         ]  # one of each sequence, whose tokens have it in common
-    mean = weights.mean()
-    return torch.where(mean > 1e-8, mean, 1.0)
+    found = mean(weights)
+    return found if found > 1e-8 else 1.0
 
 
 def _kept(
@@ -195,5 +196,5 @@ def _exp(log_ratio: Tensor) -> Tensor:
 
 
 def _effective_sample_size(weights: Tensor) -> float:
-    square = float((weights * weights).mean())
-    return float(weights.mean() ** 2) / square if square > 0 else 0.0
+    square = mean(weights * weights)
+    return mean(weights) ** 2 / square if square > 0 else 0.0

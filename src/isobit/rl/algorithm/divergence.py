@@ -8,17 +8,26 @@ With p the policy, q the teacher and β `divergence_beta`, of each token
 
 (generalized Jensen-Shannon: Agarwal et al. 2023, arXiv 2306.13649, eq. 1, as TRL's GKDTrainer and
 DistillationTrainer have it). With a `top_k` both are of the policy's k likeliest tokens and of one
-more, all others together, as TRL's SDPO takes them with `distillation_add_tail`. Left out: logits,
-of which a few rows are held at a time (`model/forward/head_divergence.py`).
+more, all others together, as TRL's SDPO takes them with `distillation_add_tail`: in float32 too,
+where 1 minus the sum of the top k, as TRL has it, is noise once the rest is below 1e-6.
+
+A policy that is sure of a token has the others' probabilities for its gradient, and these may be
+1e-30. So nothing here is a difference of numbers near 1: the others are added up themselves
+(`_Distance`; tests/rl/test_divergence_edges.py). Left out: logits, of which a few rows are held at
+a time (`model/forward/head_divergence.py`).
 """
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import logsigmoid
 
-_MOST_OF_TOP = -1e-7  # TRL's, of the log of what the top k have together
+from isobit.kernels.sampling.definition import row_sum
 
 
 @dataclass(frozen=True)
@@ -31,25 +40,78 @@ class Divergence:
     def of(self, policy: Tensor, teacher: Tensor, temperature: float) -> Tensor:
         """[T] of logits [T, V] of both, by whose dtype it is computed; its gradient is by the
         policy's logits. The policy's likeliest tokens are a constant of it."""
-        mine, theirs = (torch.log_softmax(x / temperature, -1) for x in (policy, teacher))
+        mine, theirs = policy / temperature, teacher / temperature
         if 0 < self.top_k < mine.shape[-1]:
             chosen = mine.detach().topk(self.top_k, dim=-1).indices
-            mine, theirs = (_with_rest(x.gather(-1, chosen)) for x in (mine, theirs))
-        if self.beta == 0:
-            return _kl(theirs, mine)
-        if self.beta == 1:
-            return _kl(mine, theirs)
-        parts = mine + math.log1p(-self.beta), theirs + math.log(self.beta)
-        mixed = torch.logaddexp(*parts)
-        return self.beta * _kl(theirs, mixed) + (1 - self.beta) * _kl(mine, mixed)
+            mine, theirs = (_with_rest(x, chosen) for x in (mine, theirs))
+        found: Tensor = _Distance.apply(mine, theirs, self.beta)
+        return found
 
 
-def _kl(first: Tensor, second: Tensor) -> Tensor:
-    """KL(first ‖ second) of log-probabilities [T, N]."""
-    return (first.exp() * (first - second)).sum(-1)
+class _Distance(Function):
+    """The divergence [T] of the distributions of logits [T, N]. The gradient by the policy's is p·(c
+    - Σ p·c), with c the derivative by each probability: log p/q, or (1 - β)·log p/m; under the
+    forward KL it is p - q. It adds up to 0, so that of the likeliest token is what the others leave."""
+
+    @staticmethod
+    def forward(ctx: Any, policy: Tensor, teacher: Tensor, beta: float) -> Tensor:
+        ctx.save_for_backward(policy, teacher)
+        ctx.beta = beta
+        mine, theirs = _logprobs(policy), _logprobs(teacher)
+        if beta == 0:
+            return row_sum(theirs.exp() * (theirs - mine))
+        if beta == 1:
+            return row_sum(mine.exp() * (mine - theirs))
+        difference = theirs - mine
+        of_mine, of_theirs = (
+            row_sum(first.exp() * _log_mixed(change, math.log(of) - math.log1p(-of))).neg()
+            for first, change, of in ((mine, difference, beta), (theirs, -difference, 1 - beta))
+        )
+        return beta * of_theirs + (1 - beta) * of_mine
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        (policy, teacher), beta = ctx.saved_tensors, ctx.beta
+        mine, likeliest = _logprobs(policy), policy.argmax(-1, keepdim=True)
+        found, difference = mine.exp(), _logprobs(teacher).sub_(mine)
+        if beta == 0:
+            found = found - difference.add_(mine).exp_()
+        else:  # c - c of the likeliest: what they have in common leaves the gradient as it is
+            at_likeliest = difference.gather(-1, likeliest)
+            relative = difference.sub_(at_likeliest)
+            if beta < 1:
+                odds = at_likeliest + (math.log(beta) - math.log1p(-beta))
+                relative = _log_mixed(relative, odds).mul_(1 - beta)
+            relative = relative.neg_()
+            found.mul_(relative - row_sum(found * relative).unsqueeze(-1))
+        found.scatter_(-1, likeliest, 0.0)
+        found.scatter_(-1, likeliest, -row_sum(found).unsqueeze(-1))
+        return found.mul_(slope.unsqueeze(-1)), None, None
 
 
-def _with_rest(top: Tensor) -> Tensor:
-    """Log-probabilities [T, k] and that of all other tokens, [T, k + 1]."""
-    together = torch.logsumexp(top, -1, keepdim=True).clamp(max=_MOST_OF_TOP)
-    return torch.cat([top, torch.log(-torch.expm1(together))], -1)
+def _logprobs(logits: Tensor) -> Tensor:
+    """Log-probabilities [T, N]. That of the likeliest is -log(1 + what the others have over it)."""
+    likeliest = logits.argmax(-1, keepdim=True)
+    shifted = logits - logits.gather(-1, likeliest)
+    others = row_sum(shifted.exp().scatter_(-1, likeliest, 0.0)).unsqueeze(-1)
+    return shifted.sub_(torch.log1p(others))
+
+
+def _log_mixed(difference: Tensor, odds: Tensor | float) -> Tensor:
+    """log(1 - g + g·e^d), g the sigmoid of `odds`: also where it is nearly 0."""
+    odds = torch.as_tensor(odds, dtype=difference.dtype, device=difference.device)
+    own, others = logsigmoid(odds), logsigmoid(-odds)
+    small, second = torch.expm1(difference).mul_(own.exp()), difference + own
+    # `logaddexp`, whose bits at the ends of a thread's share are others
+    large = torch.maximum(others, second) + torch.log1p(torch.exp(-(others - second).abs()))
+    return torch.where(small.abs() < 0.5, small.log1p(), large)
+
+
+def _with_rest(logits: Tensor, chosen: Tensor) -> Tensor:
+    """The logits [T, k] of chosen tokens, and the log of what all others have together, [T, k +
+    1]."""
+    others = logits.scatter(-1, chosen, -torch.inf)
+    most = others.detach().amax(-1, keepdim=True)
+    rest = most + row_sum(torch.exp(others - most)).log().unsqueeze(-1)
+    return torch.cat([logits.gather(-1, chosen), rest], -1)

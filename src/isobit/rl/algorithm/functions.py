@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
+from isobit.kernels.reference.sums import block_sum
 from isobit.rl.algorithm.advantages import (
     Advantage,
     AdvantageFunction,
@@ -41,6 +42,7 @@ from isobit.rl.algorithm.token_advantages import (
     reinforce_pp,
     reinforce_pp_baseline,
 )
+from isobit.run.metrics import METRICS
 from isobit.workers.loading import find_function, last_line
 
 ADVANTAGES: dict[str, AdvantageFunction] = {
@@ -206,7 +208,7 @@ def _gradient(loss: LossFunction, inputs: LossInputs, what: str) -> Tensor:
 
 def weighted_sum(outputs: LossOutputs, inputs: LossInputs) -> Tensor:
     """What a micro-batch adds to the loss of the step."""
-    return (outputs.loss * inputs.importance_weights * inputs.token_weights).sum()
+    return block_sum(outputs.loss * inputs.importance_weights * inputs.token_weights)
 
 
 def _found(reference: str, key: str, form: str) -> tuple[Callable[[object], Any], str]:
@@ -248,10 +250,11 @@ def _check_outputs(outputs: object, inputs: LossInputs, what: str) -> None:
                 f"{list(shape)}"
             )
     for name in outputs.metrics:
-        if not str(name).isidentifier() or name in ("policy", "kl"):
+        if not str(name).isidentifier() or f"loss/{name}" in METRICS:
+            taken = [own.removeprefix("loss/") for own in METRICS if own.startswith("loss/")]
             raise IsobitError(
-                f"{what}: metric {name!r}: expected letters, digits and _, and neither policy "
-                "nor kl"
+                f"{what}: metric {name!r}: expected letters, digits and _, and none of "
+                f"{', '.join(own for own in taken if own != '*')}, which isobit itself logs"
             )
 
 

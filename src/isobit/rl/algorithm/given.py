@@ -20,6 +20,8 @@ from isobit.rl.algorithm.loss import LossFunction, LossInputs, LossOutputs
 from isobit.rl.algorithm.objective import ResolvedObjective
 from isobit.rl.algorithm.samples import Sample
 
+_NEAR_1 = 4.0  # where 1 - sigmoid is below 0.02
+_AT_ONCE = 1 << 14  # too few for a second thread
 GIVEN = "given"
 """The advantage of a given answer, by name."""
 
@@ -71,7 +73,7 @@ def _preference(kind: str, inputs: LossInputs) -> LossOutputs:
     pairs, counts = ratios.view(-1, 2), lengths.view(-1, 2)
 
     def shared_out(values: Tensor) -> Tensor:
-        return values[sequence // 2] / lengths[sequence]
+        return values.index_select(0, sequence // 2) / lengths[sequence]
 
     rewards = beta * pairs.detach()
     margins = rewards[:, 0] - rewards[:, 1]
@@ -97,7 +99,15 @@ def of_labels(
     """
     desirable, undesirable = (log_ratios.new_tensor(weight) for weight in weights)
     each = torch.where(labels > 0, desirable, undesirable)
-    return each * (1 - torch.sigmoid(labels * beta * (log_ratios - baseline)))
+    z = labels * beta * (log_ratios - baseline)
+    # some at a time: the bits of `sigmoid` at the ends of a thread's share are others
+    return each * torch.cat([_falling(some) for some in z.split(_AT_ONCE)])
+
+
+def _falling(z: Tensor) -> Tensor:
+    """1 - sigmoid(z). The gradient of `sigmoid` is s·(1 - s): nothing in float32 where s is near
+    1."""
+    return torch.where(z > _NEAR_1, torch.sigmoid(-z), 1 - torch.sigmoid(z))
 
 
 def kto(inputs: LossInputs) -> LossOutputs:
@@ -108,7 +118,7 @@ def kto(inputs: LossInputs) -> LossOutputs:
     lengths, labels = torch.bincount(sequence), inputs.advantages.sign()
     zeros = torch.zeros(len(lengths), dtype=inputs.policy_logprobs.dtype)
     log_ratios = inputs.policy_logprobs - inputs.reference_logprobs
-    ratios = zeros.index_add(0, sequence, log_ratios)[sequence]
+    ratios = zeros.index_add(0, sequence, log_ratios).index_select(0, sequence)
     baseline, beta = settings.kl_baseline, settings.beta
     rewards, desirable = beta * ratios.detach(), (labels > 0).to(ratios.dtype)
     found = {

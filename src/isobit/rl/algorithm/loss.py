@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from isobit.rl.algorithm.objective import ResolvedObjective
 
@@ -109,7 +110,8 @@ def sapo(inputs: LossInputs) -> LossOutputs:
     2025, arXiv 2511.20347)."""
     positive, negative = map(inputs.advantages.new_tensor, inputs.settings.sapo_temperatures)
     temperature = torch.where(inputs.advantages > 0, positive, negative)
-    gate = torch.sigmoid(temperature * (ratios(inputs) - 1.0)) * (4.0 / temperature)
+    # as exp(logsigmoid): the gradient of `sigmoid`, s·(1 - s), is nothing where s is near 1
+    gate = torch.exp(logsigmoid(temperature * (ratios(inputs) - 1.0))) * (4.0 / temperature)
     return LossOutputs(-gate * inputs.advantages)
 
 
@@ -245,7 +247,9 @@ def _sum_over_sequence(values: Tensor, inputs: LossInputs) -> Tensor:
     """The sum of a token's sequence, [T]."""
     sequence = inputs.sequence
     count = int(sequence.max()) + 1 if sequence.numel() else 0
-    return torch.zeros(count, dtype=values.dtype).index_add(0, sequence, values)[sequence]
+    sums = torch.zeros(count, dtype=values.dtype).index_add(0, sequence, values)
+    # the gradient of an index adds in the order in which threads come; that of `index_select` not
+    return sums.index_select(0, sequence)
 
 
 def _over_sequence(values: Tensor, inputs: LossInputs) -> Tensor:
@@ -279,6 +283,8 @@ def kl_penalty(policy_logprobs: Tensor, reference_logprobs: Tensor, estimator: s
     gradient of KL(reference ‖ policy), and that of k1 is 0 in the mean: k1 is for the reward.
     low_var_kl is k3 as verl and NeMo RL bound it: d within ±20, the value at most 10, and beyond
     either no gradient. k3-unbiased is k3, which `kl_in_loss` multiplies by the ratio.
+
+    Values of k3 are rounded once, since e^d - d - 1 cancels near d = 0; its gradient does not.
     """
     difference = reference_logprobs - policy_logprobs
     if estimator == "k1":
@@ -287,10 +293,16 @@ def kl_penalty(policy_logprobs: Tensor, reference_logprobs: Tensor, estimator: s
         return 0.5 * difference * difference
     if estimator == "low_var_kl":
         difference = difference.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
-        return (torch.exp(difference) - difference - 1.0).clamp(max=_LOW_VARIANCE_LIMIT)
+        return _k3(difference).clamp(max=_LOW_VARIANCE_LIMIT)
     assert estimator in ("k3", "k3-unbiased")
-    difference = difference.clamp(max=_LOG_RATIO_LIMIT)
-    return torch.exp(difference) - difference - 1.0
+    return _k3(difference.clamp(max=_LOG_RATIO_LIMIT))
+
+
+def _k3(difference: Tensor) -> Tensor:
+    """e^d - d - 1, its value from float64 and its gradient e^d - 1 in the dtype of d."""
+    wide, found = difference.detach().double(), torch.exp(difference) - difference - 1.0
+    exact = (torch.expm1(wide) - wide).to(difference.dtype)
+    return exact + (found - found.detach())
 
 
 def kl_in_loss(inputs: LossInputs) -> Tensor:
@@ -301,14 +313,25 @@ def kl_in_loss(inputs: LossInputs) -> Tensor:
     one its gradient is k2's, that of KL(policy ‖ reference), and where they differ its mean over
     tokens of the old policy still is. As in TRL the ratio is the loss's: one of the whole sequence
     under `ratio: sequence`, the mean's gradient with it.
+
+    With x = log reference - log policy the gradient of a token of its own ratio r is r·(k3 + 1 -
+    e^x) = -r·x, a small difference of large numbers: it is taken in closed form, in float64, so
+    that it is also right where k3 and the ratio are bounded.
     """
     assert inputs.reference_logprobs is not None
     estimator = inputs.settings.estimator
-    penalty = kl_penalty(inputs.policy_logprobs, inputs.reference_logprobs, estimator)
     if estimator != "k3-unbiased":
-        return penalty
-    log_ratio = _log_ratio(inputs, own_gradient=False)
-    return penalty * torch.exp(log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT))
+        return kl_penalty(inputs.policy_logprobs, inputs.reference_logprobs, estimator)
+    policy = inputs.policy_logprobs.double()
+    wide = replace(inputs, policy_logprobs=policy, old_logprobs=inputs.old_logprobs.double())
+    log_ratio = _log_ratio(wide, own_gradient=False)
+    ratio = torch.exp(log_ratio.detach().clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT))
+    difference = inputs.reference_logprobs.double() - policy.detach()
+    k3 = kl_penalty(policy.detach(), inputs.reference_logprobs.double(), estimator)
+    # 0 both, with the gradients of the token's own log-probability and of its ratio's log
+    own, moved = policy - policy.detach(), log_ratio - log_ratio.detach()
+    penalty = ratio * (k3 + k3 * moved - (k3 + difference) * own)
+    return penalty.to(inputs.policy_logprobs.dtype)
 
 
 def token_weights(lengths: Sequence[int], aggregation: str, max_new_tokens: int) -> list[float]:

@@ -5,10 +5,13 @@ lr = log π_learner - log π_rollout of the sampled token; means are over all tr
 sequences. Formulas: NeMo RL's and verl's, see docs/metrics.md.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from isobit.kernels.reference.sums import mean
 
 _LOG_RATIO_LIMIT = 20.0  # verl's safety bound
 
@@ -21,13 +24,13 @@ def mismatch_metrics(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[
     learner, rollout = policy_logprobs.double(), rollout_logprobs.double()
     ratio = (learner - rollout).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
     return {
-        "mismatch/token_mult_prob_error": float(torch.exp(ratio.abs()).mean()),
-        "mismatch/kl_k3": float(_k3(ratio).mean()),
-        "mismatch/kl_k3_reverse": float(_k3(-ratio).mean()),
-        "mismatch/kl_k1": float((0.0 - ratio).mean()),  # of equal ones 0, not -0
-        "mismatch/importance_ratio": float(torch.exp(ratio).mean()),
-        "mismatch/chi2": float(torch.exp(2 * ratio).mean() - 1),
-        "mismatch/js_divergence": float(_jensen_shannon(learner, rollout).mean()),
+        "mismatch/token_mult_prob_error": mean(torch.exp(ratio.abs())),
+        "mismatch/kl_k3": mean(_k3(ratio)),
+        "mismatch/kl_k3_reverse": mean(_k3(-ratio)),
+        "mismatch/kl_k1": mean(0.0 - ratio),  # of equal ones 0, not -0
+        "mismatch/importance_ratio": mean(torch.exp(ratio)),
+        "mismatch/chi2": mean(torch.exp(2 * ratio)) - 1,
+        "mismatch/js_divergence": mean(_jensen_shannon(learner, rollout)),
         "mismatch/max_abs_logprob_diff": float((learner - rollout).abs().max()),
         "mismatch/differing_tokens": float(differing(policy_logprobs, rollout_logprobs)),
         "mismatch/compared_tokens": float(policy_logprobs.numel()),
@@ -50,11 +53,11 @@ def sequence_metrics(
     difference = rollout_mean - learner_mean
     total = (sums[:, 0] - sums[:, 1]).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
     return {
-        "mismatch/learner_ppl": float(torch.exp(-learner_mean).mean()),
-        "mismatch/rollout_ppl": float(torch.exp(-rollout_mean).mean()),
-        "mismatch/log_ppl_diff": float(difference.mean()),
-        "mismatch/ppl_ratio": float(torch.exp(difference).mean()),
-        "mismatch/chi2_sequence": float(torch.exp(2 * total).mean() - 1),
+        "mismatch/learner_ppl": mean(torch.exp(-learner_mean)),
+        "mismatch/rollout_ppl": mean(torch.exp(-rollout_mean)),
+        "mismatch/log_ppl_diff": mean(difference),
+        "mismatch/ppl_ratio": mean(torch.exp(difference)),
+        "mismatch/chi2_sequence": mean(torch.exp(2 * total)) - 1,
     }
 
 
@@ -94,6 +97,8 @@ def differing_places(left: Tensor, right: Tensor) -> Tensor:
 
 def _jensen_shannon(left: Tensor, right: Tensor) -> Tensor:
     """NeMo RL's estimator, with m the log of the mean probability."""
-    middle = torch.logaddexp(left, right) - torch.log(torch.tensor(2.0, dtype=torch.float64))
+    # no `logaddexp`, whose bits at the ends of a thread's share are others
+    both = torch.maximum(left, right) + torch.log1p(torch.exp(-(left - right).abs()))
+    middle = both - math.log(2.0)
     halves = [torch.exp(side - middle) - (side - middle) - 1 for side in (left, right)]
     return 0.5 * (halves[0] + halves[1])

@@ -15,6 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from isobit.kernels.reference.sums import mean, total
 from isobit.rl.algorithm.advantages import AdvantageInputs, Advantages
 
 _EPS = 1e-8
@@ -148,8 +149,9 @@ def _whitened(rows: _Rows) -> Advantages:
         normalized = [0.0] * len(values)
     else:
         wide = torch.tensor(values, dtype=torch.float64)
-        centred = wide - wide.mean()
-        normalized = (centred / torch.sqrt(wide.var() + _EPS)).tolist()
+        centred = wide - mean(wide)
+        variance = total(centred * centred) / (len(values) - 1)
+        normalized = (centred / math.sqrt(variance + _EPS)).tolist()
     flat = iter(normalized)
     return [
         [None if tokens is None else tuple(next(flat) for _ in tokens) for tokens in row]

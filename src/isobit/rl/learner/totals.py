@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from isobit.kernels.reference.sums import total
 from isobit.rl.algorithm.loss import LossOutputs
 
 
@@ -39,24 +40,19 @@ class Totals:
         self.loss += float(loss.detach())
         self.see(entropy)
         if kl is not None:
-            self.kl += float(kl.detach().double().sum())
+            self.kl += total(kl)
         if outputs.clipped is not None:
             self.clipped += int(outputs.clipped.sum())
-        self._add_named(
-            {
-                name: float(values.detach().double().sum())
-                for name, values in outputs.metrics.items()
-            }
-        )
+        self._add_named({name: total(values) for name, values in outputs.metrics.items()})
 
     def see(self, entropy: Tensor) -> None:
         """Take the forward of a micro-batch into account, [T] of its tokens."""
-        self.entropy += float(entropy.detach().double().sum())
+        self.entropy += total(entropy)
         self.computed += len(entropy)
 
     def observe(self, cross_entropy: Tensor) -> None:
         """Take what environments said in a micro-batch into account, [K] of its tokens."""
-        self.observation += float(cross_entropy.detach().double().sum())
+        self.observation += total(cross_entropy)
         self.observed += len(cross_entropy)
 
     def merge(self, other: "Totals") -> None:

@@ -12,7 +12,8 @@ NS(U) takes U's singular values to about 1 by `ns_steps` iterations of Newton an
 published quintic coefficients, in BF16 with float32 sums, as published (`orthogonalized`).
 
 It updates the matrices of linear layers (`LINEAR_LAYERS`): those of attention and MLPs, and each
-expert's, one by one as a Hugging Face checkpoint has them, so queries, keys and values are three.
+expert's, one by one, also where a checkpoint has several in one tensor (`names.matrices`), so
+queries, keys and values are three.
 AdamW updates embedding, head, norms, biases, sinks, and of what is inside a layer the routers, the
 gates and convolutions of linear attention: small, and a router's row is a class, as a row of the
 head is. (Moonlight trains its routers with Muon too.)

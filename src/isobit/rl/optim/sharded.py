@@ -19,7 +19,7 @@ from isobit.distributed.shards import BLOCK_ROWS
 from isobit.errors import IsobitError
 from isobit.kernels import Ops, get_ops
 from isobit.model import Model
-from isobit.model.hub.names import parts
+from isobit.model.hub.names import matrices
 from isobit.model.weights.checksums import Checksums
 from isobit.rl.optim.adamw import AdamW
 from isobit.rl.optim.base import Optimizer, state_bytes
@@ -85,14 +85,16 @@ class ShardedOptimizer:
 
     @staticmethod
     def of(model: Model, settings: OptimizerSettings) -> "ShardedOptimizer":
-        """Of all masters that a model trains. Its matrices are those of the Hugging Face
-        checkpoint: queries, keys and values apart, and each expert's."""
+        """Of all masters that a model trains. Queries, keys and values are matrices of their own,
+        and so are each expert's, also where the Hugging Face checkpoint has them in one tensor."""
         masters = model.transformer.masters
-        matrices = {
-            name: [shape[0] for _, shape in tensors] for name, tensors in parts(model.config)
-        }
         return ShardedOptimizer(
-            model.named_parameters(), settings, masters.shards, model.ops, masters.holders, matrices
+            model.named_parameters(),
+            settings,
+            masters.shards,
+            model.ops,
+            masters.holders,
+            matrices(model.config),
         )
 
     def set(self, settings: OptimizerSettings) -> None:

@@ -2,6 +2,6 @@
 them in, log-probabilities out, gradients that add up until a step is asked for."""
 
 from isobit.rl.stepwise.data import Datum
-from isobit.rl.stepwise.learner import Adam, Outputs, StepwiseLearner
+from isobit.rl.stepwise.learner import Adam, Outputs, Parts, StepwiseLearner
 
-__all__ = ["Adam", "Datum", "Outputs", "StepwiseLearner"]
+__all__ = ["Adam", "Datum", "Outputs", "Parts", "StepwiseLearner"]

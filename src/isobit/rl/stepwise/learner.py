@@ -8,15 +8,17 @@ bits of sampling wherever the model's flow promises them. A call that raises has
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError, NonFiniteError, brief
+from isobit.kernels.reference.sums import total
 from isobit.model import Model
 from isobit.model.adapters.low_rank import Adapter
 from isobit.model.forward.accumulate_grad import adding_in_place
@@ -30,6 +32,9 @@ from isobit.rl.stepwise.saving import read_masters, read_moments, write
 
 _LARGEST_NORM = 1e18  # of a gradient: its square is still finite in AdamW's second moment
 _SMALLEST_EPS, _LARGEST = 1e-30, 1e6
+_T = TypeVar("_T")
+Parts = Generator[None, None, _T]
+"""Work in parts, between which its caller may do something else; what it returns is the result."""
 
 
 @dataclass(frozen=True)
@@ -87,16 +92,28 @@ class StepwiseLearner:
     def forward(self, data: Sequence[Datum], loss: str, options: Mapping[str, float]) -> Outputs:
         """Log-probabilities and the loss. Raises IsobitError, in one line, for whatever is wrong
         with the arguments."""
-        with torch.no_grad():
-            return self._run(data, loss, options)
+        return _whole(self.forward_in_parts(data, loss, options))
+
+    def forward_in_parts(
+        self, data: Sequence[Datum], loss: str, options: Mapping[str, float]
+    ) -> Parts[Outputs]:
+        """`forward`, a micro-batch at a time."""
+        return self._run(data, loss, options, gradient=False)
 
     def forward_backward(
         self, data: Sequence[Datum], loss: str, options: Mapping[str, float]
     ) -> Outputs:
         """The same, and the gradient of the loss is added to those since the last step. Raises
         IsobitError as `forward`, and for a gradient that is not finite, or too large for AdamW."""
+        return _whole(self.forward_backward_in_parts(data, loss, options))
+
+    def forward_backward_in_parts(
+        self, data: Sequence[Datum], loss: str, options: Mapping[str, float]
+    ) -> Parts[Outputs]:
+        """`forward_backward`, a micro-batch at a time. Between two of them this learner does nothing
+        else; its weights, and others, may be sampled from and trained."""
         with self._gradients_kept():
-            found = self._run(data, loss, options)
+            found = yield from self._run(data, loss, options, gradient=True)
             if not (norm := self._optimizer.gradient_norm()) <= _LARGEST_NORM:
                 raise NonFiniteError(
                     f"forward_backward: the gradient's norm is {norm:.3g}, and may be "
@@ -155,7 +172,9 @@ class StepwiseLearner:
                 parameter.copy_(masters[name])
         self.model.sync()
 
-    def _run(self, data: Sequence[Datum], name: str, given: Mapping[str, float]) -> Outputs:
+    def _run(
+        self, data: Sequence[Datum], name: str, given: Mapping[str, float], gradient: bool
+    ) -> Parts[Outputs]:
         loss, config = loss_of(name), self.model.config
         options = options_of(name, loss, given)
         if not data:
@@ -163,12 +182,15 @@ class StepwiseLearner:
         for place, datum in enumerate(data):
             check(datum, place, loss, config.vocab_size, config.max_positions)
         rows, total = list[Tensor](), 0.0
-        with adding_in_place(self.model.transformer.masters.leaves.values()):
-            for part in micro_batches(data, self._micro_batch_tokens):
+        for part in micro_batches(data, self._micro_batch_tokens):
+            if part.start:
+                yield
+            masters = self.model.transformer.masters.leaves.values()
+            with torch.set_grad_enabled(gradient), adding_in_place(masters):
                 found, value = self._micro_batch([data[i] for i in part], loss, options)
-                rows += found
-                total += value
-        self.model.ops.raise_faults()
+            self.model.ops.raise_faults()  # while they are of this work
+            rows += found
+            total += value
         return Outputs(rows, {"loss:sum": total})
 
     def _micro_batch(
@@ -185,15 +207,15 @@ class StepwiseLearner:
         taught = torch.ones(packed.num_targets) if loss.factor is None else inputs[loss.factor]
         found = logprobs(self.model, packed, taught != 0, self._recompute)
         losses = loss.of(Rows(found, inputs, packed.sequence))
-        total = float(losses.detach().double().sum())
-        if not math.isfinite(total):
+        value = total(losses)
+        if not math.isfinite(value):
             raise NonFiniteError(
                 "the loss is not finite; are weights, advantages or ratios too large?"
             )
         if torch.is_grad_enabled():
             losses.sum().backward()
         rows = found.detach().split([datum.targets.numel() for datum in data])
-        return [row.view(datum.targets.shape) for row, datum in zip(rows, data)], total
+        return [row.view(datum.targets.shape) for row, datum in zip(rows, data)], value
 
     @contextmanager
     def _gradients_kept(self) -> Iterator[None]:
@@ -208,3 +230,12 @@ class StepwiseLearner:
             with suppress(NonFiniteError):  # else it would be the next caller's
                 self.model.ops.raise_faults()
             raise
+
+
+def _whole(parts: Parts[_T]) -> _T:
+    """Do all parts, one after the other."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ from isobit.data.foreign import reason_of
 from isobit.errors import IsobitError, brief
 from isobit.run.directory import Lock
 
-VERSION, _APPLICATION = 3, 0x15B17
+VERSION, _APPLICATION = 4, 0x15B17
 FILE, WEIGHTS = "state.sqlite", "weights"
 _OLDEST_SQLITE = (3, 37, 0)  # strict tables
 _TABLES = """
@@ -48,6 +48,11 @@ CREATE TABLE requests (
   PRIMARY KEY (run, number)
 ) STRICT;
 """
+_SINCE_3 = """
+ALTER TABLE runs ADD COLUMN model TEXT NOT NULL DEFAULT '';
+ALTER TABLE samplers ADD COLUMN model TEXT NOT NULL DEFAULT '';
+"""
+"""What a state of version 3 lacks, in which the model of runs and sampling clients is not known."""
 
 
 def make_private(folder: Path) -> Path:
@@ -134,22 +139,21 @@ def _begin(connection: sqlite3.Connection, folder: Path) -> None:
         connection.execute(f"PRAGMA {pragma}").fetchall()
     if not _schema(connection) and not _number(connection, "user_version"):
         connection.executescript(
-            f"BEGIN IMMEDIATE; {_TABLES} PRAGMA application_id={_APPLICATION}; "
+            f"BEGIN IMMEDIATE; {_TABLES} {_SINCE_3} PRAGMA application_id={_APPLICATION}; "
             f"PRAGMA user_version={VERSION}; COMMIT;"
         )
     version = _number(connection, "user_version")
     if _number(connection, "application_id") != _APPLICATION:
         raise IsobitError(f"--state {folder}: {FILE} is no state of a server")
+    if version == 3 and _schema(connection) == _expected(_TABLES):
+        connection.executescript(f"BEGIN IMMEDIATE; {_SINCE_3} PRAGMA user_version=4; COMMIT;")
+        version = 4
     if version != VERSION:
         raise IsobitError(
             f"--state {folder}: its version is {version}, and this isobit reads {VERSION}; give "
             "another folder, or the isobit that wrote it"
         )
-    with sqlite3.connect(":memory:") as model:
-        model.executescript(_TABLES)
-        expected = _schema(model)
-    model.close()
-    if _schema(connection) != expected:
+    if _schema(connection) != _expected(_TABLES + _SINCE_3):
         raise IsobitError(f"--state {folder}: {FILE} has other tables than a server makes")
     (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
     if found != "ok" or connection.execute("PRAGMA foreign_key_check").fetchone():
@@ -160,6 +164,16 @@ def _schema(connection: sqlite3.Connection) -> list[tuple[str, ...]]:
     return connection.execute(
         "SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_schema ORDER BY type, name"
     ).fetchall()
+
+
+def _expected(statements: str) -> list[tuple[str, ...]]:
+    """The schema that some statements make."""
+    model = sqlite3.connect(":memory:")
+    try:
+        model.executescript(statements)
+        return _schema(model)
+    finally:
+        model.close()
 
 
 def _number(connection: sqlite3.Connection, pragma: str) -> int:

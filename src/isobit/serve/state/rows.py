@@ -43,7 +43,7 @@ class StoredSession:
 @dataclass(frozen=True)
 class StoredSampler:
     """A sampling client: the `number` that it has in its session, what it asked for, and the id of
-    the checkpoint that the server keeps for it where it was given no path."""
+    the checkpoint that the server keeps for it where it was given no path. `model`: as of a run."""
 
     id: str
     tenant: str
@@ -52,13 +52,15 @@ class StoredSampler:
     base: str
     path: str | None = None
     snapshot: str | None = None
+    model: str = ""
 
 
 @dataclass(frozen=True)
 class StoredRun:
     """A training run. `rank`: of its adapter, None: the whole model is trained; `targets`: which
     parts, as `train_attn`, `train_mlp` and `train_unembed`; `applied`: the number of the last
-    request that is in what the server has kept of it, -1: none; `live`: requests may come."""
+    request that is in what the server has kept of it, -1: none; `live`: requests may come; `model`:
+    the identity of its weights (`identity.py`), which the state fills in, empty: not known."""
 
     id: str
     tenant: str
@@ -73,6 +75,7 @@ class StoredRun:
     metadata: Mapping[str, str] = field(default_factory=dict)
     applied: int = -1
     live: bool = True
+    model: str = ""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from isobit.errors import IsobitError, brief
 from isobit.run import checkpoints as folders
 from isobit.run.durable import make_directory
 from isobit.serve.requests import BadRequest
-from isobit.serve.state.database import WEIGHTS, make_private
+from isobit.serve.state.database import FILE, WEIGHTS, make_private
 from isobit.serve.state.reserve import making_room
 from isobit.serve.state.rows import (
     Answer,
@@ -56,19 +56,23 @@ class State(Store):
         most_bytes: int | None = None,
         most_checkpoints: int = MOST_CHECKPOINTS,
         every: int = 10,
+        model: str = "",
+        drops: bool = False,
     ) -> None:
         """`owners`: by the names that requests have for tenants, what the tables call them;
-        `most_bytes`: of a tenant's checkpoints, None: its share of the disk as it is; `every`: so many
-        optimizer steps of a run are computed again after a kill, at most. Raises IsobitError for a
-        folder that is no state, or not this user's alone, or in use."""
-        super().__init__(make_private(folder), owners or {})
+        `most_bytes`: of a tenant's checkpoints, None: its share of the disk as it is; `every`: so
+        many optimizer steps of a run are computed again after a kill, at most; `model`: whose runs
+        these are (`identity.py`); `drops`: what is not whole may be dropped. Raises IsobitError for
+        a folder that is no state, or not this user's alone, or in use, and for one that is not
+        whole, unless it `drops` what is not."""
+        _check_tables(make_private(folder))
+        super().__init__(folder, owners or {}, model)
+        self.drops = drops
         self._most_checkpoints = most_checkpoints
         self.every = every
         self._weights = folder / WEIGHTS
         self._writing = set[str]()  # ids of folders that no row names yet
-        self._pinned = dict[
-            str, str
-        ]()  # by run: the checkpoint that it was loaded from, and not kept
+        self._pinned = dict[str, str]()  # by run: a checkpoint that it has loaded, and not kept
         try:
             make_directory(self._weights)
             self._weights.chmod(0o700)
@@ -171,6 +175,18 @@ class State(Store):
         if found is None or run is None or run.tenant != tenant:
             shown = Checkpoint("", name.run, name.kind, name.name, 0, "", False, 0.0).path
             raise BadRequest(f"no checkpoint {brief(shown, 300)}", "path", 404)
+        return found
+
+    def loadable(self, tenant: str, path: str) -> Checkpoint:
+        """A tenant's, whose weights this model can have. Raises as `checkpoint`, and BadRequest for
+        an adapter of another model."""
+        found = self.checkpoint(tenant, path)
+        run = self.run(found.run)
+        try:
+            if run is not None and run.rank is not None:
+                self.check_model(run)
+        except IsobitError as error:
+            raise BadRequest(f"{found.path}: {error}", "path") from None
         return found
 
     def live_runs(self) -> list[StoredRun]:
@@ -370,8 +386,8 @@ class State(Store):
         self._run("DELETE FROM runs WHERE NOT live AND id NOT IN (SELECT run FROM checkpoints)")
 
     def _check_rows(self) -> None:
-        """Raise IsobitError for a row that no server has written; drop those without a folder. A run
-        whose present state is among them cannot go on."""
+        """Raise IsobitError for a row that no server has written, and for one without a folder, or
+        drop it. A run whose present state is among them cannot go on."""
         self._all(StoredSession, "true")
         self._all(StoredRun, "true")
         self._all(StoredSampler, "true")
@@ -380,6 +396,12 @@ class State(Store):
             for each in self._all(Checkpoint, "true")
             if (self._weights / each.id).is_symlink() or not (self._weights / each.id).is_dir()
         ]
+        if gone and not self.drops:
+            raise IsobitError(
+                f"--state {self.folder}: the folders of {len(gone):,} checkpoints are gone, such as "
+                f"{WEIGHTS}/{gone[0]}; put them back, or drop them, and the runs that need them, "
+                "with --drop-runs"
+            )
         with self._transaction() as execute:
             for each in gone:
                 execute("DELETE FROM checkpoints WHERE id = ?", each)
@@ -387,7 +409,7 @@ class State(Store):
                 "SELECT id FROM runs WHERE live AND applied >= 0 AND id NOT IN "
                 "(SELECT run FROM checkpoints WHERE kind = 'present')"
             )
-            for (each,) in lost.fetchall():
+            for (each,) in lost.fetchall() if self.drops else ():
                 Store.end_run(self, each)
             self._forget_empty()
 
@@ -408,6 +430,17 @@ class State(Store):
                 else:
                     path.unlink(missing_ok=True)
         self._reserve.hold()
+
+
+def _check_tables(folder: Path) -> None:
+    """Raise IsobitError for weights without the tables that name them, which would be taken for
+    leftovers."""
+    weights = folder / WEIGHTS
+    if not (folder / FILE).exists() and weights.is_dir() and any(weights.iterdir()):
+        raise IsobitError(
+            f"--state {folder}: {WEIGHTS} has checkpoints, and {FILE}, which names them, is gone; "
+            "put it back, or give another folder"
+        )
 
 
 def deleted(checkpoint: Checkpoint) -> BadRequest:

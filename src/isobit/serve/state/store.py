@@ -48,8 +48,8 @@ _LOG = logging.getLogger("isobit.serve")
 class Store:
     """Rows of a database that is open."""
 
-    def __init__(self, folder: Path, owners: Mapping[str, str]) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, owners: Mapping[str, str], model: str = "") -> None:
+        self.folder, self.model = folder, model
         self._owners, self._tenants = owners, {owner: name for name, owner in owners.items()}
         self._guard = threading.RLock()
         self._late: dict[tuple[str, int], Answer] = {}  # answers that the disk has not taken
@@ -102,6 +102,27 @@ class Store:
     def samplers(self, session: str) -> list[StoredSampler]:
         """Those of a session."""
         return self._all(StoredSampler, "session = ? ORDER BY number", session)
+
+    @property
+    def num_of_other_models(self) -> int:
+        """Runs to which requests may come, of another model than this one."""
+        with self._guard:
+            return self._count("runs", "live AND model NOT IN ('', ?)", self.model)
+
+    def adopt(self) -> None:
+        """What went on with this model, and is older than `check_model`, is of this model."""
+        with self._transaction() as execute:
+            execute("UPDATE runs SET model = ? WHERE live AND model = ''", self.model)
+            execute("UPDATE samplers SET model = ? WHERE model = ''", self.model)
+
+    def check_model(self, row: StoredRun | StoredSampler) -> None:
+        """Raise IsobitError for what is of another model. Of which one is not known of what is
+        older than this check."""
+        if row.model not in ("", self.model):
+            raise IsobitError(
+                f"it is of another model, whose weights have the SHA-256 {row.model[:12]}..., and "
+                f"this one's have {self.model[:12]}..."
+            )
 
     # runs and their requests
 
@@ -269,6 +290,8 @@ class Store:
         values = dict(vars(row))
         if "tenant" in values:
             values["tenant"] = self._owner(values["tenant"])
+        if "model" in values:
+            values["model"] = self.model
         for key in ("metadata", "targets"):
             if key in values:
                 values[key] = json.dumps(values[key], sort_keys=True)

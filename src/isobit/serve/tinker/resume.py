@@ -57,8 +57,9 @@ class Resume:
         self._handlers = handlers
 
     async def all(self) -> None:
-        """All of it. What the state does not hold whole is dropped, with a line in the log. Raises
-        Refused where it is the server that cannot do it, and nothing is dropped."""
+        """All of it. Raises IsobitError for a run that cannot go on, such as one of another model,
+        unless the state may drop it, which the log tells; Refused and RunFailed where it is the
+        server that cannot do it. Nothing is dropped then."""
         sessions = dict[str, Session]()
         for row in await in_thread(self._state.all_sessions):
             sessions[row.id] = self._sessions.begin(row.id, row.tenant)
@@ -67,27 +68,33 @@ class Resume:
             if stored.session in sessions:
                 runs.append(self._run(sessions[stored.session], stored))
             else:
+                self._check_drops(stored, IsobitError("its session is gone"))
                 await in_thread(self._state.end_run, stored.id)
         await asyncio.gather(*runs)
         for name, session in sessions.items():
             for sampler in await in_thread(self._state.samplers, name):
                 try:
+                    self._state.check_model(sampler)
                     await self._samplers.begin_again(session, sampler)
                 except IsobitError as error:
                     if isinstance(error, RunFailed):
                         raise
                     _LOG.warning("sampling client %s cannot go on: %s", sampler.id, error)
-                    await in_thread(self._state.drop_sampler, sampler.id)
+                    self._samplers.leave(session, sampler, str(error))
                     continue
                 self._runs.count_unnamed(sampler)
+        await in_thread(self._state.adopt)
 
     async def _run(self, session: Session, stored: StoredRun) -> None:
         try:
+            self._state.check_model(stored)
+            if (stored.rank is None) != self._gateway.whole:
+                kind = "--train" if self._gateway.whole else "--train full"
+                raise IsobitError(f"it goes on with {kind}")
             numbers = await in_thread(self._state.numbers, stored.id)
             if stored.applied < 0:  # nobody has seen its weights: it begins once more
                 for number in numbers[:1]:
-                    request = await self._request(stored.id, number)
-                    await self._handle(session, request, Before(done=False))
+                    await self._begin(session, stored, await self._request(stored.id, number))
                 return
             run = await self._opened(session, stored)
             await self._do_again(run, stored.applied, numbers)
@@ -96,7 +103,26 @@ class Resume:
         except IsobitError as error:
             if isinstance(error, RunFailed) or _is_of_the_server(error):
                 raise RunFailed(f"training run {stored.id}: {error}") from None
-            _LOG.warning("training run %s cannot go on: %s", stored.id, error)
+            self._check_drops(stored, error)
+            await self._end(session, stored, error)
+
+    def _check_drops(self, run: StoredRun, why: IsobitError) -> None:
+        """Log that a run is dropped. Raises IsobitError unless the state may drop it."""
+        if not self._state.drops:
+            raise IsobitError(
+                f"--state {self._state.folder}: training run {run.id} cannot go on: {why}; mend "
+                "that, or end what cannot go on with --drop-runs"
+            ) from None
+        _LOG.warning("training run %s cannot go on, and is dropped: %s", run.id, why)
+
+    async def _begin(self, session: Session, stored: StoredRun, request: StoredRequest) -> None:
+        """Create a run anew; one that is refused ends, as its client would have been answered."""
+        try:
+            await self._handle(session, request, Before(done=False))
+        except BadRequest as error:
+            if _is_of_the_server(error):
+                raise
+            _LOG.warning("training run %s does not begin: %s", stored.id, error)
             await self._end(session, stored, error)
 
     async def _end(self, session: Session, stored: StoredRun, why: IsobitError) -> None:
@@ -146,6 +172,8 @@ class Resume:
         What has no answer, and stands before what has one, was done too. Raises IsobitError where a
         request cannot be done again, without which the run would be another."""
         later = [number for number in numbers if number > applied]
+        for number in later:
+            self._check_kind(await self._request(run.name, number))
         last = applied
         for number in reversed(later):
             if (await self._request(run.name, number)).answer is not None:
@@ -168,6 +196,12 @@ class Resume:
                     if _is_of_the_server(error):
                         raise
                     await self._runs.refuse(run, number, request.kind, error)
+
+    def _check_kind(self, request: StoredRequest) -> None:
+        """Raise IsobitError for a request that another version of isobit kept."""
+        if (kind := request.kind.partition(":")[0]) not in self._handlers:
+            what = f"request {request.number} is none that a server keeps"
+            raise IsobitError(f"{what}: {brief(kind)}; was it another isobit's?")
 
     async def _give_again(
         self, run: Run, request: StoredRequest, applied: int, follows: bool
@@ -211,8 +245,6 @@ class Resume:
             "headers": headers,
             "state": {"tenant": session.tenant, "before": before},
         }
-        if kind not in self._handlers:
-            raise IsobitError(f"request {stored.number} is none that a server keeps: {brief(kind)}")
         return await self._handlers[kind](Request(scope, receive))
 
 

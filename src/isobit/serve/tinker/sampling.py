@@ -68,6 +68,7 @@ class Samplers:
         self._numbered: dict[tuple[str, int], str] = {}  # of a session, by its number
         self._of_session: dict[str, list[str]] = {}
         self._dropped = OrderedDict[str, tuple[str, str]]()  # by id: its tenant, and why
+        self._left: dict[str, tuple[str, str]] = {}  # the same of those that wait in the state
 
     async def create(self, request: Request) -> Response:
         """A sampling client of a session, pinned to what its model is now. Asked again by the same
@@ -116,6 +117,9 @@ class Samplers:
                 except BaseException:
                     await self._release(sampler)
                     raise
+        if name in self._left:
+            await self._release(sampler)
+            raise BadRequest(f"no sampling session {name}: {self._left[name][1]}", status=404)
         if session.ended or (session.name, number) in self._numbered:
             await self._release(sampler)
             if session.ended:
@@ -144,6 +148,11 @@ class Samplers:
             snapshot = await self._read(row.tenant, kept)
         made = Sampler(row.tenant, row.base, row.path, snapshot, kept)
         await self.add(session, row.number, made, row.id)
+
+    def leave(self, session: Session, row: StoredSampler, why: str) -> None:
+        """A sampling client of an earlier server cannot go on; it is told so when it asks, and is
+        kept until its session ends: the next server may have what it samples from."""
+        self._left[row.id] = session.tenant, why
 
     async def drop(self, session: Session, name: str, why: str) -> None:
         """A sampling client's weights are no longer kept; it is told so when it asks."""
@@ -273,7 +282,7 @@ class Samplers:
             adapter = self._gateway.adapter_of(base if path is None else name)
             held = Snapshot(None, 0) if self._gateway.whole else adapter
             return await self._gateway.work(tenant, partial(self._snapshots.hold, held)), None
-        checkpoint = await in_thread(state.checkpoint, tenant, path)
+        checkpoint = await in_thread(state.loadable, tenant, path)
         if self._gateway.whole:
             saved = Snapshot(None, 0, weights=checkpoint.weights)
             return await self._gateway.work(tenant, partial(self._snapshots.hold, saved)), None
@@ -317,7 +326,8 @@ class Samplers:
     def _find(self, request: Request, name: str | None) -> Sampler:
         found = self._samplers.get(name or "")
         if found is None or found.tenant != request.state.tenant:
-            whose, why = self._dropped.get(name or "", ("", ""))
+            nothing = "", ""
+            whose, why = self._left.get(name or "") or self._dropped.get(name or "", nothing)
             why = why if whose == request.state.tenant else "it has ended"
             raise BadRequest(f"no sampling session {brief(name)}: {why}", status=404)
         return found

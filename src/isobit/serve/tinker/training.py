@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 
 from isobit.errors import IsobitError, RunFailed
 from isobit.model.adapters.targets import NewAdapter
-from isobit.rl.stepwise import Adam, StepwiseLearner
+from isobit.rl.stepwise import Adam, Parts, StepwiseLearner
 from isobit.serve.gateway import Gateway, in_thread
 from isobit.serve.requests import BadRequest, Fields
 from isobit.serve.snapshots import Snapshot
@@ -144,10 +144,11 @@ class Training:
         async def work(packed: bytes) -> Response:
             batch = await in_thread(read, packed)
 
-            def compute() -> bytes:
-                learner = run.trains
-                asked = learner.forward if batch.forward_only else learner.forward_backward
-                return write_outputs(asked(batch.data, batch.loss, batch.options))
+            def compute() -> Parts[bytes]:
+                given, learner = (batch.data, batch.loss, batch.options), run.trains
+                if batch.forward_only:
+                    return write_outputs((yield from learner.forward_in_parts(*given)))
+                return write_outputs((yield from learner.forward_backward_in_parts(*given)))
 
             return Response(await self._runs.work(run, compute), media_type=PROTOBUF)
 
@@ -390,7 +391,7 @@ class Training:
 
     async def _saved(self, tenant: str, path: str, optimizer: bool) -> tuple[Checkpoint, Path]:
         """A tenant's checkpoint, and its folder. Raises BadRequest."""
-        checkpoint = await in_thread(self._state.checkpoint, tenant, path)
+        checkpoint = await in_thread(self._state.loadable, tenant, path)
         if optimizer and not checkpoint.optimizer:
             raise BadRequest(
                 f"{path}: it was saved for sampling, without the optimizer's state", "optimizer"

@@ -13,6 +13,7 @@ from isobit.monitor.screen import Display, Shown
 from isobit.monitor.trackers.process import Trackers
 from isobit.rl.algorithm.credit import StepBatch
 from isobit.run.directory import METRICS, RunDirectory, read_jsonl
+from isobit.run.metrics import of_an_evaluation
 from isobit.run.rows import warn
 from isobit.training.learning import Lesson
 from isobit.training.measuring.meter import added
@@ -159,10 +160,13 @@ class Recorder:
     ) -> dict[str, float]:
         """The row of the present step in metrics.jsonl, with an evaluation if it is due; no row if
         there is nothing."""
-        step = self._state.step
-        values = {"step": step, **(measured or {}), **self._evaluating.metrics(last)}
-        if self._stop.consider(step, values):
-            values[STOPPED] = 1.0
+        step, measured = self._state.step, measured or {}
+        evaluated = self._evaluating.metrics(last)
+        if self._stop.consider(step, evaluated):
+            evaluated[STOPPED] = 1.0
+        assert all(map(of_an_evaluation, evaluated)), f"not in EVALUATED: {list(evaluated)}"
+        assert not any(map(of_an_evaluation, measured)), "the certificate would not hold them"
+        values = {"step": step, **measured, **evaluated}
         if len(values) > 1:
             self._run.write_metrics(values)
             self._trackers.poll()

@@ -160,11 +160,10 @@ def encode_prompt(
 
 
 def first_prompt(
-    data: Dataset, model: Model | Described, tools: Sequence[Mapping[str, Any]] = ()
+    example: Example, model: Model | Described, tools: Sequence[Mapping[str, Any]] = ()
 ) -> str:
     """The prompt that a run starts with, as the model reads it: rendered, with its special tokens
-    and these tools; without what an environment's reset adds."""
-    example = data.at(0)
+    and these tools."""
     ids = encode_prompt(example, model, tools)
     text = (
         f"first prompt ({example.place}, {len(ids)} tokens):\n"

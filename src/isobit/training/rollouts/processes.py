@@ -1,6 +1,7 @@
 """The worker processes of a run, in which the user's code runs: reward functions, and the
 environments that answer between turns."""
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,8 @@ from types import TracebackType
 from typing import Any
 
 from isobit.config import Config
+from isobit.data.dataset import Prompt
+from isobit.environments.mistakes import Mistake
 from isobit.environments.pool import EnvironmentPool
 from isobit.errors import IsobitError
 from isobit.rewards.pool import RewardPool
@@ -62,8 +65,8 @@ class Processes:
         return self.recorded if environments is None else tuple(environments.reward_weights.items())
 
     def check(self, config: Config, task: Task, *, quiet: bool) -> None:
-        """Raise IsobitError for rows that functions cannot score or that have no environment, and
-        where nothing gives a reward."""
+        """Raise IsobitError for rows that functions cannot score or that have no environment, where
+        nothing gives a reward, and where the first row of an environment cannot begin."""
         self.rewards.check_columns(task.train.examples[0].columns)
         examples = (*task.train.examples, *task.held_out.examples)
         self.rewards.check_rows(((each.place, each.columns) for each in examples), quiet=quiet)
@@ -76,6 +79,27 @@ class Processes:
                 "no reward: give rewards.functions or rewards.models, or use a task that has "
                 "its own"
             )
+        if self.environments is not None:
+            train = task.train
+            order = (train.at(place) for place in range(len(train)))
+            rows = ((each.place, each.prompt, each.columns) for each in order)
+            for row in self.environments.first_rows(rows):
+                self.begun(*row, config.rewards.on_error == "stop")
+
+    def begun(self, where: str, prompt: Prompt, columns: Mapping[str, Any], stop: bool) -> Prompt:
+        """Return a row's prompt as its environment begins it. Raises IsobitError where it cannot;
+        without `stop` only where no row can, and otherwise says so on stderr."""
+        if self.environments is None:
+            return prompt
+        try:
+            return self.environments.tried(where, prompt, columns)
+        except Mistake:
+            raise
+        except IsobitError as error:
+            if stop:
+                raise IsobitError(f"{error}; rewards.on_error: skip goes on without it") from None
+            print(f"warning: {error}", file=sys.stderr)
+            return prompt
 
 
 def open_processes(

@@ -23,6 +23,7 @@ from isobit.rl.algorithm.replay import ReplayBuffer
 from isobit.run.metrics import member
 from isobit.training.loop import Rollout, Rollouts, Sampled, Scored, roll_out
 from isobit.training.measuring.meter import Meter, added
+from isobit.training.rollouts.problems import Problems
 from isobit.training.rollouts.rank_sampling import gather_groups, gather_stats
 from isobit.training.saving.saver import Saver
 from isobit.training.saving.snapshot import State
@@ -56,7 +57,8 @@ class LiveRollouts:
 
     `steps`: of the whole run, for reward functions that ask. `reference_kl`: of each sample, where
     the reward pays for its distance to the reference. `before_scoring` is called before rewards are
-    collected, and `meanwhile` over and over until they are there.
+    collected, and `meanwhile` over and over until they are there. `variables`: those that
+    environments are given.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class LiveRollouts:
         reference_kl: ReferenceKL | None,
         before_scoring: Callable[[], object] = lambda: None,
         meanwhile: Callable[[], None] | None = None,
+        variables: Sequence[str] = (),
     ) -> None:
         self._train, self._sampler, self._scorer = train, sampler, scorer
         self._objective, self._state, self._ranks = objective, state, ranks
@@ -84,6 +87,7 @@ class LiveRollouts:
         self._prompts_per_step, self._steps = prompts_per_step, steps
         self._reference_kl, self._before_scoring = reference_kl, before_scoring
         self._meanwhile = meanwhile
+        self._problems = Problems(ranks, scorer.stop_on_error, variables)
         self._curriculum = Curriculum(curriculum, train, state.solved)
 
     def next(self) -> Rollout:
@@ -134,11 +138,10 @@ class LiveRollouts:
             ]
             for index, group in sampled.groups.items()
         }
-        unscored = [f"unscored: {reward.error}" for reward in rewards if reward.error is not None]
-        for notes in ranks.all_gather_json([*sampled.scoring.notes, *unscored]):
-            for note in notes:
-                self._note(note)
         scored = gather_groups(ranks, mine)
+        notes = sampled.scoring.notes
+        for line in self._problems.of_step(self._state.step + 1, notes, rewards, scored):
+            self._note(line)
         for group in scored:
             self._curriculum.see(group[0].prompt_index, [sample.reward for sample in group])
         tokens = sum(sample.num_trained for group in scored for sample in group)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from isobit.distributed import Ranks
 from isobit.distributed.launch import joined, restarted
+from isobit.monitor.screen.history import History
+from isobit.monitor.screen.lines import LINES, lines_of
 from isobit.run.directory import CONFIG, METRICS, read_jsonl
 from isobit.run.outlived import outlived_stderr
 from isobit.training.loop import training_loop
@@ -23,11 +25,13 @@ class TrainResult:
 
     def __repr__(self) -> str:
         """One line, however many steps there were."""
-        last = self.metrics[-1] if self.metrics else {}
-        found = next((name for name in ("reward/mean", "loss/cross_entropy") if name in last), None)
-        said = "" if found is None else f", {found} {last[found]:.4g}"
+        history = History("", 0)
+        for row in self.metrics:
+            history.add(row)
+        found = next((name for _, name in lines_of(history, LINES)), None)
+        said = "" if found is None else f", {found} {history.last(found):.4g}"
         return (
-            f"TrainResult({str(self.run_dir)!r}, step {last.get('step', 0)}{said}, "
+            f"TrainResult({str(self.run_dir)!r}, step {history.step}{said}, "
             f"exit_code={self.exit_code})"
         )
 

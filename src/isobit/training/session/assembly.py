@@ -55,9 +55,6 @@ from isobit.training.scoring import RewardScorer, WeightedModel
 from isobit.training.session.conversing import open_dialogue
 from isobit.training.sft.base import cached_model
 
-Tools = Sequence[Mapping[str, Any]]
-"""Schemas of tools, as a chat template takes them."""
-
 
 def open_parts(
     config: Config,
@@ -67,14 +64,14 @@ def open_parts(
     objects: Objects = NO_OBJECTS,
     ranks: Ranks = ALONE,
     began: Mapping[str, Any] = MappingProxyType({}),
-    before_weights: Callable[[Task, Path, Tools], None] | None = None,
+    before_weights: Callable[[Task, Path, Processes], None] | None = None,
     recorded: Path | None = None,
 ) -> Parts:
     """Open everything; weights from `checkpoint` where one is given; `began`: the facts of the run
     that goes on, or is replayed; `recorded`: the run whose rollouts this one learns from, where
     nothing answers between turns unless held-out prompts are asked;
-    `before_weights` is called with the task, the model's directory and the tools that prompts
-    show, before a weight is read, instead of a warning where the run cannot fit. Raises
+    `before_weights` is called with the task, the model's directory and the processes of the user's
+    code, before a weight is read, instead of a warning where the run cannot fit. Raises
     IsobitError for whatever does not fit.
     Several `ranks` share the policy's masters; a reference and reward models are whole on each,
     once they are read."""
@@ -90,7 +87,7 @@ def open_parts(
         processes.check(config, task, quiet=not ranks.first)
         base = base_of(config, began, quiet)
         if before_weights is not None:
-            before_weights(task, base, processes.tools)
+            before_weights(task, base, processes)
         elif checkpoint is None and ranks.first and not is_adapter(base):  # which is refused
             _say_what_cannot_fit(config, base)
         models = _open_models(config, task, processes, base, began, checkpoint, ranks)
@@ -305,7 +302,8 @@ def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
 
 def _check_teacher(path: str, teacher: Model, policy: Model, loss: str) -> None:
     """Raise IsobitError unless a token has one meaning to both, since the teacher is given the
-    policy's tokens; and, where a loss compares all of them, unless both have as many."""
+    policy's tokens, and the teacher has all of them; and, where a loss compares all, unless both
+    have as many."""
     theirs, ours = (model.tokenizer.fast.get_vocab() for model in (teacher, policy))
     if theirs != ours:
         word = min(
@@ -324,6 +322,13 @@ def _check_teacher(path: str, teacher: Model, policy: Model, loss: str) -> None:
             f"policy one of {policy.config.max_positions}, which the teacher cannot read"
         )
     sizes = teacher.config.vocab_size, policy.config.vocab_size
+    if sizes[0] < sizes[1]:
+        raise IsobitError(
+            f"reference.path: {path} has a vocab_size of {sizes[0]}, and the policy one of "
+            f"{sizes[1]}: ids above the tokenizer's may be sampled, and the teacher has no "
+            "log-probability of them; take one with as many or more, or enlarge it "
+            f"(resize_token_embeddings({sizes[1]}) in transformers)"
+        )
     if loss == "divergence" and sizes[0] != sizes[1]:
         raise IsobitError(
             f"reference.path: {path} has a vocab_size of {sizes[0]}, and the policy one of "

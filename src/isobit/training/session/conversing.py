@@ -5,17 +5,18 @@ from isobit.config import Config
 from isobit.data.dataset import Example
 from isobit.engine.dialogue import Dialogue
 from isobit.environments.base import Environments
+from isobit.environments.pool import EnvironmentPool
 from isobit.environments.recorded import RecordedEnvironments
 from isobit.errors import IsobitError
 from isobit.model import Model
 
 
 def open_dialogue(
-    config: Config, model: Model, environments: Environments, example: Example
+    config: Config, model: Model, environments: EnvironmentPool, example: Example
 ) -> Dialogue:
     """With `environments`, on prompts such as that of the example. Raises IsobitError for prompts
-    that are no chats, and for a template with which the answers of tools cannot be appended; what
-    else is appended is seen when it comes."""
+    that are no chats, and for a template with which the answers of tools cannot be appended, or
+    nothing at all; what else is appended is seen when it comes."""
     dialogue = _dialogue(config, model, environments)
     if isinstance(example.prompt, str):
         raise IsobitError(
@@ -25,6 +26,8 @@ def open_dialogue(
     if environments.tools:
         appending = dialogue.appending(example.prompt)
         (appending.check_shown if dialogue.forks else appending.check)("tool")
+    elif environments.answers_turns and environments.max_turns > 1 and not dialogue.forks:
+        dialogue.appending(example.prompt).check_end()
     return dialogue
 
 

@@ -152,6 +152,7 @@ class Session(OpenRun):
             reference_kl=self._reference_kl if self.objective.kl_in_reward else None,
             before_scoring=(lambda: None) if learned is None else learned.wait,
             meanwhile=None if parts.serving is None else parts.serving.meanwhile,
+            variables=self.config.environment.variables,
         )
 
     def _reference_kl(self, groups: Sequence[Group]) -> Sequence[Judged]:

@@ -17,6 +17,7 @@ from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.evaluation.measure import EvaluationPlan, measure
 from isobit.evaluation.result import Question
+from isobit.kernels.reference.sums import block_sum
 from isobit.model import Model
 from isobit.monitor.report.intervals import proportion
 from isobit.rewards.pool import RewardPool
@@ -76,7 +77,7 @@ class HeldOutAnswers:
         of single answers, and how many move to the side of their label."""
         learner, samples = self._learner, self._asked.samples
         rows = zip(learner.logprobs(samples), learner.reference_logprobs(samples), strict=True)
-        ratios = torch.stack([(mine.double() - other.double()).sum() for mine, other in rows])
+        ratios = torch.stack([block_sum(mine.double() - other.double()) for mine, other in rows])
         objective = learner.objective
         if objective.loss in PAIR_LOSSES:
             lengths = torch.tensor([sample.num_trained for sample in samples])

@@ -1,0 +1,112 @@
+"""What an environment's code returns, checked where it comes in: a `Step`, and what `reset` adds.
+
+What is of a type that is never right is a `Mistake`. What is only too much (MOST_MESSAGES,
+MOST_TEXT) is an IsobitError. Left out: what tools return, which is text whatever it is (`tools.py`).
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from isobit.data.dataset import Message, Prompt
+from isobit.environments.base import Step
+from isobit.environments.mistakes import Mistake
+from isobit.environments.tools import MOST_CHARACTERS, result_text
+from isobit.errors import IsobitError, brief
+from isobit.rewards.functions import checked_values
+
+MOST_MESSAGES = 256
+"""Of one step, and of what reset adds."""
+MOST_TEXT = 8 * MOST_CHARACTERS
+"""Characters of all of them together."""
+_FOLLOWING = ("tool", "user")
+_BEGINNING = ("system", "developer", "user", "assistant", "tool")
+_MESSAGE = '{"role": "user", "content": "..."}'
+
+
+def step_of(returned: Any, where: str) -> Step:
+    """Return what `step` returned, its messages as text; `where` the method stands. Raises
+    IsobitError for a reward that is not finite or messages beyond the limits, and Mistake for what
+    is not a Step or has fields of other types."""
+    if not isinstance(returned, Step):
+        raise Mistake(
+            f"step{where} returned {type(returned).__name__}, expected a Step, such as "
+            f"Step(({_MESSAGE},), reward=0.0, done=False)"
+        )
+    if not (returned.reward is None or hasattr(returned.reward, "__float__")):
+        _, wrong = checked_values([returned.reward], 1)
+        raise Mistake(f"step{where}: its reward {wrong[0]}")
+    try:
+        over = returned.done in (False, True)
+    except Exception:  # an array of several
+        over = False
+    if not over:
+        kind = type(returned.done).__name__
+        raise Mistake(f"step{where}: done is {kind} {returned.done!r:.40}, expected True or False")
+    values, wrong = checked_values([returned.reward], 1)
+    if wrong:
+        raise IsobitError(f"step: its reward {wrong[0]}")
+    messages = _messages(returned.messages, _FOLLOWING, f"step{where}")
+    return Step(messages, values[0], bool(returned.done))
+
+
+def joined(prompt: Prompt, observation: Any, where: str) -> Prompt:
+    """Return a prompt with what reset returned: a text behind the content of its last message, as
+    TRL does; messages behind it. Raises as `step_of`."""
+    if observation is None or (isinstance(observation, list | tuple) and not observation):
+        return prompt
+    parts = isinstance(observation, list) and all(
+        isinstance(each, dict) and each.get("type") == "text" for each in observation
+    )
+    if not (isinstance(observation, str) or parts):
+        if not isinstance(observation, list | tuple) or isinstance(prompt, str):
+            kind = type(observation).__name__
+            raise Mistake(
+                f"reset{where} returned {kind}; expected text, messages or None"
+                + ("" if isinstance(prompt, list) else "; messages only behind a chat")
+            )
+        return [*prompt, *_messages(observation, _BEGINNING, f"reset{where}")]
+    text = result_text(observation)
+    if isinstance(prompt, str):
+        return prompt + text
+    last = prompt[-1]
+    return [*prompt[:-1], {**last, "content": last["content"] + text}]
+
+
+def _messages(given: Any, roles: Collection[str], what: str) -> tuple[Message, ...]:
+    """Return messages whose content is text. Raises as `step_of`."""
+    if not isinstance(given, list | tuple):
+        raise Mistake(
+            f"{what}: its messages are {type(given).__name__}, expected a tuple of messages, such "
+            f"as ({_MESSAGE},)"
+        )
+    if len(given) > MOST_MESSAGES:
+        raise IsobitError(f"{what}: {len(given):,} messages, the most are {MOST_MESSAGES}")
+    messages, length = list[Message](), 0
+    for place, message in enumerate(given):
+        messages.append(_message(message, roles, f"{what}: its messages[{place}]"))
+        length += len(messages[-1]["content"])
+    if length > MOST_TEXT:
+        raise IsobitError(f"{what}: messages of {length:,} characters, the most are {MOST_TEXT:,}")
+    return tuple(messages)
+
+
+def _message(given: Any, roles: Collection[str], what: str) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        raise Mistake(f"{what} is {type(given).__name__}, expected a message, such as {_MESSAGE}")
+    role, content = given.get("role"), given.get("content")
+    if not isinstance(role, str) or role not in roles:
+        known = " or ".join(roles)
+        has = "no role" if "role" not in given else f"the role {brief(repr(role), 40)}"
+        raise Mistake(f"{what} has {has}, expected {known}, as in {_MESSAGE}")
+    parts = isinstance(content, list) and all(
+        isinstance(each, Mapping) and each.get("type") == "text" for each in content
+    )
+    if not (isinstance(content, str) or parts):
+        has = f"the content {type(content).__name__}" if "content" in given else "no content"
+        raise Mistake(f"{what} has {has}, expected text")
+    if not all(isinstance(key, str) for key in given):
+        raise Mistake(f"{what} has keys that are not text")
+    if not isinstance(given.get("name", ""), str):
+        raise Mistake(f"{what} has the name {type(given['name']).__name__}, expected text")
+    text = str.__str__(content) if isinstance(content, str) else content  # also of a subclass
+    return {**given, "role": str.__str__(role), "content": result_text(text)}
