@@ -1,9 +1,12 @@
 # Every target makes .venv with what it needs, and does nothing twice.
 #
 # What isobit runs with is installed from requirements.lock, with hashes; only PyTorch, Triton and NVIDIA's libraries are
-# not in it, because each machine needs its own build. TORCH is the default release, which the tests run on; on a machine
-# with an NVIDIA GPU, `make TORCH=torch ...` takes the newest build with CUDA.
+# not in it, because each machine needs its own build. TORCH is the default release, which the tests run on, and
+# `make TORCH=torch ...` takes the newest. Without NVIDIA's driver the build for the CPU is preferred, 0.2 GB in the place
+# of 3 GB, from TORCH_INDEX, if that answers within seconds; `make TORCH_INDEX= ...` leaves the choice to pip.
 TORCH ?= torch==2.13.0
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_OPTIONS = $$($(BIN)/python .ci/torch_index.py "$(TORCH_INDEX)" $(if $(filter file,$(origin TORCH_INDEX)),,given))
 # The kernels' tests compile with this Triton where PyTorch's build brings none of its own.
 TRITON ?= $(if $(filter torch==2.13.0,$(TORCH)),triton==3.6.0,triton)
 PYTHON ?= python3
@@ -18,7 +21,7 @@ NEXT = @echo "source $(BIN)/activate    \# so that this shell finds isobit"
 # What is compiled of tests and sources is kept, whatever the shell says: a second start has ten seconds less to do.
 test test-full test-rest: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: help install quickstart test test-full test-rest sanitize lint docs pictures bench gpu kernels wheel relock floor ceiling clean
+.PHONY: help install resolve quickstart test test-full test-rest sanitize lint docs pictures bench gpu kernels wheel relock floor ceiling clean
 
 help:
 	@echo "make quickstart   a small model learns to add, by GRPO under FP8, on the CPU; ends with a report"
@@ -34,7 +37,10 @@ help:
 	@echo "make install      only the environment, in $(VENV)"
 	@echo "make relock       requirements.lock anew, with the newest versions before LOCKED_AS_OF"
 	@echo "make floor        tests with the oldest versions that pyproject.toml allows; make ceiling: with the newest"
+	@echo "make resolve      whether every extra has a solution, for each Python, by uv and by pip"
 	@echo "make clean        remove $(VENV), runs and caches"
+	@echo "with TORCH=torch (its newest release; $(TORCH)), TORCH_INDEX=URL (of its builds for this machine; empty: pip's"
+	@echo "own choice; without NVIDIA's driver $(TORCH_INDEX)), PYTHON=python3.12, VENV=.venv"
 
 install: $(VENV)/.installed
 	$(NEXT)
@@ -47,7 +53,7 @@ $(VENV)/.locked: requirements.lock
 	sed -e '/^ *--hash/d' -e 's/ \\$$//' $< > $@
 
 $(VENV)/.torch: $(VENV)/.locked
-	$(LOCKED) "$(TORCH)"
+	$(LOCKED) $(TORCH_OPTIONS) "$(TORCH)"
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml
@@ -55,7 +61,7 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.installed
-	$(LOCKED) "$(TRITON)"
+	$(BIN)/python -c "import triton" 2> /dev/null || $(LOCKED) "$(TRITON)"
 	$(LOCKED) --no-build-isolation --editable ".[dev]"
 	@touch $@
 
@@ -120,10 +126,22 @@ relock floor ceiling: BIN = build/$@/bin
 relock:
 	$(PYTHON) -m venv build/$@
 	$(PIP) --upgrade uv
-	printf '%s\n' setuptools "$(TORCH)" | $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.10 \
+	printf '%s\n' setuptools "$(TORCH)" | $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
 		--exclude-newer $(LOCKED_AS_OF) \
 		--generate-hashes --custom-compile-command "make relock" --output-file build/$@/all.lock pyproject.toml -
 	awk '/^[a-z]/ { out = /^(torch|triton)==|^(nvidia|cuda)-/ } !out' build/$@/all.lock > requirements.lock
+
+# Whether every extra has a solution: for all Pythons and all extras at once, as `uv sync` asks; for each Python in wheels
+# alone; and by pip, for the Python that is here, with what is installed. Only metadata is read.
+PYTHONS = 3.11 3.12 3.13 3.14
+resolve: $(VENV)/.dev
+	test -x build/resolve/bin/uv || { $(PYTHON) -m venv build/resolve && build/resolve/bin/python -m pip install \
+		--quiet --disable-pip-version-check uv; }
+	build/resolve/bin/uv lock --quiet --dry-run
+	for version in $(PYTHONS); do build/resolve/bin/uv pip compile --quiet --python-version $$version --all-extras \
+		--only-binary :all: --output-file build/resolve/$$version.txt pyproject.toml || exit 1; done
+	$(LOCKED) --dry-run --no-build-isolation --editable ".[dev,bench]"
+	$(BIN)/python -m pip check
 
 # Tests that need nothing but isobit's own dependencies and the readers of Parquet.
 RUNTIME_TESTS = tests/test_config.py tests/test_cli_bad_input.py tests/test_completion.py tests/test_resume.py \
@@ -138,7 +156,7 @@ floor ceiling:
 	$(PYTHON) -m venv build/$@
 	sed -n -e '/^requires = /p' -e '/^dependencies = /,/^]/p' -e '/^data = /p' pyproject.toml \
 		| grep -o '[A-Za-z0-9-]*>=[0-9.]*' | sed 's/>=/$(TAKE)/' > build/$@/requirements.txt
-	$(PIP) --requirement build/$@/requirements.txt pytest pytest-xdist hypothesis
+	$(PIP) $(TORCH_OPTIONS) --requirement build/$@/requirements.txt pytest pytest-xdist hypothesis
 	$(PIP) --no-build-isolation --editable .
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(RUNTIME_TESTS)
 

@@ -9,6 +9,7 @@ be compiled.
 
 import os
 import runpy
+import shutil
 from pathlib import Path
 
 from setuptools import Command, setup
@@ -60,6 +61,8 @@ class Wheel(bdist_wheel):
     """Of a platform if it carries libraries, and then for every Python 3."""
 
     def run(self) -> None:
+        # a module that is gone since the last build in this folder would be in the wheel too
+        shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)
         self.run_command("build_native")  # decides what the wheel is before its files are laid out
         libraries = self.get_finalized_command("build_native").libraries
         self.root_is_pure = not libraries

@@ -81,7 +81,7 @@ def quickstart_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cache = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "cache"
     cache.mkdir(exist_ok=True)
     with suppress(FileExistsError):
-        (cache / "native").symlink_to(build.cache_directory())
+        (cache / "native").symlink_to(build.cache_directory("native"))
     return cache
 
 

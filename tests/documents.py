@@ -3,7 +3,7 @@ run them in.
 
 The convention of every page: a block with a title is a file, written where it stands; every line of
 a `sh` block is a command, run where it stands, in a folder with a model, prompts, `rewards.py` and
-`run.yaml`. `make`, `pip`, `mkdocs` and the `source` that activates the environment are checked and
+`run.yaml`. `make`, `pip`, `uv pip`, `mkdocs` and the `source` that activates the environment are checked and
 not run. `isobit serve` runs to the page's end. `text` is output. A port that a command listens at is
 replaced by a free one, wherever the page has it.
 """
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES]
-CHECKED = {"make", "pip", "mkdocs", "source"}
+CHECKED = {"make", "pip", "uv", "mkdocs", "source"}
 """First words of commands that make or change an environment: checked, not run."""
 
 _FENCE = re.compile(r"^( *)```([\w-]*)([^\n]*)\n(.*?)^\1```$", re.M | re.S)
@@ -146,6 +146,7 @@ def check(command: str) -> None:
             f"{command}: no such environment"
         )
         return
+    words = words[1:] if words[:2] == ["uv", "pip"] else words
     assert words[:2] in (["pip", "install"], ["mkdocs", "build"], ["mkdocs", "serve"]), command
     assert words[0] == "pip" or (ROOT / "mkdocs.yml").is_file()
     declared = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.M)

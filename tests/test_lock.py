@@ -69,7 +69,7 @@ def test_the_lock_has_every_dependency_with_hashes_and_names_no_index() -> None:
         (r"jinja2==3.1.5\1", "jinja2>=3.1.6: ['3.1.5']"),
         (r"jinja2==3.1.6\1jinja2==3.1.6\1", "jinja2>=3.1.6: ['3.1.6', '3.1.6']"),
         (r"jinja2==3.1.6 ; sys_platform == 'linux'\1", "jinja2>=3.1.6: []"),
-        (r"jinja2==3.1.6 ; python_full_version >= '3.11'\1", "jinja2>=3.1.6: []"),
+        (r"jinja2==3.1.6 ; python_full_version >= '3.12'\1", "jinja2>=3.1.6: []"),
         ("jinja2==3.1.6\n", "not a version with hashes: jinja2==3.1.6"),
         (
             r"--index-url https://example.com/\n\g<0>",

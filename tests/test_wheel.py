@@ -4,9 +4,11 @@ in C++, with the bits of the library that is compiled for this processor alone."
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -17,6 +19,8 @@ import pytest
 from isobit.kernels.native import available
 from isobit.kernels.native.recipe import LEVELS
 from tests.documents import ROOT
+from tests.strange_user import COMMANDS, folder_of_their_own, run_as
+from tests.test_no_home import all_commands, prepared
 
 HERE = (platform.system(), platform.machine()) == ("Linux", "x86_64") and available()[0]
 pytestmark = [
@@ -232,6 +236,69 @@ def test_a_library_of_other_sources_or_that_cannot_be_loaded_is_not_used(
     assert "no C++ compiler found (g++, c++, clang++)" in without
     assert "cannot load" not in without
     assert "CXX=none is not a program" in computed(installed, tmp_path, **bare, CXX="none")["why"]
+
+
+def test_the_source_distribution_has_what_the_repository_has(tmp_path: Path) -> None:
+    """All tests with their helpers, configs, examples, documents and the Makefile, and nothing
+    else."""
+    listed = ran(["git", "ls-files", "-z"], ROOT)
+    if listed.returncode != 0:
+        pytest.skip("not a checkout")
+    files = {name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()}
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "tests" / "__pycache__").mkdir()
+    (tmp_path / "tests" / "__pycache__" / "old.cpython-311.pyc").touch()
+    assert hook("build_sdist", tmp_path).returncode == 0
+    (made,) = (tmp_path / "dist").glob("*.tar.gz")
+    with tarfile.open(made) as archive:
+        found = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    assert files - found == set()
+    more = found - files
+    assert {name for name in more if ".egg-info/" not in name} == {"PKG-INFO", "setup.cfg"}
+
+
+def test_a_module_that_is_gone_is_not_in_the_next_wheel(tmp_path: Path) -> None:
+    """As `pip install .` builds it, twice in one folder. The control: it was in the first one."""
+    sources(tmp_path)
+    gone = tmp_path / "src" / "isobit" / "gone.py"
+    gone.touch()
+    for has in (True, False):
+        assert hook("build_wheel", tmp_path, ISOBIT_PREBUILT="0").returncode == 0
+        (made,) = (tmp_path / "dist").glob("*.whl")
+        with zipfile.ZipFile(made) as archive:
+            assert ("isobit/gone.py" in archive.namelist()) == has
+            assert "isobit/errors.py" in archive.namelist()
+        made.unlink()
+        gone.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("home", [None, "/"], ids=["no HOME", "HOME=/"])
+def test_every_command_works_without_a_home(installed: Path, home: str | None) -> None:
+    """For another user than the one who installed it, in C++, without a word about a cache; also
+    where not even a temporary directory can be written. The control: without the libraries there is
+    a line, and no traceback."""
+    with folder_of_their_own() as folder:
+        prepared(folder)
+        packages = folder / "packages"
+        shutil.copytree(installed, packages)
+        words = ["-c", COMMANDS, json.dumps(all_commands())]
+        done = run_as(words, folder, packages, home)
+        ended = [line for line in done.stdout.splitlines() if ": exit " in line]
+        assert ended == [f"{command[0]}: exit 0" for command in all_commands()], done.stderr
+        assert not {"Traceback", "compil", "cache"} & set(
+            re.findall(r"Traceback|compil|cache", done.stderr)
+        )
+        script = "from isobit.kernels import get_ops; print(get_ops('auto', 'bitwise').why)"
+        nowhere = {"TMPDIR": "/nonexistent", "ISOBIT_CACHE": "/nonexistent/cache"}
+        done = run_as(["-c", script], folder, packages, home, **nowhere)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "native backend: prebuilt for x86-64" in done.stdout
+        shutil.rmtree(packages / "isobit" / "kernels" / "native" / "prebuilt")
+        done = run_as(["-c", script], folder, packages, home, **nowhere)
+        assert (done.returncode, len(done.stderr.splitlines())) == (0, 1)
+        assert "cannot make the cache folder /nonexistent/cache/native: Permission" in done.stderr
 
 
 def test_other_installations_are_pure(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isobit.config import load_config, load_sft_config
-from isobit.data.dataset import Dataset
+from isobit.data import dataset
+from isobit.data.dataset import Dataset, Example, permutation
 from isobit.data.mixture import shared_out
 from isobit.errors import IsobitError
 from isobit.tasks import TaskSettings, load_task
@@ -88,6 +89,36 @@ def test_shares_are_exact_but_for_rounding(total: int, weights: list[float]) -> 
     whole = sum(map(Fraction, weights))
     for count, weight in zip(found, weights):
         assert abs(count - total * Fraction(weight) / whole) < 1
+
+
+@pytest.mark.parametrize("weights", [(1.0,) * 12, (40.0, 3.0, *[1.0] * 10)])
+def test_each_order_of_each_file_is_made_once(
+    weights: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of twelve files in three epochs, also of one that is seen many times in each; asked twice, as
+    a curriculum does. The prompts are by definition those of `permutation`."""
+    rows = [Example(i, str(i), {}, source=i % 12) for i in range(12 * 50)]
+    made = Counter[int]()
+
+    def counted(seed: int, stream: int, count: int) -> Any:
+        made[stream] += 1
+        return dataset_words(seed, stream, count)
+
+    dataset_words = dataset.random_words
+    monkeypatch.setattr(dataset, "random_words", counted)
+    mixed = Dataset(rows, 7, weights=weights)
+    found = [mixed.at(cursor).index for cursor in range(3 * len(rows)) if mixed.at(cursor)]
+    epochs = 3 + sum(-(-3 * n // 50) for n in shared_out(len(rows), weights))
+    assert set(made.values()) == {1}
+    assert len(made) == epochs
+    shares = shared_out(len(rows), weights)
+    for cursor in range(0, 3 * len(rows), 97):
+        epoch, position = divmod(cursor, len(rows))
+        place, number = permutation(len(rows), 7, epoch)[position], 0
+        while place >= shares[number]:
+            place, number = place - shares[number], number + 1
+        own, row = divmod(epoch * shares[number] + place, 50)
+        assert found[cursor] == permutation(50, 7, ((number + 1) << 40) + own)[row] * 12 + number
 
 
 def test_columns_are_each_files_own(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ An oracle drafts what will be sampled, with mistakes in it, so that drafts of ev
 
 import random
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isobit.engine import runner
+from isobit.engine import runner, speculation
 from isobit.engine.calibration import Calibrator
 from isobit.engine.engine import Engine
 from isobit.engine.record import Record
@@ -304,6 +305,28 @@ def test_what_was_sampled_before_is_drafted(most: int | str, make_engine: MakeEn
     stats = engine.stats
     assert stats.num_accepted_tokens > 0.8 * stats.num_draft_tokens > 0
     assert steps[2] < plain.stats.steps
+
+
+def test_many_long_prompts_with_short_answers_are_not_kept(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a prompt takes is counted, and is no more for a long one: the bound on tokens is one on
+    prompts too. The control: those that are kept are the newest."""
+    monkeypatch.setattr(speculation, "KEPT_TOKENS", 20 * speculation._OF_A_PROMPT)
+    engine = make_engine(fresh("fp8", "native"), kv_pages=400, num_speculative_tokens="auto")
+    drafts = engine.scheduler.speculation
+    assert drafts is not None
+    sampling = Sampling(n=1, max_new_tokens=2, seed=0)
+    prompts = [[1 + i % 9, 1 + i // 9, *[3] * (20 * (1 + i % 3))] for i in range(30)]
+    for prompt in prompts:
+        engine.generate([prompt], sampling)
+    assert len(drafts._texts) < 20
+    assert {len(key) for key in drafts._texts} == {32}
+    assert drafts._kept == sum(texts.size for texts in drafts._texts.values())
+    newest = sha256(np.array(prompts[-1], np.int32)).digest()
+    oldest = sha256(np.array(prompts[0], np.int32)).digest()
+    assert newest in drafts._texts
+    assert oldest not in drafts._texts
 
 
 def test_nothing_is_drafted_where_it_would_not_be_exact(make_engine: MakeEngine) -> None:

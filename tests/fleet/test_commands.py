@@ -173,9 +173,7 @@ def test_ray_that_is_started_here_answers_who_has_the_token(ray: Any, token: str
 def test_without_ray(tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     config = load_config(write_config(tmp_path, base_model), ["fleet.engines=1"])
-    with pytest.raises(
-        IsobitError, match=r"fleet.engines needs Ray, .*: pip install 'isobit\[ray\]'"
-    ):
+    with pytest.raises(IsobitError, match=r"fleet.engines needs Ray, .*: pip install ray$"):
         train(config)
     assert not (tmp_path / "run").exists()
 

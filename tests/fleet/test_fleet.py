@@ -2,6 +2,7 @@
 meanwhile."""
 
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from isobit.engine.engine import Engine
 from isobit.engine.types import Completion, EngineSize, Sampling
 from isobit.errors import RunFailed
 from isobit.fleet import wire
-from isobit.fleet.fleet import Fleet
+from isobit.fleet.fleet import Batch, Fleet
 from isobit.fleet.settings import FleetSettings
 from tests.models import tiny_model
 
@@ -93,6 +94,41 @@ def fleet(shared_fleet: Fleet, engine: Engine) -> Fleet:
 
 
 @pytest.mark.slow
+def test_groups_are_given_out_in_order_and_again_where_an_engine_is_gone() -> None:
+    """By definition the first that is neither done nor held; each is looked at a few times, however
+    many there are."""
+    rng, looked = random.Random(0), 0
+
+    class Done(dict[int, list[Completion]]):
+        def __contains__(self, index: object) -> bool:
+            nonlocal looked
+            looked += 1
+            return super().__contains__(index)
+
+    batch, engines = Batch(0, [], 8, Done()), [list[int]() for _ in range(4)]
+    for turn in range(4000):
+        batch.requests += [{"sampling": {"n": 1}}] * (3 if turn < 1000 else 0)
+        rng.choice(engines).clear() if rng.random() < 0.02 else None  # it died
+        held = {index for one in engines for index in one}
+        free = [
+            i
+            for i in range(len(batch.requests))
+            if not (dict.__contains__(batch.done, i) or i in held)
+        ]
+        batch.held_now(held)
+        for one in engines:
+            if rng.random() < 0.9 and len(one) < 3:
+                assert batch.free() == (free[0] if free else None)
+                if free:
+                    one.append(batch.take(free.pop(0)))
+        for one in engines:
+            if one and rng.random() < 0.7:
+                batch.done[one.pop(0)] = []
+    assert len(batch.done) == 3000
+    assert batch.free() is None
+    assert looked < 20 * 3000
+
+
 def test_completions_of_each_version(fleet: Fleet, engine: Engine) -> None:
     for factor in (1.0, 1.05, 0.9):
         change(engine, factor)

@@ -3,15 +3,18 @@ seed."""
 
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 from isobit.engine.pages import pages_needed
 from isobit.engine.types import Sampling
 from isobit.kernels import Scoring
 from isobit.model import Experts, ModelConfig
+from isobit.model.adapters.targets import NewAdapter
 from isobit.model.families import FAMILIES, Family
-from isobit.model.families.rope import Rope
+from isobit.model.families.rope import PROPORTIONAL, Rope
 from isobit.model.hub.latent import Latent
+from isobit.model.hub.layer_heads import LayerHeads
+from isobit.model.hub.layer_inputs import LayerInputs
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.model.hub.mamba import Mamba
 from isobit.model.hub.multipliers import Multipliers
@@ -36,6 +39,8 @@ class Schedule:
     max_sequences: int
     order: tuple[int, ...]
     threads: int
+    num_speculative_tokens: int | Literal["auto"] = 0
+    prefix_cache: bool = True
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,8 @@ class Learning:
 @dataclass(frozen=True)
 class Case:
     """`updates`: how often the weights are changed by a gradient step and everything is compared
-    again."""
+    again. `adapter`: what is trained in place of the weights. `turns`: tokens that are given to
+    each completion, one turn after the other, after which it goes on."""
 
     seed: int
     config: ModelConfig
@@ -64,19 +70,22 @@ class Case:
     schedules: tuple[Schedule, Schedule]
     learning: Learning
     updates: int
+    adapter: NewAdapter | None = None
+    turns: tuple[tuple[int, ...], ...] = ()
 
     def __str__(self) -> str:
         c = self.config
+        more = "" if self.adapter is None else f", adapter of rank {self.adapter.rank}"
         return (
             f"{c.family} {c.num_layers} x {c.hidden_size}, {c.num_heads}/{c.num_kv_heads} heads of "
-            f"{c.head_dim}, rope {c.rope.kind}, {self.weights} weights, {self.flow.name}"
+            f"{c.head_dim}, rope {c.rope.kind}, {self.weights} weights, {self.flow.name}{more}"
         )
 
 
 def draw(seed: int) -> Case:
     """The case of this seed."""
-    rng = Random(seed)
-    config = _model(rng)
+    rng, newer = Random(seed), Random(f"newer than others {seed}")
+    config = _gemma4(newer, _model(rng))
     lengths = _lengths(rng, config.max_positions)
     prompts = _prompts(rng, lengths, config.vocab_size)
     sampling = _sampling(rng)
@@ -96,7 +105,66 @@ def draw(seed: int) -> Case:
         weights = "heavy tails"
     # a step along a gradient would undo the cancellation
     updates = int(rng.random() < 0.4 and weights != "cancelling")
-    return Case(seed, config, flow, weights, prompts, ids, sampling, schedules, learning, updates)
+    first, second = (
+        replace(
+            schedule,
+            num_speculative_tokens=newer.choice((0, 0, 1, 3, 7, "auto")),
+            prefix_cache=newer.random() < 0.8,
+        )
+        for schedule in schedules
+    )
+    adapter = _adapter(newer) if newer.random() < 0.3 else None
+    turns = tuple(
+        _tokens(newer, newer.randint(0, 5), config.vocab_size)
+        for _ in range(newer.choice((0, 0, 1, 2)))
+    )
+    return Case(
+        seed,
+        config,
+        flow,
+        weights,
+        prompts,
+        ids,
+        sampling,
+        (first, second),
+        learning,
+        updates,
+        adapter,
+        turns,
+    )
+
+
+def _adapter(rng: Random) -> NewAdapter:
+    """Of all matrices, with a rank below and above their sides."""
+    rank = rng.choice((1, 2, 3, 8, 17, 40))
+    return NewAdapter(
+        rank, rng.choice((0.5, 1.0, 2.0)) * rank, seed=rng.randrange(100), rslora=rng.random() < 0.3
+    )
+
+
+def _gemma4(rng: Random, config: ModelConfig) -> ModelConfig:
+    """With what Gemma 4 alone has: heads that differ by layer, keys that are values, capped logits,
+    embeddings of layers, and keys that several layers read."""
+    family = FAMILIES[config.family]
+    heads, cap, inputs, rope = None, None, LayerInputs(), config.rope
+    slides = [config.slides(layer) for layer in range(config.num_layers)]
+    if family.global_head_dim is not None:
+        if rng.random() < 0.7:
+            joint, dim = rng.random() < 0.5, rng.choice((4, 8, 12, 32, 40, 128))
+            divisors = [n for n in (1, 2, 3) if config.num_heads % n == 0]
+            kv_heads = rng.choice(divisors) if joint else config.num_kv_heads
+            heads = LayerHeads(kv_heads, dim, joint)
+        if rng.random() < 0.5:
+            rope = Rope(10000.0, PROPORTIONAL, (("partial_rotary_factor", 0.5),))
+    if family.capped_logits and rng.random() < 0.7:
+        cap = rng.choice((0.5, 2.0, 6.0, 30.0))
+    if family.layer_embeddings is not None and rng.random() < 0.7:
+        reading = rng.randint(0, config.num_layers - 1)
+        if {*slides[: config.num_layers - reading]} != {*slides}:
+            reading = 0
+        width = rng.choice((4, 12, 20, 64)) if family.layer_embeddings else 0
+        inputs = LayerInputs(width, reading, bool(reading) and rng.random() < 0.5)
+    return replace(config, global_heads=heads, logit_cap=cap, inputs=inputs, rope=rope)
 
 
 def _model(rng: Random) -> ModelConfig:

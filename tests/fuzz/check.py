@@ -34,13 +34,21 @@ def check(case: Case, backend: str) -> Found:
     model = Model.init(case.config, Tokenizer.characters(ALPHABET), case.flow, 0, backend)
     fill(model.named_parameters(), case.weights, case.seed)
     model.sync()
+    if case.adapter is not None:
+        model = _adapted(model, case)
     found = Found()
     for version in range(case.updates + 1):
         when = f" after {version} update" if version else ""
-        rolled = [
+        both = [
             _roll_out(model, case, schedule, not i) for i, schedule in enumerate(case.schedules)
         ]
+        rolled, last = [first for first, _ in both], [last for _, last in both]
         _compare_schedules(rolled[0], rolled[1], f"under the second schedule{when}", found)
+        if case.turns:
+            turns = f" in {1 + len(case.turns)} turns{when}"
+            _compare_schedules(last[0], last[1], f"under the second schedule{turns}", found)
+            learner = _learner(model, case, list(last[version % 2].values()), update=False)
+            _compare_learner(last[version % 2], learner, turns, found)
         others = _arrive(model, case, case.schedules[version % 2], rolled[0])
         _compare_schedules(rolled[0], others, f"beside other requests{when}", found)
         learner = _learner(
@@ -50,15 +58,33 @@ def check(case: Case, backend: str) -> Found:
     return found
 
 
+@torch.no_grad()
+def _adapted(base: Model, case: Case) -> Model:
+    """With the case's adapter, as after updates: B is not 0."""
+    assert case.adapter is not None
+    model, generator = base.adapted(case.adapter), torch.Generator().manual_seed(case.seed)
+    for parameter in model.parameters():
+        scale = 1 / parameter.shape[1] ** 0.5
+        parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
+    model.sync()
+    return model
+
+
 def _size(schedule: Schedule) -> EngineSize:
     return EngineSize(
-        schedule.kv_pages, schedule.page_size, schedule.max_batch_tokens, schedule.max_sequences
+        schedule.kv_pages,
+        schedule.page_size,
+        schedule.max_batch_tokens,
+        schedule.max_sequences,
+        prefix_cache=schedule.prefix_cache,
+        num_speculative_tokens=schedule.num_speculative_tokens,
     )
 
 
 def _roll_out(
     model: Model, case: Case, schedule: Schedule, calibrate: bool
-) -> dict[Key, Completion]:
+) -> tuple[dict[Key, Completion], dict[Key, Completion]]:
+    """The completions of the case, and what they have become after its turns."""
     torch.set_num_threads(schedule.threads)
     engine = Engine(model, _size(schedule), record_routes=model.config.experts is not None)
     prompts = [list(case.prompts[i]) for i in schedule.order]
@@ -66,7 +92,28 @@ def _roll_out(
         engine.calibrate(prompts)
     groups = engine.generate(prompts, case.sampling, [case.prompt_ids[i] for i in schedule.order])
     engine.integrity()
-    return {(c.prompt_id, c.sample_index): c for group in groups for c in group}
+    first = {(c.prompt_id, c.sample_index): c for group in groups for c in group}
+    last = dict(first)
+    for given in case.turns:
+        _take_turn(engine, case, given, last)
+    return first, last
+
+
+def _take_turn(
+    engine: Engine, case: Case, given: tuple[int, ...], last: dict[Key, Completion]
+) -> None:
+    """Give every completion these tokens, and let it go on for a few, where there is room under
+    both schedules; a greedy one may have ended."""
+    sampling = replace(case.sampling, n=1, max_new_tokens=3)
+    room = min(schedule.kv_pages * schedule.page_size for schedule in case.schedules)
+    for completion in last.values():
+        tokens = len(completion.prompt_token_ids) + len(completion.token_ids) + len(given)
+        if tokens + sampling.max_new_tokens < min(room, case.config.max_positions):
+            engine.continue_from(completion, given, sampling)
+    while engine.num_open:
+        for _, completion in engine.step():
+            last[completion.prompt_id, completion.sample_index] = completion
+        engine.integrity()
 
 
 def _arrive(
@@ -156,7 +203,9 @@ def _learner(
         )
         if update:
             (logprobs.sum() + 0.1 * entropy.sum()).backward()
-        rows = logprobs.detach().split([len(s.completion_ids) for s in part])
+        rows = logprobs.detach().split(
+            [sum(s.completion_mask or [1] * len(s.completion_ids)) for s in part]
+        )
         results |= {(s.prompt_index, s.sample_index): row for s, row in zip(part, rows)}
     if update:
         _step(model)
@@ -203,7 +252,8 @@ def _compare_learner(
 ) -> None:
     differing, first = 0, ""
     for key, completion in rolled.items():
-        recorded = torch.tensor(completion.logprobs, dtype=torch.float32)
+        sampled = [p for p, own in zip(completion.logprobs, completion.sampled) if own]
+        recorded = torch.tensor(sampled, dtype=torch.float32)
         assert recorded.shape == learner[key].shape
         unlike = (
             (recorded.view(torch.int32) != learner[key].view(torch.int32))

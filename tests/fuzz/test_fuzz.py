@@ -1,25 +1,31 @@
 """Some seconds of fuzzing, and the controls: with a broken part the fuzzer must say so."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from isobit.engine import runner
 from isobit.engine.engine import Engine
 from isobit.engine.rows import DecodeRows
 from isobit.engine.scheduler import Scheduler
+from isobit.engine.types import Sampling
 from isobit.kernels.native import available
+from isobit.model import Model
 from isobit.model.families import FAMILIES
 from tests.models import require
 
-from . import cases
+from . import cases, check
 from .__main__ import fuzz, main
 from .weights import KINDS
 
 SEED = 20261101
 QUICK = 20261106
 """Five small cases from here on."""
+NEWER = 20261135
+"""Of these the first has an adapter, drafts that count and several turns."""
 
 
 @pytest.mark.slow
@@ -81,9 +87,38 @@ def _settings_of_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecodeRows, "advance", spread)
 
 
+def _every_draft_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "counts", lambda draft, sampled: True)
+
+
+def _turns_by_the_size_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = Engine.continue_from
+
+    def other(self: Engine, completion: Any, tokens: Any, sampling: Sampling) -> Any:
+        return go_on(self, completion, tokens, replace(sampling, seed=self.page_size))
+
+    monkeypatch.setattr(Engine, "continue_from", other)
+
+
+def _an_adapter_that_only_the_learner_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(model: Model, *arguments: Any, **given: Any) -> Engine:
+        adapter = model.transformer.adapter
+        return Engine(model if adapter is None else model.without_adapter(), *arguments, **given)
+
+    monkeypatch.setattr(check, "Engine", without)
+
+
 @pytest.mark.parametrize(
     ("break_it", "seed", "least", "said"),
     [
+        pytest.param(
+            _every_draft_counts, NEWER, 1, "have other tokens under", marks=pytest.mark.slow
+        ),
+        pytest.param(_turns_by_the_size_of_pages, NEWER, 1, "schedule in ", marks=pytest.mark.slow),
+        pytest.param(
+            *(_an_adapter_that_only_the_learner_has, NEWER, 1, "are not the learner's"),
+            marks=pytest.mark.slow,
+        ),
         (_activation_scale_per_tensor, QUICK, 3, "log-probabilities are not the learner's"),
         (_stale_weights, QUICK, 3, "log-probabilities are not the learner's"),
         (_tokens_by_place_in_the_call, QUICK, 1, "have other tokens under the second schedule"),
@@ -135,7 +170,7 @@ def test_cases_repeat_and_cover_what_they_should() -> None:
     assert {case.config.family for case in drawn} == set(FAMILIES)
     assert {case.weights for case in drawn} == set(KINDS)
     assert {kind for case in drawn for kind in case.config.kinds} == {*cases.PARTS}
-    kinds = {"default", "linear", "llama3", "longrope", "yarn"}
+    kinds = {"default", "linear", "llama3", "longrope", "proportional", "yarn"}
     assert {case.config.rope.kind for case in drawn} == kinds
     assert {case.flow.name.partition("[")[0] for case in drawn} == {
         "bf16",
@@ -163,5 +198,15 @@ def test_cases_repeat_and_cover_what_they_should() -> None:
         [case.learning.share_prompts for case in drawn],
         [any(len(set(prompt)) == 1 < len(prompt) for prompt in case.prompts) for case in drawn],
         [max(map(len, case.prompts)) > 256 for case in drawn],
+        [case.adapter is not None for case in drawn],
+        [len(case.turns) == 2 for case in drawn],
+        [any(s.num_speculative_tokens == "auto" for s in case.schedules) for case in drawn],
+        [all(s.num_speculative_tokens != 0 for s in case.schedules) for case in drawn],
+        [all(s.prefix_cache for s in case.schedules) for case in drawn],
+        [case.config.global_heads is not None for case in drawn],
+        [bool(case.config.global_heads and case.config.global_heads.joint) for case in drawn],
+        [case.config.logit_cap is not None for case in drawn],
+        [case.config.inputs.embedded > 0 for case in drawn],
+        [case.config.inputs.reading > 0 for case in drawn],
     ):  # fmt: skip
         assert 10 < sum(what) < 590

@@ -42,7 +42,7 @@ TESTS = (
 )  # fmt: skip
 _BUILD = (
     "from isobit.kernels.native import build, recipe; build.compiled(recipe.compiler(), "
-    "build.cache_directory())"
+    "build.cache_directory('native'))"
 )
 _FAULT = (
     "import sys, torch; from isobit.kernels.native.build import library;data = "

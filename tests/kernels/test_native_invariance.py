@@ -19,6 +19,7 @@ from torch import Tensor
 
 from isobit.errors import IsobitError
 from isobit.kernels import KVStore, Layout, Operand, Ops, Packed, get_ops, tensors_of
+from isobit.kernels.cache import CacheUnusable
 from isobit.kernels.native import available, build, recipe
 from isobit.precision import BF16, E4M3, FP32, INT8, QuantSpec, quantize
 
@@ -280,11 +281,13 @@ def test_no_compiler_is_a_reason_and_not_a_crash(
 
 def test_the_cache_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ISOBIT_CACHE", str(tmp_path / "mine"))
-    folder = build.cache_directory()
+    folder = build.cache_directory("native")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o777)
-    with pytest.raises(build.BuildFailed, match="can be written by others"):
-        build.cache_directory()
+    with pytest.raises(CacheUnusable, match="can be written by others"):
+        build.cache_directory("native")
+    with pytest.raises(IsobitError, match="can be written by others"):
+        build._opened.__wrapped__()
 
 
 @pytest.mark.slow

@@ -93,6 +93,12 @@ def test_the_text_of_a_model_that_sees_is_taken(name: str, naming: str, tmp_path
     )
     assert type(alone).__name__ == FAMILIES[mine.config.family].architecture
     assert float((oracle_logits(alone, sequence) - wanted).abs().max()) <= 1e-5
+    (named,) = read_json(tmp_path / "text" / "config.json")["architectures"]
+    for auto in (transformers.AutoModelForCausalLM, getattr(transformers, named)):
+        opened, report = auto.from_pretrained(tmp_path / "text", output_loading_info=True)
+        assert type(opened) is type(alone)
+        assert not report["missing_keys"] | report["unexpected_keys"] | report["mismatched_keys"]
+    assert not Model.load(tmp_path / "text", "float32").config.wrapped
 
 
 def _rename(folder: Path, naming: str) -> None:

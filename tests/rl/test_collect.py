@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from isobit.rl import Group, ResolvedObjective
-from isobit.rl.algorithm.credit import StepBatch, assign_credit
+from isobit.rl.algorithm.advantages import Advantage
+from isobit.rl.algorithm.credit import StepBatch, _sum, assign_credit
 from tests.rl.helpers import group, indices
 
 
@@ -144,6 +145,24 @@ def test_a_batch_that_waits_keeps_what_it_will_be_measured_by() -> None:
 DECOUPLED = ResolvedObjective(
     advantage="grpo", decoupled_rewards=True, reward_weights=(("right", 1.0), ("short", 0.5))
 )
+
+
+@pytest.mark.parametrize(
+    ("parts", "wanted"),
+    [
+        ([(1.0, (1.0, 2.0)), (1.0, 0.5)], (1.5, 2.5)),
+        ([(2.0, 0.5), (1.0, (1.0, 2.0)), (1.0, None), (-1.0, 3)], (-1.0, 0.0)),
+        ([(1.0, 0.5), (2.0, 0.25)], 1.0),
+        ([(1.0, (1.0, 2.0)), (0.5, (2.0, 2.0))], (2.0, 3.0)),
+        ([(1.0, ()), (1.0, 0.5)], ()),
+    ],
+)
+def test_a_number_is_that_of_every_token(
+    parts: list[tuple[float, Advantage | None]], wanted: Advantage
+) -> None:
+    """Where a function gives numbers for some groups and lists for others; the controls: only one
+    kind."""
+    assert _sum(parts) == wanted
 
 
 def test_decoupled_rewards_keep_what_the_sum_confuses() -> None:

@@ -1,9 +1,14 @@
 """The replay buffer: what it keeps, what it draws, and that draws repeat."""
 
+import math
+import sys
 from collections import Counter
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from isobit.rl.algorithm import replay
 from isobit.rl.algorithm.replay import ReplayBuffer, ReplaySettings
 from tests.rl.helpers import group, indices
 
@@ -46,6 +51,30 @@ def test_chances_follow_age_and_spread() -> None:
     assert hits[0] / 3000 == pytest.approx(0.5, abs=0.04)
     assert hits[1] / 3000 == pytest.approx(0.25, abs=0.04)
     assert hits[2] / 3000 == pytest.approx(0.25, abs=0.04)
+
+
+def test_weights_too_small_for_a_float_are_drawn_in_the_same_order() -> None:
+    """A half-life that leaves nothing of an old group's weight ended a run; the control: where no
+    weight is so small, the logarithms draw the same groups, and the times are as they were."""
+    settings = ReplaySettings(capacity=9, groups_per_step=2, max_staleness=99, half_life=0.05)
+    buffer = ReplayBuffer(settings, 0)
+    buffer.add([group(i, 0.0, 1.0, step=20 * i) for i in range(4)])
+    assert indices(buffer.draw(60)) == [2, 3]
+    assert indices(buffer.draw(99)) == [2, 3]
+    for seed in range(300):
+        ordinary = ReplayBuffer(ReplaySettings(capacity=9, groups_per_step=4, half_life=1.5), seed)
+        ordinary.add([group(i, 0.0, 1.0 + i % 2, step=i) for i in range(8)])
+        uniform = np.random.default_rng(seed).random(8).tolist()
+        times = ordinary._times(uniform, 8)
+        spreads = [0.5 + 0.5 * (i % 2) for i in range(8)]
+        assert times == [
+            -math.log1p(-u) / (2.0 ** (-(8 - i) / 1.5) * spreads[i]) for i, u in enumerate(uniform)
+        ]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "float_info", SimpleNamespace(min=1e9))  # all are too small
+            patch.setattr(replay, "_log", math.log)
+            logs = ordinary._times(uniform, 8)
+        assert np.argsort(logs).tolist() == np.argsort(times).tolist()
 
 
 def test_off_by_default() -> None:

@@ -16,10 +16,12 @@ from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.model import Model
 from isobit.rl.optim.sharded import ShardedOptimizer
+from isobit.run import completions, ends
 from isobit.run.certificate import CERTIFICATE
 from isobit.run.checkpoints import all_checkpoints, file_digest, newest
-from isobit.run.completions import COMPLETIONS, lines, members, parse
+from isobit.run.completions import COMPLETIONS, lines, members, pack, parse
 from isobit.run.directory import METRICS, Lock, RunDirectory, read_jsonl
+from isobit.run.ends import damaged_steps
 from isobit.training.train import resume, train
 from tests.runs import fingerprint, write_config
 
@@ -111,6 +113,45 @@ LOGS: dict[str, tuple[Callable[[Path], None], str]] = {
     "quantization cut off": (_shorten("quantization.jsonl"), "quantization.jsonl has "),
     "the certificate cut off": (_shorten(CERTIFICATE), "certificate.jsonl has "),
 }
+
+
+def test_of_many_completions_the_newest_are_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the run was; of the others a header that has changed is found, and without the
+    bound (the control) a flipped bit too."""
+    path, rows = tmp_path / COMPLETIONS, [{"step": 0, "text": "some of it"}]
+    path.write_bytes(
+        b"".join(pack([{**row, "step": step} for row in rows]) for step in range(1, 41))
+    )
+    every, whole = list(members(path)), path.read_bytes()
+    unpacked = list[int]()
+    monkeypatch.setattr(
+        completions, "lines", lambda p, member: unpacked.append(member.start) or lines(p, member)
+    )
+
+    def told(*places: int, bound: int) -> list[str]:
+        content = bytearray(whole)
+        for place in places:
+            content[place] ^= 1
+        path.write_bytes(content)
+        unpacked.clear()
+        monkeypatch.setattr(ends, "_UNPACKED", bound)
+        return damaged_steps(path, len(whole))
+
+    newest = len(whole) - every[-3].start
+    assert told(bound=newest) == []
+    assert unpacked == [member.start for member in every[-3:]]
+    bit, header, late = (every[4].start + 40, every[9].start + 17, every[38].start + 40)
+    assert told(bit, bound=newest) == []
+    assert told(bit, bound=len(whole)) == [f"{COMPLETIONS}: completions are damaged, of step 5"]
+    assert told(bit, header, late, bound=newest) == [
+        f"{COMPLETIONS}: completions are damaged, of step 10, step 39"
+    ]
+    assert len(unpacked) <= 5
+    assert told(bit, bit + every[4].length, bound=len(whole)) == [
+        f"{COMPLETIONS}: completions are damaged, of step 5, the next"
+    ]
 
 
 @pytest.mark.parametrize("name", LOGS)

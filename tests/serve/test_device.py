@@ -182,7 +182,7 @@ def test_the_first_token_takes_one_step(folder: Path) -> None:
         with Asked(folder, **sizes) as asked:
             asked.sample("first", max_new_tokens=1)
             assert [type(event) for event in asked.all("first")] == [Begun, Token, Done]
-            assert asked.device.totals.steps == steps
+            assert asked.device.steps == steps
 
 
 def test_turns() -> None:

@@ -1,12 +1,13 @@
 """OpenAI's own client, unmodified, against a server; and what is refused, in its words."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from .helpers import Running
+from .helpers import Running, serving
 
 MESSAGES: Any = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+2="}]
 TOOLS: Any = [
@@ -62,7 +63,9 @@ def test_completions(client: openai.OpenAI) -> None:
             texts[piece.index] += piece.text
         usage = chunk.usage or usage
     assert texts == [choice.text for choice in whole.choices]
-    assert usage == whole.usage
+    assert usage is not None
+    told = {"prompt_tokens_details": None}  # the second time more is found in the cache
+    assert usage.model_copy(update=told) == whole.usage.model_copy(update=told)
 
 
 def test_several_prompts_and_token_ids(client: openai.OpenAI) -> None:
@@ -290,6 +293,81 @@ def test_token_route(server: Running) -> None:
         assert [e["token"] for e in mine["logprobs"]["content"]] == [
             f"token_id:{t}" for t in mine["token_ids"]
         ]
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("key", ["max_tokens", "max_completion_tokens"])
+def test_more_tokens_than_the_context_has_are_refused(
+    server: Running, route: str, key: str
+) -> None:
+    """In vLLM's words; the controls are as many as it has, and a request that names none."""
+    prompt: Any = (
+        {"prompt": "abc"} if route == "/v1/completions" else {"messages": MESSAGES, "seed": 4}
+    )
+    value = prompt | {"ignore_eos": True}
+    length = server.post(route, prompt | {"max_tokens": 1}).json()["usage"]["prompt_tokens"]
+    room = 256 - length
+    found = server.post(route, value | {key: room + 1})
+    assert found.status_code == 400
+    assert found.json()["error"]["message"] == (
+        f"'max_tokens' or 'max_completion_tokens' is too large: {room + 1}. This model's maximum "
+        f"context length is 256 tokens and your request has {length} input tokens "
+        f"({room + 1} > 256 - {length})."
+    )
+    assert server.post(route, value | {key: room}).json()["usage"]["total_tokens"] == 256
+    assert server.post(route, value).status_code == 200
+
+
+def test_more_ids_than_the_context_has_are_refused(server: Running) -> None:
+    """Also behind the longest of several prompts."""
+    route = "/inference/v1/generate"
+    for wanted, status in ((254, 200), (255, 400)):
+        asked = {"token_ids": [5, 6], "sampling_params": {"max_tokens": wanted}}
+        assert server.post(route, asked).status_code == status
+    several = {"prompt": [[5], [5] * 10], "max_tokens": 247}
+    found = server.post("/v1/completions", several)
+    assert (found.status_code, "10 input tokens" in found.text) == (400, True)
+
+
+def test_a_model_is_found_by_its_path(
+    server: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, relative or with a slash, however the server was given it, and as the link that it was
+    given; the control is another folder."""
+    monkeypatch.chdir(folder)
+    (folder / "linked").symlink_to(folder / "base")
+    try:
+        for path, status in ((f"{folder}/base", 200), ("base/", 200), ("linked", 404)):
+            found = server.post("/v1/completions", {"model": path, "prompt": "a"})
+            assert found.status_code == status, path
+        with serving(Path("linked")) as relative:
+            for path in ("linked", f"{folder}/linked", f"{folder}/base", "./linked/", "base"):
+                found = relative.post("/v1/completions", {"model": path, "prompt": "a"})
+                assert found.status_code == 200, path
+            for path in ("", ".", "..", f"{folder}", "base\0", "a" * 100_000, "math"):
+                found = relative.post("/v1/completions", {"model": path, "prompt": "a"})
+                assert found.status_code == 404, path
+            listed = relative.get("/api/v1/get_server_capabilities").json()["supported_models"]
+            assert [one["model_name"] for one in listed] == [f"{folder}/linked", "tiny"]
+    finally:
+        (folder / "linked").unlink()
+
+
+def test_tools_that_the_template_does_not_show_are_refused(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The controls: a template that shows them, and a choice of none."""
+    value: Any = {"messages": MESSAGES, "max_tokens": 1, "tools": TOOLS}
+    assert server.post("/v1/chat/completions", value).status_code == 200
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(server.gateway.tokenizer, "chat_template", plain)
+    for route in ("/v1/chat/completions", "/tokenize"):
+        asked = value if route == "/v1/chat/completions" else {**value, "max_tokens": None}
+        found = server.post(route, asked)
+        assert found.status_code == 400
+        assert "tools: the model's chat template shows none" in found.text
+    assert server.post("/v1/chat/completions", value | {"tool_choice": "none"}).status_code == 200
+    assert server.post("/v1/chat/completions", value | {"tools": []}).status_code == 200
 
 
 def test_metrics(server: Running) -> None:

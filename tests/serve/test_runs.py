@@ -69,6 +69,19 @@ def step(server: Running, run: str, number: int) -> httpx.Response:
     )
 
 
+@pytest.mark.parametrize(
+    "name", ["learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"]
+)
+def test_a_number_that_is_none_is_refused(trainer: Running, name: str) -> None:
+    """The client writes NaN as null, and the default would train. The control leaves it out."""
+    run = new(trainer)
+    for number, adam in ((1, {name: None}), (2, {})):
+        asked = {"model_id": run, "seq_id": number, "adam_params": adam}
+        found = answer(trainer, trainer.post("/api/v1/optim_step", asked)).json()
+        refused = f"{name}: expected a number, got null, which NaN becomes" in str(found)
+        assert refused is bool(adam), found
+
+
 def weights(server: Running, run: str) -> bytes:
     tensors = run_of(server, run).trains.adapter().tensors
     return b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors))

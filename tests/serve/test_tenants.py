@@ -73,6 +73,87 @@ def test_who_has_as_many_answers_open_as_may_be_is_told_alone(narrow: Running) -
         assert [each.result().status_code for each in going] == [200] * 3
 
 
+def cached(server: Running, tenant: int, prompt: str, **more: Any) -> int:
+    """How many tokens of a prompt were found in the cache."""
+    value = {"prompt": prompt, "max_tokens": 1, "seed": 1, **more}
+    found = asked(server, tenant, "/v1/completions", value).json()
+    return int(found["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_nobody_finds_what_another_has_asked(narrow: Running) -> None:
+    """A prompt's pages are found by who has asked it, and with the same salt. The answer is the
+    same."""
+    prompt = "a secret of the first tenant's"
+    assert [cached(narrow, who, prompt) for who in (0, 0, 1, 1)] == [0, 28, 0, 28]
+    salted = [{"cache_salt": salt} for salt in ("a", "b", "a")]
+    assert [cached(narrow, 0, prompt, **one) for one in salted] == [0, 0, 28]
+    assert cached(narrow, 1, prompt, cache_salt="a") == 0
+    value = {"prompt": prompt, "max_tokens": 3, "seed": 1, "logprobs": 1}
+    answers = [
+        asked(narrow, who, "/v1/completions", value | more).json()["choices"]
+        for who, more in ((0, {}), (1, {}), (0, {"cache_salt": "c"}))
+    ]
+    assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/inference/v1/generate"])
+def test_a_salt_is_a_text(narrow: Running, route: str) -> None:
+    key, value = ("prompt", "ab") if route == "/v1/completions" else ("token_ids", [5, 6])
+    for salt, status in (("", 400), (3, 400), ("a", 200), (None, 200)):
+        found = asked(narrow, 0, route, {key: value, "cache_salt": salt})
+        assert found.status_code == status, found.text
+        assert status == 200 or "cache_salt: expected a string" in found.text
+
+
+def test_a_stream_tells_what_was_cached(narrow: Running) -> None:
+    more = {"stream": True, "stream_options": {"include_usage": True}}
+    value = {"prompt": "a prompt for streams", "max_tokens": 1}
+    assert cached(narrow, 0, str(value["prompt"])) == 0
+    found = asked(narrow, 0, "/v1/completions", value | more).text
+    assert '"prompt_tokens_details":{"cached_tokens":16}' in found.replace(": ", ":")
+
+
+def numbers(server: Running, tenant: int) -> dict[str, float]:
+    """What a tenant sees of the server's counters."""
+    headers = {"Authorization": f"Bearer {TOKENS[tenant]}"}
+    text = httpx.get(f"{server.url}/metrics", headers=headers, timeout=60).text
+    lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, value in lines}
+
+
+def test_a_tenant_sees_its_own_counters(narrow: Running) -> None:
+    """The first one, who is the operator, sees those of all."""
+    before = [numbers(narrow, who) for who in (0, 1)]
+    for _ in range(2):
+        cached(narrow, 0, "counted for the first tenant")
+    after = [numbers(narrow, who) for who in (0, 1)]
+
+    def grown(who: int, name: str) -> float:
+        return (
+            after[who][f"isobit_{name}_tokens_total"] - before[who][f"isobit_{name}_tokens_total"]
+        )
+
+    assert [grown(0, name) for name in ("prompt", "cached", "sampled")] == [56, 24, 2]
+    assert [grown(1, name) for name in ("prompt", "cached", "sampled")] == [0, 0, 0]
+    cached(narrow, 1, "counted for both")
+    for who in (0, 1):
+        assert numbers(narrow, who)["isobit_prompt_tokens_total"] == (
+            after[who]["isobit_prompt_tokens_total"] + 16
+        )
+    own = numbers(narrow, 1)
+    assert all('tenant="1"' in name for name in own if name.startswith("isobit_requests"))
+    assert any('route="/v1/completions"' in name for name in own)
+    others = {name.partition("{")[0] for name in own}
+    assert others == {
+        "isobit_requests_created",
+        "isobit_requests_total",
+        *(f"isobit_{name}_tokens_total" for name in ("sampled", "prompt", "cached")),
+    }
+    everything = numbers(narrow, 0)
+    assert any('tenant="1"' in name for name in everything)
+    assert "isobit_free_pages" in everything
+
+
 @pytest.fixture
 def session(narrow: Running) -> Iterator[str]:
     """Of the first tenant."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from isobit.config import load_config
+from isobit.monitor.trackers.settings import MlflowConfig
 from isobit.training.train import train
 from tests.runs import write_config
 
@@ -28,9 +29,23 @@ Refused = Callable[..., str]
             "tracking: wandb.api_key: credentials do not belong into a config",
         ),
         ("mlflow.token=s3cret", "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"),
-        (
-            "mlflow.uri='https://me:s3cret@host'",
-            "tracking.mlflow.uri: a password does not belong into a config",
+        *(
+            (
+                f"mlflow.uri='{uri}'",
+                "tracking.mlflow.uri: a password or a token does not belong into a config",
+            )
+            for uri in (
+                "https://me:s3cret@host",
+                "https://me:s3@cret@host",
+                "http://s3cret@host:5000/path",
+                "http://host:5000?token=s3cret",
+                "https://host/path?a=b&access_token=s3cret",
+                "https://host/#api_key=s3cret",
+                "https://host/?%74oken=s3cret",
+                "HTTPS://host/?X-Auth=s3cret",
+                "postgresql://me:s3cret@host/db",
+                "postgresql://host/db?user=me&password=s3cret",
+            )
         ),
         (
             "wandb.entitty=me",
@@ -48,6 +63,22 @@ def test_wrong_values(
     assert message in line
     assert "s3cret" not in line
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "http://host:5000",
+        "http://[::1]:5000/path?workspace=a@b",
+        "postgresql://me@host/db?sslkey=client.key",
+        "sqlite:////tmp/a@b.db",
+        "file:/tmp/a:b@c",
+        "databricks://profile",
+    ],
+)
+def test_an_address_without_credentials_is_taken(uri: str) -> None:
+    """The control."""
+    assert MlflowConfig(uri=uri).uri == uri
 
 
 @pytest.fixture

@@ -345,7 +345,7 @@ def test_without_its_packages(tmp_path: Path, base: Path, monkeypatch: pytest.Mo
     for name in [each for each in sys.modules if each.startswith("isobit.serve.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(IsobitError, match=r"serve.port needs uvicorn: pip install 'isobit\[serve"):
+    with pytest.raises(IsobitError, match=r"serve.port needs uvicorn: pip install .*uvicorn"):
         run_with(tmp_path, base, port=free_port())
 
 
@@ -402,3 +402,46 @@ def test_time_is_given_by_share() -> None:
     assert allowance.left == pytest.approx(2.0, abs=0.5)
     allowance.spend(work, free=True)
     assert allowance.left == pytest.approx(2.0, abs=0.5)
+
+
+def test_what_other_threads_take_is_of_the_share() -> None:
+    """Texts take at most half of it in the end, and requests the rest, however much is asked; each
+    second of theirs is told. The control asks for no texts."""
+    for texts, most in ((True, 50.0), (False, 0.0)):
+        now, charged, computed = [0.0], 0.0, 0.0
+        allowance = Allowance(0.25, lambda now=now: now[0])  # type: ignore[misc]
+
+        def work(now: list[float] = now) -> None:
+            now[0] += 0.5
+
+        for _ in range(100):
+            allowance.step()
+            for _ in range(6):
+                now[0] += 0.5
+                if texts and allowance.open():
+                    allowance.charge(2.0)  # a long text, in another thread
+                    charged += 2.0
+                allowance.earn()
+                while allowance.left > 0:
+                    allowance.spend(work)
+                    computed += 0.5
+        assert allowance.used == pytest.approx(charged + computed)
+        assert charged <= most + 2.5
+        assert charged + computed <= 100.0 + 3.0
+        assert computed >= 100.0 - most - 3.0
+
+
+def test_a_text_waits_until_its_time_has_come() -> None:
+    """By the clock alone: also while nobody counts, as in a long update."""
+    now = [0.0]
+    allowance = Allowance(0.25, lambda: now[0])
+    assert allowance.open()
+    allowance.charge(1.0)
+    assert not allowance.open()
+    now[0] = 5.0
+    assert not allowance.open()
+    now[0] = 5.5
+    assert allowance.open()
+    allowance.earn()
+    assert allowance.open()
+    assert allowance.left == pytest.approx(5.5 / 6)

@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from isobit.config import ArchitectureConfig, SftConfig, load_sft_config
 from isobit.config.load import in_its_order
 from isobit.config.reading import override
+from isobit.data.dataset import Example
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError, RunFailed
@@ -38,6 +39,7 @@ from isobit.training.sft.base import cached_model
 from isobit.training.sft.batches import SupervisedBatches
 from isobit.training.sft.held_out import HeldOutAnswers
 from isobit.training.sft.initial import architecture_of
+from isobit.training.sft.parts import load_supervised
 from isobit.training.train import resume, train_supervised
 
 WriteConfig = Callable[..., Path]
@@ -219,6 +221,51 @@ def test_a_base_has_the_bits_of_the_run_and_goes_on_where_it_was(
 def test_another_config_is_another_model(config: WriteConfig, changes: dict[str, object]) -> None:
     first = cached_model(str(config()), quiet=True)
     assert cached_model(str(config(**changes)), quiet=True) != first
+
+
+@pytest.mark.parametrize(
+    ("stops", "changes", "same"),
+    [
+        (True, "held out", False),
+        (False, "held out", True),
+        (False, "train", False),
+        (False, "file", False),
+        (True, None, True),
+    ],
+)
+def test_a_base_is_known_by_what_decides_about_it(
+    stops: bool, changes: str | None, same: bool, config: WriteConfig
+) -> None:
+    """Held-out rows decide where an evaluation may end its making, and only there."""
+    asked = {"every": 2, "stop_at": 0.5} if stops else {"every": 2}
+    loaded = load_sft_config(config(evaluation=asked))
+    task = load_supervised(loaded)
+    first = base._identity(loaded, task)
+
+    def other(examples: Sequence[Example]) -> list[Example]:
+        if changes == "file":
+            return [replace(examples[0], source=1), *examples[1:]]
+        return [replace(examples[0], columns={"answer": "another"}), *examples[1:]]
+
+    name = "held_out" if changes == "held out" else "train"
+    if changes is not None:
+        split = getattr(task, name)
+        task = replace(task, **{name: replace(split, examples=other(split.examples))})
+    assert (base._identity(loaded, task) == first) == same
+
+
+def test_what_ends_one_file_does_not_begin_the_next(config: WriteConfig, tmp_path: Path) -> None:
+    """Nor is a folder of weights held in memory to be hashed: it is read in pieces."""
+    folder = made(load_sft_config(config()))
+    loaded = load_sft_config(config(model={"path": str(folder)}))
+    task = load_supervised(loaded)
+    first = base._identity(loaded, task)
+    (folder / "a.x").write_bytes(b"one")
+    (folder / "b.x").write_bytes(b"two")
+    both = base._identity(loaded, task)
+    (folder / "a.x").write_bytes(b"onet")
+    (folder / "b.x").write_bytes(b"wo")
+    assert len({first, both, base._identity(loaded, task)}) == 3
 
 
 def test_a_precision_with_other_formats_is_another_model(
@@ -409,7 +456,8 @@ def test_two_runs_that_begin_at_once_make_their_base_once(
     assert len(makings) == len(found) == 1
     monkeypatch.setenv("ISOBIT_CACHE", str(tmp_path / "sft.yaml"))
     with pytest.raises(
-        IsobitError, match=r"cannot write the cache .*/sft: .*sft.yaml is a file; set ISOBIT_CACHE"
+        IsobitError,
+        match=r"cannot make the cache folder .*/sft: .*sft.yaml is a file; set ISOBIT_CACHE",
     ):
         cached_model(path)
 

@@ -184,7 +184,7 @@ class EngineConfig(EngineSize):
 @dataclass(frozen=True)
 class ServeConfig:
     """The policy over OpenAI's routes while it trains, on 127.0.0.1 (`pip install
-    'isobit[serve]'`). No bit of the run depends on it."""
+    starlette uvicorn prometheus-client`). No bit of the run depends on it."""
 
     port: Annotated[
         int | None, at_least(0), at_most(65535), "where it listens; 0: any that is free"

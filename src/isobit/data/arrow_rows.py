@@ -34,7 +34,7 @@ def parquet_rows(path: Path) -> Iterator[Row]:
         import pyarrow.parquet as parquet
     except ImportError:
         raise IsobitError(
-            f'{path}: Parquet needs pyarrow; install it with: pip install "isobit[data]"'
+            f"{path}: Parquet needs pyarrow; install it with: pip install pyarrow"
         ) from None
     try:
         most = most_unpacked(check_readable(path))
@@ -54,7 +54,7 @@ def saved_dataset_rows(path: Path) -> Iterator[Row]:
     except ImportError:
         raise IsobitError(
             f"{path}: a directory of save_to_disk needs datasets; install it with: pip install "
-            '"isobit[data]"'
+            "datasets"
         ) from None
     try:
         table = datasets.load_from_disk(str(path)).with_format("arrow")[:]

@@ -13,7 +13,7 @@ rather than use a `Generator` method, whose stream numpy may change. Left out: r
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 from isobit.data.answers import NoAnswer, answer_messages, content_text
@@ -74,23 +74,32 @@ class Example:
 class Dataset:
     """Examples in the order of their source, and a seeded endless order over them. What is held out
     may be empty. `weights`: of the files that the examples are of, where they have some; `stream`:
-    of random words, the first epoch's."""
+    of random words, the first epoch's; `orders_kept`: of how many epochs at a time: two meet in a
+    step."""
 
     examples: Sequence[Example]
     seed: int = 0
     shuffle: bool = True
     weights: tuple[float, ...] = ()
     stream: int = 0
+    orders_kept: int = 2
+    _orders: dict[int, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.examples)
 
-    def order(self, epoch: int) -> tuple[int, ...]:
+    def order(self, epoch: int) -> Sequence[int]:
         """The permutation of 0..len-1 in which `epoch` visits the examples, or the places of files
         with weights."""
         if not self.shuffle:
-            return tuple(range(len(self)))
-        return permutation(len(self), self.seed, self.stream + epoch)
+            return range(len(self))
+        if epoch not in self._orders:
+            while len(self._orders) >= self.orders_kept:
+                first = min(self._orders)
+                del self._orders[first if epoch > first else max(self._orders)]
+            self._orders[epoch] = _shuffled(len(self), self.seed, self.stream + epoch)
+        found: Sequence[int] = self._orders[epoch]
+        return found
 
     def at(self, cursor: int) -> Example:
         """The example at absolute position `cursor` >= 0 of the run. Raises IsobitError where there
@@ -98,7 +107,7 @@ class Dataset:
         if not len(self):
             raise IsobitError("the training data has no examples")
         epoch, position = divmod(cursor, len(self))
-        place = self.order(epoch)[position]
+        place = int(self.order(epoch)[position])
         if not self.weights:
             return self.examples[place]
         for own, count in self._files:
@@ -119,18 +128,25 @@ class Dataset:
                     f"task.files.{number}: none of its rows is left to train on; leave the file out"
                 )
             stream = (number + 1) << _STREAMS_OF_A_FILE
-            found.append((Dataset(own, self.seed, self.shuffle, stream=stream), count))
+            kept = count // len(own) + 2  # of a small file with a large weight, an epoch has many
+            one = Dataset(own, self.seed, self.shuffle, stream=stream, orders_kept=kept)
+            found.append((one, count))
         return tuple(found)
 
 
-@lru_cache(maxsize=8)  # the stream asks for the same epoch once per prompt
 def permutation(size: int, seed: int, stream: int) -> tuple[int, ...]:
     """A permutation of 0..size-1 that depends on the arguments only: the stable argsort of Philox
     words."""
+    return tuple(_shuffled(size, seed, stream).tolist())
+
+
+def _shuffled(size: int, seed: int, stream: int) -> Any:
+    """The permutation as an array."""
     # here: a reward worker never shuffles, and starts in a third of the time without numpy
     import numpy as np
 
-    return tuple(np.argsort(random_words(seed, stream, size), kind="stable").tolist())
+    found = np.argsort(random_words(seed, stream, size), kind="stable")
+    return found.astype(np.int32 if size < 2**31 else np.int64)
 
 
 def random_words(seed: int, stream: int, count: int) -> Any:

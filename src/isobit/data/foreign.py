@@ -13,6 +13,7 @@ import json
 import os
 import re
 import stat
+from json.scanner import py_make_scanner
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,10 @@ _POINTERS = {
     b"/annex/objects/": "a pointer of git-annex, not the file itself; `git annex get` brings it",
 }
 _LONGEST_POINTER = 1024  # bytes; by its specification
-_LONG_NUMBER = re.compile(rf"\d{{{MOST_DIGITS + 1}}}")
+MOST_CONTAINERS = 1 << 17
+"""Lists and objects of a text that is read patiently."""
+_PLAIN = 1 << 14  # values that the library reads at once
+_LONG_NUMBER = re.compile(rf"(?<!\d)\d{{{MOST_DIGITS + 1}}}")  # of each number one look
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -105,13 +109,34 @@ def reason_of(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises BadJson."""
+class _Patient(json.JSONDecoder):
+    """Reads structure in Python, so that other threads run meanwhile, and strings as the library
+    does. Raises BadJson for more lists and objects than are read."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self._left = MOST_CONTAINERS
+        arrays, objects = self.parse_array, self.parse_object
+        self.parse_array = lambda *given: self._counted() or arrays(*given)
+        self.parse_object = lambda *given: self._counted() or objects(*given)
+        self.scan_once = py_make_scanner(self)
+
+    def _counted(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise BadJson(f"more than {MOST_CONTAINERS:,} lists and objects")
+
+
+def parse_json(text: str, patient: bool = False) -> Any:
+    """Read the value of a JSON text; `patient`: without keeping other threads waiting, where it has
+    many values. Raises BadJson."""
     if text.startswith("\ufeff"):
         raise BadJson("it begins with a byte order mark; save it as UTF-8 without one")
     try:
         long = _whole if _LONG_NUMBER.search(text) else None
-        value = json.loads(text, parse_int=long, object_pairs_hook=_object)
+        many = patient and sum(map(text.count, "[{,")) > _PLAIN
+        kind = _Patient if many else None
+        value = json.loads(text, cls=kind, parse_int=long, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise BadJson(error.msg, error.lineno, error.colno) from None
     except RecursionError:
@@ -126,8 +151,8 @@ def parse_json(text: str) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        seen = set[str]()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise BadJson(f"key {brief(twice)!r} comes twice in one object")
     return found
 

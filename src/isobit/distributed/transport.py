@@ -30,6 +30,7 @@ from isobit.distributed.siblings import end_siblings
 from isobit.errors import RankLost, RunFailed
 
 _FAILED = "failed"
+_PADDED_BYTES = 1 << 20
 # in which a rank that failed says why, before the others report that its connection is gone
 _GRACE_S = 3.0
 
@@ -99,12 +100,29 @@ class TorchRanks(Ranks):
         with self._failures("gather"):
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(sizes, torch.tensor([len(data)]))
-            longest = max(int(size) for size in sizes)
+            lengths = [int(size) for size in sizes]
+            found = self._of_all(mine, lengths)
+        return [part[:length].numpy().tobytes() for part, length in zip(found, lengths)]
+
+    def _of_all(self, mine: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """The bytes of each rank. Messages may differ in length, and often one rank alone has
+        something to say: where they are not short, each rank sends its own, so that none has more
+        than what was said; short ones are padded, for one exchange of all."""
+        longest = max(lengths)
+        if longest * self.size <= _PADDED_BYTES:
             padded = torch.zeros(longest, dtype=torch.uint8)
-            padded[: len(data)] = mine
+            padded[: len(mine)] = mine
             found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
             dist.all_gather(found, padded)
-        return [part[: int(size)].numpy().tobytes() for part, size in zip(found, sizes)]
+            return found
+        found = [
+            mine if rank == self.rank else torch.empty(length, dtype=torch.uint8)
+            for rank, length in enumerate(lengths)
+        ]
+        for rank, part in enumerate(found):
+            if part.numel():
+                dist.broadcast(part, rank)
+        return found
 
     def prepare(self, sets: Sequence[range]) -> None:
         backend = "nccl" if self.device.type == "cuda" else "gloo"

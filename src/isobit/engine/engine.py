@@ -207,9 +207,11 @@ class Engine:
         prompt_id: int = 0,
         sample_index: int = 0,
         adapter: str | None = None,
+        salt: Hashable = None,
     ) -> Request:
         """Ask for `sampling.n` completions of a prompt, while others run or not; by an `adapter`
-        that the model serves (`Model.serving`), by default by the base alone.
+        that the model serves (`Model.serving`), by default by the base alone. Pages of the prefix
+        cache are shared by requests of one `salt`: others cannot tell what was asked.
 
         The same (prompt, sampling, prompt_id, sample_index) gives the same completions whatever
         else runs: token t of the prompt and what follows it, in sample s, is drawn with the random
@@ -221,7 +223,8 @@ class Engine:
         check_id("prompt_id", prompt_id)
         check_id("sample_index", sample_index)
         named = self._known(adapter)
-        return self._submit(Request(token_ids, sampling, prompt_id, sample_index, None, named))
+        numbers = prompt_id, sample_index
+        return self._submit(Request(token_ids, sampling, *numbers, None, named, salt=salt))
 
     def continue_from(
         self, completion: Completion, tokens: Sequence[int], sampling: Sampling = _DEFAULT
@@ -290,6 +293,7 @@ class Engine:
                 "or cancel them before Model.sync and Engine.calibrate"
             )
         finished: list[tuple[Request, Completion]] = []
+        self.scheduler.begun.clear()
         for plan, tokens in self._runner.steps():
             self._endings.report(plan, tokens, on_token)
             done, over = self._endings.of(plan, tokens, self._runner.routes)

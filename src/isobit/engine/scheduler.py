@@ -55,6 +55,7 @@ class Scheduler:
         self.page_size = pages.page_size
         self.prefix_cache = prefix_cache
         self.root: Hashable = None  # what the contents of pages depend on besides the tokens
+        self.begun: list[tuple[Request, int]] = []  # in the last step, with what was found in pages
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = min(max_sequences, max_batch_tokens)
         self.record = Record()
@@ -327,8 +328,9 @@ class Scheduler:
 
     def _root(self, sequence: Sequence) -> Hashable:
         root = self.root if self.prefix_cache else (self.root, sequence.owner.number)
-        adapter = sequence.owner.request.adapter
-        return root if adapter is None else (root, adapter)
+        request = sequence.owner.request
+        further = request.adapter, request.salt
+        return root if further == (None, None) else (root, *further)
 
     def _stop(self, sequence: Sequence) -> None:
         """Take a running sequence out of the steps, with its pages."""
@@ -412,6 +414,7 @@ class Scheduler:
             self._begin(sequence.owner)
             self.stats.prompt_tokens += length
             self.stats.cached_tokens += cached
+            self.begun.append((sequence.owner.request, cached))
         self._enter(sequence)
         self.prefilling.append(sequence)
         return sequence

@@ -22,6 +22,7 @@ which a row's bits depend on its batch. Where there are drafts no step is launch
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Literal
 
 import numpy as np
@@ -46,6 +47,7 @@ KEPT_TOKENS, INDEXED_TOKENS = 2**22, 2**19
 """Of the texts of all prompts, and of those that are counted in an index, which takes about 1 KB
 for a token. The least recently used prompts go first."""
 LONGEST = max(ORDERS)
+_OF_A_PROMPT = 256  # tokens of 4 bytes: its hash, and the objects that hold its texts
 _REMEMBERED = 256
 _PATIENCE, _PAUSE = 128, 15
 _LOOKED_AT = 8  # of so many guesses that do not pay one is made, to know how often it is right
@@ -72,7 +74,8 @@ class _Texts:
 
     @property
     def size(self) -> int:
-        return sum(text.size for text, _ in self.said)
+        """In tokens, with what the prompt takes by itself."""
+        return _OF_A_PROMPT + sum(text.size for text, _ in self.said)
 
 
 @dataclass(eq=False)
@@ -170,8 +173,12 @@ class Speculation:
 
     def _of(self, sequence: Sequence) -> _Texts:
         """The texts of a sequence's first prompt."""
-        key = _first_prompt(sequence).tobytes()
-        texts = self._texts.setdefault(key, _Texts())
+        # a hash: whole prompts would be kept as long as their texts, and are much longer
+        key = sha256(_first_prompt(sequence)).digest()
+        texts = self._texts.get(key)
+        if texts is None:
+            texts = self._texts[key] = _Texts()
+            self._kept += texts.size
         self._texts.move_to_end(key)
         return texts
 

@@ -5,6 +5,7 @@ Left out: the prompts, which are plain text, token ids or chat messages, and the
 which are the model's.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -148,7 +149,7 @@ class Request:
     `extends`: the completion that it goes on from, where it does; the prompt is then all tokens so
     far. `resumes`: it goes on inside the answer itself, which a length limit has interrupted, so
     its text and its stop strings begin where that did. `adapter`: the name of one that the model
-    serves, None: the base alone."""
+    serves, None: the base alone. `salt`: it shares pages with requests of the same salt alone."""
 
     prompt_token_ids: list[int]
     sampling: Sampling
@@ -157,6 +158,7 @@ class Request:
     extends: "Completion | None" = None
     adapter: str | None = None
     resumes: bool = False
+    salt: Hashable = None
 
     @property
     def answered(self) -> list[int]:

@@ -56,7 +56,7 @@ class Server:
             return await asyncio.wait_for(self._tools(), deadline_s)
         except ServerError as error:
             raise IsobitError(f"{self.what}: {error}") from None
-        except (asyncio.TimeoutError, TimeoutError):
+        except TimeoutError:
             raise IsobitError(
                 f"{self.what}: no answer within {deadline_s:g} s; is it a server over stdio?"
             ) from None
@@ -220,7 +220,7 @@ async def _ended(process: asyncio.subprocess.Process, wait_s: float) -> int:
     """
     try:
         return await asyncio.wait_for(process.wait(), wait_s)
-    except (asyncio.TimeoutError, TimeoutError):
+    except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
         return await process.wait()

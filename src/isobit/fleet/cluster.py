@@ -38,7 +38,7 @@ def import_ray() -> Any:
         import ray
     except ImportError:
         raise IsobitError(
-            "fleet.engines needs Ray, which is not installed: pip install 'isobit[ray]'"
+            "fleet.engines needs Ray, which is not installed: pip install ray"
         ) from None
     return ray
 
@@ -198,7 +198,7 @@ def _require_listener(cluster: str) -> None:
 
     try:
         asyncio.run(reach())
-    except (OSError, OverflowError, asyncio.TimeoutError) as error:
+    except (TimeoutError, OSError, OverflowError) as error:
         raise _absent(cluster, str(error) or f"no answer in {_ANSWERS_S:g} s") from None
 
 

@@ -12,8 +12,9 @@ groups go back to the others. Left out: when batches are sampled
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from threading import Lock
 from typing import Any
 
@@ -42,6 +43,27 @@ class Batch:
     room: int
     done: dict[int, list[Completion]] = field(default_factory=dict)
     stats: Stats = field(default_factory=Stats)
+    _free: list[int] = field(default_factory=list)  # a heap, of which some may be done by now
+    _seen: int = 0
+    _held: set[int] = field(default_factory=set)
+
+    def held_now(self, held: Collection[int]) -> None:
+        """Take note of what engines hold: new requests are free, and what one that is gone held."""
+        for index in (*range(self._seen, len(self.requests)), *self._held.difference(held)):
+            heappush(self._free, index)
+        self._seen, self._held = len(self.requests), set(held)
+
+    def free(self) -> int | None:
+        """The first group that is neither done nor held."""
+        while self._free and self._free[0] in self.done:
+            heappop(self._free)
+        return self._free[0] if self._free else None
+
+    def take(self, index: int) -> int:
+        """Give the free group to an engine."""
+        heappop(self._free)
+        self._held.add(index)
+        return index
 
     def completions(self, indices: Iterable[int]) -> int:
         """Of these groups."""
@@ -200,11 +222,7 @@ class Fleet:
         """Give everyone who has nothing to do the next thing to do."""
         assert self._weights is not None
         held = Counter(index for one in engines for index in one.open)
-        free = [
-            index
-            for index in range(len(batch.requests))
-            if index not in batch.done and not held[index]
-        ]
+        batch.held_now(held)
         for one in engines:
             one.go_on(self._weights)
             if not one.ready(self._weights):
@@ -212,8 +230,10 @@ class Fleet:
             drop = [index for index in one.open if index in batch.done]  # another engine was faster
             kept = [index for index in one.open if index not in batch.done]
             new, held_here = list[int](), batch.completions(kept)
-            while free and (not held_here or held_here + batch.completions(free[:1]) <= batch.room):
-                new.append(free.pop(0))
+            while (index := batch.free()) is not None:
+                if held_here and held_here + batch.completions([index]) > batch.room:
+                    break
+                new.append(batch.take(index))
                 held_here += batch.completions(new[-1:])
             if not kept and not new:  # nothing is left: help with a group that one other engine has
                 new = [

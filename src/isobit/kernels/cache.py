@@ -8,38 +8,58 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from isobit.data.foreign import reason_of
 from isobit.errors import IsobitError
-from isobit.run.surroundings import folder_of_user
+from isobit.run.durable import make_directory
+from isobit.run.own_folder import replaceable
+from isobit.run.surroundings import folder_of_user, in_home, writable
 
+_PLACE = ("ISOBIT_CACHE", ".cache", "isobit")
 _Faults = TypeVar("_Faults")
 
 
-class CacheUnusable(Exception):
+class CacheUnusable(IsobitError):
     """There is no such folder; the message says why, in one line."""
 
 
-def cache_root() -> Path:
-    """$ISOBIT_CACHE, or ~/.cache/isobit. Raises IsobitError where there is no home either."""
-    return folder_of_user("ISOBIT_CACHE", ".cache", "isobit")
-
-
-def cache_directory(name: str) -> Path:
-    """The folder `name` in $ISOBIT_CACHE, or in ~/.cache/isobit; created for the user alone. Raises
-    CacheUnusable."""
+def cache_directory(name: str, file: str = "") -> Path:
+    """Return the folder `name` in $ISOBIT_CACHE or ~/.cache/isobit, where it can be written or has
+    `file` already, else in a folder of this user's under the temporary directory; made for the user
+    alone. Raises CacheUnusable, also where others may replace the folder or what is in it."""
+    variable, *inside = _PLACE
+    home = in_home(*inside, name)
     try:
-        path = cache_root() / name
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = folder_of_user(variable, *inside) / name
+        if file and home and not os.environ.get(variable) and os.path.exists(home / file):
+            path = home
+        else:
+            make_directory(path, 0o700)
+        at, found = replaceable(path), path.stat()
     except IsobitError as error:
         raise CacheUnusable(str(error)) from error
     except OSError as error:
-        raise CacheUnusable(f"cannot create the cache folder {path}: {error.strerror}") from error
-    owner = getattr(os, "getuid", lambda: path.stat().st_uid)()
-    if path.stat().st_uid != owner or path.stat().st_mode & 0o022:
         raise CacheUnusable(
-            f"the cache folder {path} can be written by others; set ISOBIT_CACHE to a folder of "
-            "your own"
-        )
-    return path
+            f"cannot make the cache folder {path}: {reason_of(error)}; set {variable} to a folder "
+            "of your own"
+        ) from error
+    if at is None and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+        return path
+    how = "can be written by others" if at is None else f"can be replaced by others, at {at}"
+    raise CacheUnusable(
+        f"the cache folder {path} {how}; set {variable} to a folder of your own, in one that only "
+        "you may write"
+    )
+
+
+def keep_kernels_of_triton() -> None:
+    """Name a folder for the kernels that Triton compiles, where it would keep them in a home
+    directory that cannot be written."""
+    home = in_home(".triton")
+    if not {"TRITON_CACHE_DIR", "TRITON_HOME"} & os.environ.keys() and not (
+        home and writable(home)
+    ):
+        with suppress(CacheUnusable):
+            os.environ["TRITON_CACHE_DIR"] = str(cache_directory("triton"))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import torch
 
 from isobit.errors import IsobitError
 from isobit.kernels.backends.reference import ReferenceOps
+from isobit.kernels.cache import keep_kernels_of_triton
 from isobit.kernels.gpu import ARCHITECTURES, Gpu, find_gpu, refusal, triton_refusal
 from isobit.kernels.inference_engine.definition import InferenceEngineOps
 from isobit.kernels.ops import Ops
@@ -97,6 +98,7 @@ def _failing(gpu: Gpu) -> str | None:
     from isobit.kernels.backends.triton import TritonOps
     from isobit.kernels.triton import launch  # here: they import Triton
 
+    keep_kernels_of_triton()
     architecture = ARCHITECTURES[gpu.capability]
     launch.compile_for(architecture)
     if os.environ.get("ISOBIT_GPU_CHECK") == "skip":

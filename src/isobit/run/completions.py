@@ -139,6 +139,17 @@ def cut_off(path: Path) -> str | None:
     )
 
 
+def has_its_header(path: Path, member: Member) -> bool:
+    """Whether a member begins as one and says its own length: what is seen without unpacking it."""
+    with path.open("rb") as file:
+        file.seek(member.start)
+        return _is_header(file.read(_HEAD.size), member.length)
+
+
+def _is_header(head: bytes, length: int) -> bool:
+    return head.startswith(_PREFIX) and int(_HEAD.unpack_from(head)[7]) == length
+
+
 def lines(path: Path, member: Member) -> list[bytes]:
     """The rows of a step, unparsed. Raises IsobitError if they are damaged, or more than a run
     would write."""
@@ -150,11 +161,7 @@ def lines(path: Path, member: Member) -> list[bytes]:
         found = unpack.decompress(packed, max(_MOST_RATIO * len(packed), 1 << 26))
     except zlib.error as error:
         raise IsobitError(f"{path}: damaged at byte {member.start}: {error}") from None
-    if (
-        not packed.startswith(_PREFIX)
-        or int(_HEAD.unpack_from(packed)[7]) != len(packed)
-        or unpack.unused_data
-    ):
+    if not _is_header(packed, len(packed)) or unpack.unused_data:
         raise IsobitError(
             f"{path}: damaged at byte {member.start}: its header is not the one that was written"
         )

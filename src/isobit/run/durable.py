@@ -72,17 +72,17 @@ def flush_tree(folder: Path) -> None:
         flush(Path(parent))
 
 
-def make_directory(path: Path) -> None:
-    """A directory and its parents, unless they are there. Raises OSError, which names what is in
-    their way."""
+def make_directory(path: Path, mode: int = 0o777) -> None:
+    """Make a directory and its parents, unless they are there. Raises OSError, which names what is
+    in their way."""
     if not path.is_dir():
         lost = path.is_symlink() and not path.exists()
         # asked again: another process may have made it meanwhile
         if lost or (path.exists() and not path.is_dir()):
             what = f"a link to {os.readlink(path)}, which is not there" if lost else "a file"
             raise NotADirectoryError(errno.ENOTDIR, f"{brief(path, 300)} is {what}")
-        make_directory(path.parent)
-        path.mkdir(exist_ok=True)
+        make_directory(path.parent, mode)
+        path.mkdir(mode, exist_ok=True)
         flush(path.parent)
 
 

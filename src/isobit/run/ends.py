@@ -7,6 +7,7 @@ a line each.
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from isobit.run.checkpoints import all_checkpoints, step_of
 from isobit.run.completions import COMPLETIONS, HELD_OUT
 from isobit.run.directory import CHECKPOINTS, METRICS, NOTHING_WRITTEN, in_use, read_jsonl
 from isobit.run.rows import BadRow, end_of_lines, kept_until, metric_row, next_line
+
+_UNPACKED = 1 << 27
 
 
 def ends(directory: Path, state: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
@@ -47,24 +50,35 @@ def ends(directory: Path, state: Mapping[str, Any]) -> tuple[dict[str, int], lis
 
 def damaged_steps(path: Path, until: int) -> list[str]:
     """A line about the steps whose completions cannot be read any more, up to a byte; none where
-    all can."""
-    before, found = 0, list[str]()
-    for member in completions.members(path):
-        if member.start >= until:
-            break
-        try:
-            rows = [completions.parse(line) for line in completions.lines(path, member)]
-            before = int(rows[0]["step"])
-        except (IsobitError, IndexError):
-            found.append(
-                f"step {before + 1}"
-                if not found or found[-1] != f"step {before + 1}"
-                else "the next"
-            )
+    all can. The newest `_UNPACKED` bytes are unpacked, which finds a bit that has changed; of what
+    is before them the headers are read: a long run would have nothing else to do for hours, and
+    `isobit verify` reads all of it."""
+    members = list(takewhile(lambda one: one.start < until, completions.members(path)))
+    found, last = list[str](), -1
+    for number, member in enumerate(members):
+        newest = until - member.start <= _UNPACKED
+        if completions.has_its_header(path, member) and not (
+            newest and _step_of(path, member) is None
+        ):
+            continue
+        if found and last == number - 1:
+            found.append("the next")
+        else:
+            sound = (_step_of(path, one) for one in reversed(members[:number]))
+            found.append(f"step {next((one for one in sound if one is not None), 0) + 1}")
+        last = number
     if not found:
         return []
     more = f" and {len(found) - 3:,} more" if len(found) > 3 else ""
     return [f"{path.name}: completions are damaged, of {', '.join(found[:3])}{more}"]
+
+
+def _step_of(path: Path, member: completions.Member) -> int | None:
+    """The step of a member that is sound."""
+    try:
+        return int(completions.parse(completions.lines(path, member)[0])["step"])
+    except (IsobitError, IndexError):
+        return None
 
 
 def last_step(directory: Path) -> int:
@@ -75,15 +89,10 @@ def last_step(directory: Path) -> int:
     chain = certificate.read_chain(directory / CERTIFICATE)
     steps += [] if chain is None else chain.rows
     for member in reversed(list(completions.members(directory / COMPLETIONS))):
-        try:
-            steps.append(
-                int(
-                    completions.parse(completions.lines(directory / COMPLETIONS, member)[0])["step"]
-                )
-            )
+        step = _step_of(directory / COMPLETIONS, member)
+        steps.append(1 if step is None else step)  # it is one, though nobody can read which
+        if step is not None:
             break
-        except (IsobitError, IndexError):
-            steps.append(1)  # it is one, though nobody can read which
     return max(steps)
 
 

@@ -26,7 +26,7 @@ class Asked:
     """A request that is being answered. `chat`: messages, and not a text; `form`: how the model
     writes messages and calls; `tools`: those that were given, whose calls are read; `told`: what of
     its prompts, whose `texts` the client gave, None: their tokens; that alone, unless answers are
-    `sampled`."""
+    `sampled`; `salt`: of cached pages."""
 
     model: str
     tokenizer: Tokenizer
@@ -41,6 +41,7 @@ class Asked:
     told: Told = field(default_factory=Told)
     texts: Sequence[str | None] = ()
     sampled: bool = True
+    salt: bytes | None = None
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -100,13 +101,14 @@ class Asked:
         """Of a choice."""
         return prompt * self.sampling.n + sample
 
-    def usage(self, sampled: int) -> dict[str, int]:
-        """Tokens of all prompts, and of all answers."""
+    def usage(self, sampled: int, cached: int) -> dict[str, Any]:
+        """Tokens of all prompts, those of them that were found in the cache, and of all answers."""
         prompt = sum(map(len, self.prompts))
         return {
             "prompt_tokens": prompt,
             "completion_tokens": sampled,
             "total_tokens": prompt + sampled,
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
 
     def choice(self, prompt: int, completion: Completion, front: Front) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -63,7 +64,7 @@ def make_app(gateway: Gateway, tokens: tuple[str, ...]) -> Starlette:
         return JSONResponse({"status": "ok"})
 
     async def metrics(request: Request) -> Response:
-        return Response(gateway.metrics.text(), media_type=CONTENT_TYPE)
+        return Response(gateway.metrics.text(request.state.tenant), media_type=CONTENT_TYPE)
 
     routes = [
         Route("/health", health, methods=["GET"]),
@@ -128,6 +129,7 @@ class Server(uvicorn.Server):
         finally:
             ending.cancel()
             self._gateway.device.stop()
+            self._gateway.desk.close()
             await asyncio.to_thread(self._gateway.device.join, 60.0)
 
 
@@ -154,6 +156,12 @@ class Background:
         """Begin to answer."""
         self._thread.start()
         self._started.wait(_SECONDS_TO_START)
+
+    def seconds(self) -> float:
+        """Of the processor, that its event loop has taken."""
+        if self._thread.ident is None or not self._thread.is_alive():
+            return 0.0
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 
     def stop(self) -> None:
         """End; what the device has not answered is cut off."""

@@ -5,12 +5,15 @@ Left out: how models write calls (`model/text/tool_formats/`), images, audio, an
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from isobit.data.dataset import TEMPLATE_KWARGS
 from isobit.data.foreign import BadJson, parse_json
 from isobit.environments.base import Call
+from isobit.errors import IsobitError
+from isobit.model.text.tokenizer import Tokenizer
 from isobit.serve.requests import BadRequest
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -67,7 +70,7 @@ def _given_call(where: str, value: Any) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            arguments = parse_json(arguments)
+            arguments = parse_json(arguments, patient=True)
         except BadJson as error:
             raise BadRequest(
                 f"{where}: arguments are not JSON: {error.reason}", "messages"
@@ -97,6 +100,24 @@ def variables_of(tools: Any, choice: Any, given: Any) -> dict[str, Any]:
         )
     offered = {} if not tools or choice == "none" else {"tools": tools}
     return {**(given or {}), **offered}
+
+
+def check_tools(
+    tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any]
+) -> None:
+    """Raise BadRequest for tools that the template does not write: the model would not know of
+    them."""
+    if "tools" not in variables:
+        return
+    others, hidden = {key: value for key, value in variables.items() if key != "tools"}, None
+    with suppress(IsobitError):  # a template that takes no such conversation without tools
+        hidden = tokenizer.render_chat(messages, True, others)
+    if hidden == tokenizer.render_chat(messages, True, variables):
+        raise BadRequest(
+            "tools: the model's chat template shows none, so the model would not know of them; "
+            "leave them out, or serve it with --chat-template FILE",
+            "tools",
+        )
 
 
 def as_openai(calls: Sequence[Call]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -59,7 +59,8 @@ class _Cancel:
 class _Open:
     """A request in the engine, or on its way to it while its prompt is scored, `parts` by part,
     until there are `scores`. `drawn`: tokens of each sample since it was begun, of which `told` are
-    known to its client; `done`: samples that are complete."""
+    known to its client; `done`: samples that are complete; `cached`: tokens of the prompt that were
+    found in the cache."""
 
     job: SampleJob
     snapshot: Snapshot
@@ -69,6 +70,7 @@ class _Open:
     done: set[int] = field(default_factory=set)
     parts: Iterator[Scores | None] = field(default_factory=lambda: iter(()))
     scores: Scores | None = None
+    cached: int = 0
 
     @property
     def complete(self) -> bool:
@@ -79,13 +81,12 @@ class _Open:
 
 @dataclass
 class Totals:
-    """Since the server began: tokens sampled, prompt tokens, those of them that were found in the
-    cache, engine steps."""
+    """Of a tenant since the server began: tokens sampled, prompt tokens, those of them that were
+    found in the cache."""
 
     sampled: int = 0
     prompt: int = 0
     cached: int = 0
-    steps: int = 0
 
 
 class Device:
@@ -100,7 +101,9 @@ class Device:
     ) -> None:
         self.engine, self._deliver, self._clock = engine, deliver, clock
         self.snapshots = Snapshots(engine.model)
-        self.totals = Totals()
+        self.totals = defaultdict[str, Totals](Totals)
+        self.steps = 0
+        """Of the engine."""
         self.failure: BaseException | None = None
         """What ended the thread, if it was not `stop`: a fault of the server's own."""
         self._inbox: queue.SimpleQueue[SampleJob | WorkJob | _Cancel | _Stop] = queue.SimpleQueue()
@@ -203,15 +206,13 @@ class Device:
         sampling, began = bool(self._open or self._samples), self._clock()
         if sampling and began < self._samples_until:
             return
-        if not self._work.first().alone:
+        if not self._work.first().alone or not (self._begun or sampling):
             job = self._work.take()
         elif self._begun:
             job = next(iter(self._begun))
             self._work.remove(job)
-        elif sampling:
-            return
         else:
-            job = self._work.take()
+            return
         if not self._do(job):
             self._work.put_first(job)
         now = self._clock()
@@ -292,7 +293,9 @@ class Device:
         job = found.job
         try:
             request = self.engine.submit(
-                list(job.prompt), job.sampling, adapter=found.snapshot.served
+                *(list(job.prompt), job.sampling),
+                adapter=found.snapshot.served,
+                salt=(job.tenant, job.salt),
             )
         except IsobitError as error:
             self._close(found)
@@ -305,28 +308,29 @@ class Device:
     def _step(self) -> None:
         if self._stopped is not None or not self._by_request:
             return
-        stats = self.engine.stats
-        before = stats.prompt_tokens, stats.cached_tokens
         try:
             finished = self.engine.step(self._heard)
         except NonFiniteError as error:
             self._isolate(error)
             return
-        self.totals.steps += 1
-        self.totals.prompt += stats.prompt_tokens - before[0]
-        self.totals.cached += stats.cached_tokens - before[1]
+        self.steps += 1
+        for request, cached in self.engine.scheduler.begun:
+            found = self._by_request[request]
+            found.cached = cached
+            self.totals[found.job.tenant].prompt += len(found.job.prompt)
+            self.totals[found.job.tenant].cached += cached
         for request, completion in finished:
             found = self._by_request[request]
             if completion.sample_index in found.done:
                 continue
             found.done.add(completion.sample_index)
-            self._post(found.job.post, Done(completion))
+            self._post(found.job.post, Done(completion, found.cached))
             if found.complete:
                 self._close(found)
 
     def _heard(self, request: Request, sample: int, token: int, logprob: float, top: Top) -> None:
         found = self._by_request[request]
-        self.totals.sampled += 1
+        self.totals[found.job.tenant].sampled += 1
         found.drawn[sample] += 1
         if found.job.streamed and found.drawn[sample] > found.told[sample]:
             found.told[sample] += 1

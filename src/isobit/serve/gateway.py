@@ -5,6 +5,7 @@ done, because something failed or because the client went away, cancels what is 
 """
 
 import asyncio
+import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.errors import listed
 from isobit.model.text.tool_formats.base import ToolFormat
+from isobit.serve.desk import Desk
 from isobit.serve.device import STOPPING, Deliver, Device
 from isobit.serve.jobs import Begun, Done, Event, Failed, Post, SampleJob, Scored, WorkJob
 from isobit.serve.metrics import Metrics
@@ -92,7 +94,11 @@ class Gateway:
         self.model, self.tokenizer = engine.model, engine.model.tokenizer
         self.whole = state is not None and bool(engine.model.named_parameters())
         """Whether training runs train the weights of the model itself, so that there is one run."""
+        self.folder = os.path.abspath(self.model.directory or name)
+        """The model's whole path, by which clients may ask for it too."""
+        self._paths = {self.folder, os.path.realpath(self.folder)}
         self.metrics = Metrics(self.device)
+        self.desk = Desk()
         self.sessions = Sessions()
         self.ready = asyncio.Event()
         """Set when requests may come: what a state has kept of an earlier server is there again."""
@@ -113,10 +119,14 @@ class Gateway:
     def adapter_of(self, model: str | None) -> str | None:
         """The adapter that a request's `model` names; None: the base. Raises BadRequest for
         neither."""
-        if model is None or model in (self.name, str(self.model.directory)):
+        if model is None or model == self.name:
             return None
         if model in self.device.snapshots.names:
             return model
+        if (
+            model and os.path.abspath(model) in self._paths
+        ):  # of its text alone: no file is looked at
+            return None
         known = listed([self.name, *self.device.snapshots.names])
         raise BadRequest(f"model {model!r} is not served; there are {known}", "model", 404)
 
@@ -131,10 +141,11 @@ class Gateway:
         scorings: Sequence[Scoring | None] = (),
         sampled: bool = True,
         counted: bool = False,
+        salt: bytes | None = None,
     ) -> "AsyncIterator[Events]":
         """Ask for answers to some prompts: events, each with the index of its prompt. `scorings`: what
         is asked of each prompt itself; that alone, unless answers are `sampled`. `counted`: they
-        have room already. Raises Refused and BadRequest, here or from the events."""
+        have room already; `salt`: of their pages. Raises Refused and BadRequest, here or from the events."""
         scorings = scorings or [None] * len(prompts)
         count = 0 if counted else len(prompts) * (sampling.n if sampled else 1)
         if len(prompts) > 1 and self.device.weights_change:
@@ -147,7 +158,7 @@ class Gateway:
         jobs = [
             SampleJob(
                 *(tenant, tuple(prompt), sampling, adapter, streamed),
-                *(partial(_put, events, index), scoring, sampled),
+                *(partial(_put, events, index), scoring, sampled, salt),
             )
             for index, (prompt, scoring) in enumerate(zip(prompts, scorings, strict=True))
         ]
@@ -225,7 +236,8 @@ class Gateway:
 
 
 async def in_thread(function: Callable[..., _T], *given: Any) -> _T:
-    """What would keep the event loop from others: rendering a template, encoding a long text."""
+    """What would keep the event loop from others, and is not for strangers' texts (`desk.py`): files
+    and a database."""
     return await asyncio.get_running_loop().run_in_executor(None, partial(function, *given))
 
 

@@ -7,7 +7,7 @@ that is given the job's events in their order. Left out: who does a job (`device
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from isobit.engine.types import Completion, Sampling, Top
 from isobit.serve.scoring import Scores, Scoring
@@ -43,9 +43,11 @@ class Token:
 
 @dataclass(frozen=True)
 class Done:
-    """A sample is complete, or a piece of work with its result."""
+    """A sample is complete, or a piece of work with its result. `cached`: of a sample's prompt, the
+    tokens that were found in the cache."""
 
     value: Any
+    cached: int = 0
 
     @property
     def completion(self) -> Completion:
@@ -70,7 +72,8 @@ Post = Callable[[Event], None]
 class SampleJob:
     """`sampling.n` answers to a prompt by an `adapter`, its name or a snapshot that is held, None:
     the base alone; for a `tenant`. Each token is told where it is `streamed`. `scoring`: what is
-    asked of the prompt itself, None: nothing; nothing else is asked unless it is `sampled`."""
+    asked of the prompt itself, None: nothing; nothing else is asked unless it is `sampled`. `salt`:
+    the request shares cached pages with the tenant's others of the same one."""
 
     tenant: str
     prompt: tuple[int, ...]
@@ -80,6 +83,7 @@ class SampleJob:
     post: Post
     scoring: Scoring | None = None
     sampled: bool = True
+    salt: bytes | None = None
 
     @property
     def num_answers(self) -> int:
@@ -102,7 +106,13 @@ class WorkJob:
     alone: bool = False
 
 
-_Job = TypeVar("_Job", SampleJob, WorkJob)
+class _OfTenant(Protocol):
+    @property
+    def tenant(self) -> str:
+        """Whose it is."""
+
+
+_Job = TypeVar("_Job", bound=_OfTenant)
 
 
 class Turns(Generic[_Job]):
@@ -131,7 +141,14 @@ class Turns(Generic[_Job]):
 
     def take(self) -> _Job:
         """The next one; its tenant goes to the end of the line."""
-        tenant = next(iter(self._waiting))
+        return self._take(next(iter(self._waiting)))
+
+    def take_of(self, may: Callable[[str], bool]) -> _Job | None:
+        """The same of a tenant that `may` have a turn; None: there is none."""
+        tenant = next(filter(may, self._waiting), None)
+        return None if tenant is None else self._take(tenant)
+
+    def _take(self, tenant: str) -> _Job:
         jobs = self._waiting.pop(tenant)
         job = jobs.popleft()
         if jobs:

@@ -1,7 +1,8 @@
 """The tokens by which clients may use a server: a file of mode 600 with one in each line, a tenant
 each.
 
-They are compared in constant time. Left out: what a tenant may do, which is the same for all.
+They are compared in constant time. Left out: what a tenant may do, which is the same for all, but
+that the first one sees what the server counts of all.
 """
 
 import hashlib
@@ -13,8 +14,12 @@ from pathlib import Path
 
 from isobit.data.foreign import read_bytes, reason_of
 from isobit.errors import IsobitError
+from isobit.run.durable import make_directory
+from isobit.run.own_folder import replaceable
 from isobit.run.surroundings import folder_of_user
 
+OPERATOR = "0"
+"""The tenant of the first token, who sees what the server counts of all."""
 _SHORTEST, _MOST_BYTES = 16, 1 << 16
 _WORD = re.compile(r"[\x21-\x7e]+")
 
@@ -27,10 +32,15 @@ def default_file() -> Path:
 
 def read_or_make(path: Path, option: str = "--token") -> tuple[tuple[str, ...], bool]:
     """The tokens of a file, which an `option` names, and whether it was made now, with a random
-    one. Raises IsobitError for a file that others may read, one that cannot be read or made, and
-    tokens that are too short."""
+    one. Raises IsobitError for a file that others may read or replace, one that cannot be read or
+    made, and tokens that are too short."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_directory(path.parent, 0o700)
+        if (at := replaceable(path)) is not None:
+            raise IsobitError(
+                f"{option} {path}: others may put another file in its place, at {at}; keep it in a "
+                "folder that only you may write"
+            )
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         return _read(path, option), False

@@ -1,12 +1,17 @@
-"""What a server counts, in Prometheus' text format: requests, tokens, time, what waits."""
+"""What a server counts, in Prometheus' text format: requests, tokens, time, what waits.
+
+The operator, whose token is the first, sees the counters of all. Another tenant sees its own
+requests and tokens: what is common to all would tell of others.
+"""
 
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from isobit.serve.device import Device
+from isobit.serve.device import Device, Totals
+from isobit.serve.keys import OPERATOR
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
@@ -16,7 +21,7 @@ class Metrics:
     """Counters of one server."""
 
     def __init__(self, device: Device) -> None:
-        self._registry = CollectorRegistry()
+        self._registry, self._device = CollectorRegistry(), device
         self._registry.register(_OfDevice(device))
         labels = ["route", "tenant", "status"]
         self.requests = Counter(
@@ -27,12 +32,30 @@ class Metrics:
         )
         self.whole = self._histogram("request", "Time to a request's end")
 
-    def text(self) -> bytes:
-        """All of them."""
-        return generate_latest(self._registry)
+    def text(self, tenant: str) -> bytes:
+        """Return all of them that a tenant may see."""
+        if tenant == OPERATOR:
+            return generate_latest(self._registry)
+        own = CollectorRegistry()
+        own.register(_Own(self.requests, self._device, tenant))
+        return generate_latest(own)
 
     def _histogram(self, name: str, what: str) -> Histogram:
         return Histogram(f"isobit_{name}_seconds", what, registry=self._registry, buckets=_SECONDS)
+
+
+class _Own(Collector):
+    """What is counted of one tenant."""
+
+    def __init__(self, requests: Counter, device: Device, tenant: str) -> None:
+        self._requests, self._device, self._tenant = requests, device, tenant
+
+    def collect(self) -> Iterator[Metric]:
+        """One family for each number."""
+        for family in self._requests.collect():
+            family.samples = [one for one in family.samples if one.labels["tenant"] == self._tenant]
+            yield family
+        yield from _tokens([self._device.totals.get(self._tenant, Totals())])
 
 
 class _OfDevice(Collector):
@@ -41,16 +64,11 @@ class _OfDevice(Collector):
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         """One family for each number."""
-        device, totals = self._device, self._device.totals
-        for name, what, value in (
-            ("isobit_sampled_tokens", "Tokens sampled", totals.sampled),
-            ("isobit_prompt_tokens", "Prompt tokens", totals.prompt),
-            ("isobit_cached_tokens", "Prompt tokens found in the cache", totals.cached),
-            ("isobit_engine_steps", "Steps of the engine", totals.steps),
-        ):
-            yield CounterMetricFamily(name, what, value=value)
+        device = self._device
+        yield from _tokens(list(device.totals.values()))
+        yield CounterMetricFamily("isobit_engine_steps", "Steps of the engine", value=device.steps)
         pages = device.engine.pages
         for name, what, value in (
             ("isobit_open_requests", "Requests in the engine", device.num_open),
@@ -59,3 +77,17 @@ class _OfDevice(Collector):
             ("isobit_free_pages", "Pages of the cache that no request holds", pages.num_free),
         ):
             yield GaugeMetricFamily(name, what, value=value)
+
+
+def _tokens(totals: list[Totals]) -> Iterator[Metric]:
+    """The counters of tokens, of some tenants together."""
+    for name, what, value in (
+        ("isobit_sampled_tokens", "Tokens sampled", sum(one.sampled for one in totals)),
+        ("isobit_prompt_tokens", "Prompt tokens", sum(one.prompt for one in totals)),
+        (
+            "isobit_cached_tokens",
+            "Prompt tokens found in the cache",
+            sum(one.cached for one in totals),
+        ),
+    ):
+        yield CounterMetricFamily(name, what, value=value)

@@ -8,7 +8,7 @@ each is refused by its key.
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -16,27 +16,33 @@ from starlette.routing import Route
 
 from isobit.engine.prompts import encode_prompt
 from isobit.engine.types import MOST_TOP_LOGPROBS, Completion, Sampling
+from isobit.model.text.tokenizer import Check
 from isobit.serve import chat, sessions
 from isobit.serve.answers import Asked, ChoiceStream, event
+from isobit.serve.desk import written
 from isobit.serve.gateway import Events, Gateway, Indexed, in_thread, unless_gone
 from isobit.serve.jobs import Begun, Done, Scored, Token
 from isobit.serve.prompts import KEY, Front, Told
-from isobit.serve.requests import BadRequest, Fields, sampling_of, token_list
+from isobit.serve.requests import BadRequest, Fields, check_length, salt_of, sampling_of, token_list
 from isobit.serve.scoring import Scores, check_top
+from isobit.serve.texts import check_counted, check_prompt
 from isobit.serve.wire import EventStream, error_value, read_fields
 
 _LEGACY_TOKENS = 16  # of a completion, unless the request says otherwise
 _LONGEST_SESSION = 256
+_T = TypeVar("_T")
 
 
 @dataclass
 class Found:
     """What a request found: the `version` of the weights, each answer with the index of its prompt,
-    in the order of choices, and what is told of each prompt."""
+    in the order of choices, what is told of each prompt, and how many of its tokens were
+    `cached`."""
 
     version: int = 0
     answers: list[tuple[int, Completion]] = field(default_factory=list)
     fronts: dict[int, Front] = field(default_factory=dict)
+    cached: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_sampled(self) -> int:
@@ -104,16 +110,18 @@ class OpenAI:
         if logprobs and fields.take("logprobs") is not True:
             sampling = _with_top(sampling, fields, "logprobs")
         add_special = fields.flag("add_special_tokens", True)
-        shown = _shown(fields)
+        shown, salt = _shown(fields), salt_of(fields)
         stream, usage = _stream_of(fields)
         fields.finish()
-        prompts = await in_thread(self._prompts, given, add_special)
+        prompts = await self._at_desk(request, self._prompts, given, add_special)
+        check_length(fields, prompts, gateway.model.config.max_positions)
         texts = given if isinstance(given, list) else [given]
         asked = Asked(
             *(model or gateway.name, gateway.tokenizer, prompts, sampling, False, logprobs, *shown),
             told=told,
             texts=[text if isinstance(text, str) else None for text in texts[: len(prompts)]],
             sampled=not none,
+            salt=salt,
         )
         return await self._answer(request, asked, adapter, stream, usage, None)
 
@@ -122,7 +130,7 @@ class OpenAI:
         gateway, fields = self._gateway, await read_fields(request, self._gateway.limits)
         model = fields.text("model")
         adapter = gateway.adapter_of(model)
-        messages = chat.messages_of(fields.take("messages"))
+        messages = await self._at_desk(request, chat.messages_of, fields.take("messages"))
         tools, choice = fields.take("tools"), fields.take("tool_choice")
         variables = chat.variables_of(tools, choice, fields.take("chat_template_kwargs"))
         sampling = sampling_of(fields, gateway.limits, gateway.model.config.max_positions)
@@ -131,7 +139,7 @@ class OpenAI:
         if sampling.top_logprobs and not logprobs:
             raise BadRequest("top_logprobs: set logprobs to true beside it", "top_logprobs")
         stream, usage = _stream_of(fields)
-        told = Told.of(fields)
+        told, salt = Told.of(fields), salt_of(fields)
         fields.finish()
         session = request.headers.get("x-session-id")
         if session is not None and (sampling.n != 1 or not 0 < len(session) <= _LONGEST_SESSION):
@@ -139,7 +147,9 @@ class OpenAI:
                 f"X-Session-ID: expected n = 1, and 1 to {_LONGEST_SESSION} characters"
             )
         before = None if session is None else gateway.sessions.find(request.state.tenant, session)
-        prompt = await in_thread(self._chat_prompt, messages, variables, before)
+        check = check_prompt(gateway.tokenizer, gateway.model.config.max_positions, "messages")
+        prompt = await self._at_desk(request, self._chat_prompt, messages, variables, before, check)
+        check_length(fields, [prompt], gateway.model.config.max_positions)
         asked = Asked(
             model or gateway.name,
             gateway.tokenizer,
@@ -151,6 +161,7 @@ class OpenAI:
             form=gateway.tools,
             tools=variables.get("tools", ()),
             told=told,
+            salt=salt,
         )
 
         def keep(completion: Completion) -> None:
@@ -167,7 +178,7 @@ class OpenAI:
     async def generate(self, request: Request) -> Response:
         """vLLM's token route: token ids in, token ids out."""
         gateway, fields = self._gateway, await read_fields(request, self._gateway.limits)
-        model, given = fields.text("model"), token_list(fields.take("token_ids"), "token_ids")
+        model, given = fields.text("model"), fields.take("token_ids")
         name = fields.text("request_id")
         if fields.flag("stream"):
             raise BadRequest(
@@ -177,25 +188,26 @@ class OpenAI:
         sampling = sampling_of(inner, gateway.limits, _LEGACY_TOKENS)
         sampling = _with_top(sampling, inner, "logprobs")
         fields.take("stream_options")
-        told = Told.of(inner)
+        told, salt = Told.of(inner), salt_of(fields)
         for each in (inner, fields):
             each.finish()
-        prompt = self._checked("token_ids", given)
+        prompt = await self._at_desk(request, self._tokens, "token_ids", given)
+        check_length(inner, [prompt], gateway.model.config.max_positions)
         asked = Asked(
             *(model or gateway.name, gateway.tokenizer, [prompt], sampling),
             chat=True,
             tokens_by_id=True,
             told=told,
+            salt=salt,
         )
         found = await unless_gone(
             request.receive, self._completed(request, asked, gateway.adapter_of(model))
         )
         if found is None:
             return Response(status_code=499)
-        choices = await in_thread(found.token_choices, asked)
-        value = {"request_id": name or asked.id, "choices": choices, "seed": sampling.seed}
-        value["weights_version"] = found.version
-        return JSONResponse(value | dict(found.fronts[0].beside))
+        value = {"request_id": name or asked.id, "choices": [], "seed": sampling.seed}
+        value |= {"weights_version": found.version, **found.fronts[0].beside}
+        return await self._written(request, lambda: value | {"choices": found.token_choices(asked)})
 
     async def models(self, request: Request) -> Response:
         """The base and the adapters."""
@@ -216,21 +228,27 @@ class OpenAI:
         fields.finish()
         if (messages is None) == (text is None):
             raise BadRequest("expected either prompt or messages", "prompt")
-        if messages is not None:
-            found = chat.messages_of(messages), chat.variables_of(*given)
-            tokens = await in_thread(self._chat_prompt, *found, None)
-        else:
-            tokens = await in_thread(self._gateway.tokenizer.encode_text, text, add_special)
         positions = self._gateway.model.config.max_positions
-        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": positions})
+        check = check_counted(positions)
+        if messages is not None:
+            found = await self._at_desk(request, chat.messages_of, messages)
+            written = found, chat.variables_of(*given), None, check
+            tokens = await self._at_desk(request, self._chat_prompt, *written)
+        else:
+            encode = self._gateway.tokenizer.encode_text
+            tokens = await self._at_desk(request, encode, text, add_special, check)
+        value = {"tokens": tokens, "count": len(tokens), "max_model_len": positions}
+        return await self._written(request, lambda: value)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids, special tokens included."""
         fields = await read_fields(request, self._gateway.limits)
         self._gateway.adapter_of(fields.text("model"))
-        tokens = self._checked("tokens", token_list(fields.take("tokens"), "tokens"))
+        given = fields.take("tokens")
         fields.finish()
-        return JSONResponse({"prompt": self._gateway.tokenizer.decode(tokens, special=True)})
+        tokens = await self._at_desk(request, self._tokens, "tokens", given)
+        decode = self._gateway.tokenizer.decode
+        return await self._written(request, lambda: {"prompt": decode(tokens, special=True)})
 
     async def _answer(
         self,
@@ -249,11 +267,20 @@ class OpenAI:
         if keep is not None:
             keep(found.answers[0][1])
         value = asked.head("chat.completion" if asked.chat else "text_completion", found.version)
-        value["choices"] = await in_thread(found.choices, asked)
-        value["usage"] = asked.usage(found.num_sampled)
+        usage = asked.usage(found.num_sampled, sum(found.cached.values()))
+        value |= {"choices": [], "usage": usage}
         if asked.chat:
             value |= found.fronts[0].beside
-        return JSONResponse(value)
+        return await self._written(request, lambda: value | {"choices": found.choices(asked)})
+
+    async def _at_desk(self, request: Request, function: Callable[..., _T], *given: Any) -> _T:
+        """What a function makes of a stranger's text, in the turn of its tenant."""
+        return await self._gateway.desk.do(request.state.tenant, function, *given)
+
+    async def _written(self, request: Request, value: Callable[[], dict[str, Any]]) -> Response:
+        """A response, which may be long."""
+        content = await self._at_desk(request, lambda: written(value()))
+        return Response(content, media_type="application/json")
 
     async def _completed(self, request: Request, asked: Asked, adapter: str | None) -> Found:
         """Raises BadRequest where too much is asked of prompts."""
@@ -266,6 +293,7 @@ class OpenAI:
                     scores[prompt] = happened.scores
                 elif isinstance(happened, Done):
                     found.answers.append((prompt, happened.completion))
+                    found.cached[prompt] = happened.cached
         for prompt in range(len(asked.prompts)):
             found.fronts[prompt] = await _front(asked, prompt, scores.get(prompt))
             if not asked.sampled:
@@ -281,9 +309,7 @@ class OpenAI:
         top = max((one.top for one in scorings if one is not None), default=0)
         check_top(total, top, KEY, "ask for fewer, or of shorter prompts")
         given = request.state.tenant, asked.prompts, asked.sampling, adapter
-        return self._gateway.ask(
-            *given, streamed=streamed, scorings=scorings, sampled=asked.sampled
-        )
+        return self._gateway.ask(*given, streamed, scorings, asked.sampled, salt=asked.salt)
 
     async def _streamed(
         self,
@@ -316,10 +342,15 @@ class OpenAI:
 
     def _prompt(self, given: Any, add_special: bool) -> list[int]:
         if isinstance(given, str):
-            given = self._gateway.tokenizer.encode_text(given, add_special)
+            tokenizer, positions = self._gateway.tokenizer, self._gateway.model.config.max_positions
+            check = check_prompt(tokenizer, positions, "prompt")
+            given = tokenizer.encode_text(given, add_special, check)
         elif not isinstance(given, list):
             raise BadRequest("prompt: expected a text, token ids, or a list of either", "prompt")
         return self._checked("prompt", given)
+
+    def _tokens(self, key: str, given: Any) -> list[int]:
+        return self._checked(key, token_list(given, key))
 
     def _checked(self, key: str, tokens: list[int]) -> list[int]:
         if tokens and not all(type(token) is int for token in tokens):
@@ -327,12 +358,17 @@ class OpenAI:
         return encode_prompt(key, tokens, self._gateway.tokenizer, self._vocabulary)
 
     def _chat_prompt(
-        self, messages: list[chat.Message], variables: dict[str, Any], before: sessions.Turn | None
+        self,
+        messages: list[chat.Message],
+        variables: dict[str, Any],
+        before: sessions.Turn | None,
+        check: Check,
     ) -> list[int]:
         tokenizer = self._gateway.tokenizer
         if before is not None and sessions.goes_on(before, messages, variables):
             return sessions.spliced(tokenizer, before, messages, variables)
-        return tokenizer.encode_chat(messages, True, variables)
+        chat.check_tools(tokenizer, messages, variables)
+        return tokenizer.encode_chat(messages, True, variables, check)
 
     def _described(self, name: str | None) -> dict[str, Any]:
         gateway = self._gateway
@@ -387,6 +423,7 @@ async def _pieces(
     """The events of a stream, by OpenAI's protocol. Tokens that came together make one piece."""
     kind = "chat.completion.chunk" if asked.chat else "text_completion"
     version, sampled, choices = 0, 0, dict[tuple[int, int], ChoiceStream]()
+    cached = dict[int, int]()
     scored = asked.scorings()[0] is not None
     heard = dict[tuple[int, int], ChoiceStream]()  # of whose tokens some are in no piece yet
 
@@ -420,6 +457,7 @@ async def _pieces(
                 heard[place].feed(happened.token, happened.logprob, happened.top)
             elif isinstance(happened, Done):
                 sampled += len(happened.completion.token_ids)
+                cached[prompt] = happened.cached
                 if keep is not None:
                     keep(happened.completion)
                 heard.pop((prompt, happened.completion.sample_index), None)
@@ -433,5 +471,6 @@ async def _pieces(
         yield event(error_value(error)[1])
         return
     if usage:
-        yield event(asked.head(kind, version) | {"choices": [], "usage": asked.usage(sampled)})
+        told = asked.usage(sampled, sum(cached.values()))
+        yield event(asked.head(kind, version) | {"choices": [], "usage": told})
     yield event("[DONE]")

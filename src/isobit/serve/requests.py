@@ -4,8 +4,9 @@ A key that nobody reads is refused, with the nearest one that is known: a misspe
 vanish. What is wrong is one line (`BadRequest`), in the words of the client's keys.
 """
 
+import hashlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -34,7 +35,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Keys of the protocol that are taken where they ask for nothing, and the values that do."""
 IGNORED = frozenset(
     (
-        "cache_salt",
         "metadata",
         "priority",
         "prompt_cache_key",
@@ -92,13 +92,14 @@ class Fields:
         if not isinstance(values, dict):
             raise BadRequest(f"{where}: expected a JSON object, got {_kind(values)}")
         self._values, self._where = {k: v for k, v in values.items() if v is not None}, where
+        self._nulls = values.keys() - self._values.keys()
         self._read = set[str]()
 
     @staticmethod
     def parse(body: bytes) -> "Fields":
         """Those of a request's body. Raises BadRequest for what is no JSON object."""
         try:
-            return Fields(parse_json(body.decode("utf-8")))
+            return Fields(parse_json(body.decode("utf-8"), patient=True))
         except UnicodeDecodeError:
             raise BadRequest("the body is not UTF-8 text") from None
         except BadJson as error:
@@ -109,6 +110,13 @@ class Fields:
         """A value of any kind."""
         self._read.add(key)
         return self._values.get(key, default)
+
+    def check_numbers(self, *keys: str) -> None:
+        """Raise BadRequest for a null under one of these: a client has written NaN or infinity, for
+        which JSON has no word, and to take the default would be another request."""
+        for key in keys:
+            if key in self._nulls:
+                raise BadRequest(f"{key}: expected a number, got null, which NaN becomes", key)
 
     def flag(self, key: str, default: bool = False) -> bool:
         """True or false."""
@@ -156,6 +164,29 @@ class Fields:
                     f"{key}: only {NEUTRAL[key][0]!r} is offered, got {_kind(self._values[key])}",
                     key,
                 )
+
+
+def salt_of(fields: Fields) -> bytes | None:
+    """What `cache_salt` keeps apart: who gives one shares cached pages of prompts with those alone
+    who give the same. Kept as its hash, which is short."""
+    salt = fields.text("cache_salt")
+    if salt == "":
+        raise BadRequest("cache_salt: expected a string that is not empty", "cache_salt")
+    return None if salt is None else hashlib.sha256(salt.encode(errors="surrogatepass")).digest()
+
+
+def check_length(fields: Fields, prompts: Sequence[Sequence[int]], positions: int) -> None:
+    """Raise BadRequest, in vLLM's words, where a request names more tokens than a context of
+    `positions` has behind one of its prompts. That a prompt fills it is told where it begins."""
+    wanted = fields.take("max_completion_tokens", fields.take("max_tokens")) or 0
+    for length in map(len, prompts):
+        if length < positions < length + wanted:
+            raise BadRequest(
+                f"'max_tokens' or 'max_completion_tokens' is too large: {wanted}. This model's "
+                f"maximum context length is {positions} tokens and your request has {length} input "
+                f"tokens ({wanted} > {positions} - {length}).",
+                "max_tokens",
+            )
 
 
 def token_list(value: Any, key: str) -> list[int]:

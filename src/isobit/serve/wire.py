@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from isobit.errors import IsobitError, RunFailed, brief, did_you_mean
+from isobit.serve.desk import LIGHT_BYTES
 from isobit.serve.gateway import Gateway, Refused, unless_gone
 from isobit.serve.keys import tenant_of
 from isobit.serve.requests import BadRequest, Fields, Limits
@@ -22,6 +23,8 @@ from isobit.serve.requests import BadRequest, Fields, Limits
 OPEN_TO_ALL = ("/health",)
 CONNECTION = "connection"
 """What a request's state calls the connection at which it came (`connections.py`)."""
+DESK = "desk"
+"""What it calls the desk at which its text is read."""
 _LOG = logging.getLogger("isobit.serve")
 _TWO_LENGTHS = BadRequest("Content-Length and Transfer-Encoding: expected one of them")
 _TYPES = {
@@ -83,7 +86,12 @@ async def read_fields(request: Request, limits: Limits) -> Fields:
             f"Content-Encoding: {brief(encoding, 80)} is not read here; send JSON as it is",
             status=415,
         )
-    return Fields.parse(await read_body(request, limits))
+    body = await read_body(request, limits)
+    desk = getattr(request.state, DESK, None)
+    if desk is None or len(body) <= LIGHT_BYTES:
+        return Fields.parse(body)
+    found: Fields = await desk.do(request.state.tenant, Fields.parse, body)
+    return found
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
@@ -107,7 +115,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
         await asyncio.wait_for(read(), limits.body_seconds)
     except ClientDisconnect:  # nobody reads this answer
         raise BadRequest("the client went away before its body was whole") from None
-    except asyncio.TimeoutError:
+    except TimeoutError:
         raise BadRequest(
             f"the body took longer than {limits.body_seconds:g} seconds", status=408
         ) from None
@@ -166,7 +174,7 @@ class Guard:
                 response.headers["Connection"] = "close"
                 await response(scope, receive, watched)
             elif known:
-                scope["state"]["tenant"] = tenant or ""
+                scope["state"] |= {"tenant": tenant or "", DESK: self._gateway.desk}
                 if path not in OPEN_TO_ALL:
                     await self._gateway.ready.wait()
                 await self._app(scope, counted, watched)

@@ -11,6 +11,7 @@ from isobit.model import Model, TextRules
 from isobit.model.adapters.peft import check_served
 from isobit.model.adapters.targets import NewAdapter, beyond_use, targeted
 from isobit.model.described import Described
+from isobit.model.families import FAMILIES
 from isobit.model.hub.checkpoint import model_folder
 from isobit.run.directory import model_directory
 
@@ -66,8 +67,17 @@ def load_trained(
     return model
 
 
-def rank_warning(config: Config | SftConfig, model: Model | Described) -> str | None:
-    """A warning where an adapter's rank is above what its matrices can use, or None."""
-    given = config.adapter
-    line = None if given is None else beyond_use(model.config, given.rank, given.targets)
+def model_warning(config: Config | SftConfig, model: Model | Described) -> str | None:
+    """Return a warning where an adapter's rank is above what its matrices can use, and where of a
+    model that reads images too only the language model is saved; or None."""
+    given, architecture = config.adapter, FAMILIES[model.config.family].architecture
+    if given is not None:
+        line = beyond_use(model.config, given.rank, given.targets)
+    elif model.config.wrapped:
+        line = (
+            f"{config.model.path} reads images too: its language model is trained, and saved alone, "
+            f"as {architecture}; an adapter (adapter.rank) is saved for the whole model"
+        )
+    else:
+        line = None
     return None if line is None else f"warning: {line}"

@@ -24,7 +24,7 @@ from isobit.plan.memory import num_parameters, plan
 from isobit.precision import Precision, precision_from
 from isobit.run.directory import refuse_existing
 from isobit.tasks import Task
-from isobit.training.adapting import rank_warning, text_rules
+from isobit.training.adapting import model_warning, text_rules
 from isobit.training.parts import Parts
 from isobit.training.recording.callbacks import named_callbacks
 from isobit.training.resolved import in_steps, objective_of
@@ -138,7 +138,7 @@ def _heading(config: Config, precision: Precision, model: Described, task: Task,
     )
     for warning in (
         *endings(model, config.sampling),
-        rank_warning(config, model),
+        model_warning(config, model),
         *cautions(config, task, model),
     ):
         if warning is not None:

@@ -49,16 +49,16 @@ def read_records(run: Path, config: Config | SftConfig, steps: set[int]) -> Reco
     last = None
     if runs.in_use(run):  # what comes after the newest checkpoint is still being written
         last = max(steps, default=0)
-    members = dict[int, str]()
+    members, newest = dict[int, str](), 0
     for step, lines in _steps(run / COMPLETIONS, found):
         if last is not None and step > last:
             break
         digest = certificate.of_rollouts(lines)
         if step in members:
             found.problems.append(f"{COMPLETIONS}: step {step} is there twice")
-        elif members and step < max(members):
-            found.problems.append(f"{COMPLETIONS}: step {step} stands after step {max(members)}")
-        members[step] = digest
+        elif step < newest:
+            found.problems.append(f"{COMPLETIONS}: step {step} stands after step {newest}")
+        members[step], newest = digest, max(newest, step)
         found.count += len(lines)
         found.held += len(lines) * (
             chain is not None and chain.rows.get(step, {}).get("rollouts") == digest

@@ -17,6 +17,7 @@ from isobit.model.adapters.peft import is_adapter
 from isobit.model.hub.checkpoint import model_folder
 from isobit.model.text.tool_formats.table import format_of
 from isobit.run.directory import model_directory
+from isobit.serve import INSTALLED_BY
 from isobit.training.rollouts.lengths import say_ends
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def serve_model(
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("isobit"):
             raise
-        raise IsobitError(f"serve needs {error.name}: pip install 'isobit[serve]'") from None
+        raise IsobitError(f"serve needs {error.name}: {INSTALLED_BY}") from None
     if token is None and host not in _LOOPBACK:
         raise IsobitError(
             f"--host {host}: other machines could reach it; give the token's file with --token FILE"

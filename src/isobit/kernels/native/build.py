@@ -25,8 +25,8 @@ from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 
-from isobit.kernels.cache import CacheUnusable, alone, unless_passed
-from isobit.kernels.cache import cache_directory as own_directory
+from isobit.errors import IsobitError
+from isobit.kernels.cache import CacheUnusable, alone, cache_directory, unless_passed
 from isobit.kernels.native.heap import keep_freed_memory
 from isobit.kernels.native.interface import declare
 from isobit.kernels.native.openmp import keep_from_spinning
@@ -64,21 +64,17 @@ _KEPT, _UNUSED_S = 4, 24 * 3600
 """Libraries in the cache that always stay, and how long another was not loaded before it goes."""
 
 
-def cache_directory() -> Path:
-    """Where libraries are kept. Raises BuildFailed."""
-    try:
-        return own_directory("native")
-    except CacheUnusable as error:
-        raise BuildFailed(str(error)) from error
+class NoOperators(IsobitError, BuildFailed):
+    """There are no operators in C++ here; the message says why, in one line."""
 
 
 def library() -> ctypes.CDLL:
-    """The operators, compiled now if need be. Raises BuildFailed."""
+    """The operators, compiled now if need be. Raises NoOperators."""
     return _opened()[0]
 
 
 def origin() -> str:
-    """Where the operators are from, for users. Raises BuildFailed."""
+    """Where the operators are from, for users. Raises NoOperators."""
     return _opened()[1]
 
 
@@ -87,7 +83,7 @@ def available() -> tuple[bool, str]:
     """(whether the backend works here, why): loads or compiles it at the first call."""
     try:
         return True, origin()
-    except BuildFailed as error:
+    except NoOperators as error:
         if not error.said:
             _say(f"there are no operators in C++: {error}; {_WITHOUT}")
         return False, str(error)
@@ -108,10 +104,11 @@ def _opened() -> tuple[ctypes.CDLL, str]:
                 unusable = f"; {error}"
     try:
         program = compiler()
-        return _loaded(program, cache_directory()), f"compiled by {Path(program).name}"
-    except BuildFailed as error:
-        failed = BuildFailed(f"{error}{unusable}")
-        failed.said = error.said
+        directory = cache_directory("native", _file_name(program))
+        return _loaded(program, directory), f"compiled by {Path(program).name}"
+    except (BuildFailed, CacheUnusable) as error:
+        failed = NoOperators(f"{error}{unusable}")
+        failed.said = isinstance(error, BuildFailed) and error.said
         raise failed from error
 
 
@@ -141,10 +138,8 @@ def prebuilt_here(features: frozenset[str], folder: Path = PREBUILT) -> tuple[st
 def compiled(program: str, directory: Path, sources: Path = HERE) -> Path:
     """The library in `directory` that `program` makes of `sources`, now if not before; then stderr
     says so, and what becomes of it where it fails. Raises BuildFailed."""
-    extra = os.environ.get("ISOBIT_CXXFLAGS", "").split()
-    general = ["-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"]
-    name = digest(*general, *extra, _version(program), _processor(), sources=sources)
-    path = directory / f"isobit-{name}.so"
+    general, extra = _flags()
+    path = directory / _file_name(program, sources)
     if not path.exists():
         with ExitStack() as held:
             try:
@@ -157,6 +152,19 @@ def compiled(program: str, directory: Path, sources: Path = HERE) -> Path:
     with suppress(OSError):  # in a folder that is only read
         os.utime(path)
     return path
+
+
+def _file_name(program: str, sources: Path = HERE) -> str:
+    general, extra = _flags()
+    name = digest(*general, *extra, _version(program), _processor(), sources=sources)
+    return f"isobit-{name}.so"
+
+
+def _flags() -> tuple[list[str], list[str]]:
+    """Return what is compiled for this processor alone, and $ISOBIT_CXXFLAGS."""
+    arm = platform.machine() in ("aarch64", "arm64")
+    general = ["-mcpu=native" if arm else "-march=native"]
+    return general, os.environ.get("ISOBIT_CXXFLAGS", "").split()
 
 
 def _wait() -> None:
@@ -209,11 +217,13 @@ def load(path: Path) -> ctypes.CDLL:
 
 def differing(lib: ctypes.CDLL, test: str, run: Callable[[], int]) -> int:
     """How many results a self-test of the library finds that differ; 0 at once where it has passed
-    on this processor, which a file in the cache marks. Raises BuildFailed."""
+    on this processor, which a file in the cache marks. Without a cache, each start tests."""
     processor = hashlib.sha256(_processor().encode()).hexdigest()[:8]
-    return unless_passed(
-        cache_directory() / f"{Path(lib._name).stem}.{processor}.{test}.passed", run, 0
-    )
+    mark = f"{Path(lib._name).stem}.{processor}.{test}.passed"
+    try:
+        return unless_passed(cache_directory("native", mark) / mark, run, 0)
+    except CacheUnusable:
+        return run()
 
 
 def _say(line: str) -> None:

@@ -9,6 +9,7 @@ allocated in it is left. Left out: what is small, and is PyTorch's.
 
 import threading
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -25,8 +26,8 @@ class LargePages:
     def __init__(self, chunk: int = 16 * _PAGE, smallest: int = 1 << 16) -> None:
         """`chunk`: the fewest bytes of one; below `smallest`, memory is PyTorch's."""
         self._chunk, self._smallest, self._lock = chunk, smallest, threading.Lock()
-        self._used = 0
-        self._last: weakref.ref[NDArray[np.uint8]] | None = None
+        self._first = self._used = self._size = 0  # of the last chunk: its place in memory, bytes
+        self._last: Callable[[], NDArray[np.uint8] | None] = lambda: None
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
         """A tensor of `count` elements, its values undefined."""
@@ -34,16 +35,17 @@ class LargePages:
         if size < self._smallest:
             return torch.empty(count, dtype=dtype)
         with self._lock:
-            chunk = None if self._last is None else self._last()
-            if chunk is None or self._used + size > chunk.nbytes:
-                chunk = _aligned(max(self._chunk, -(-size // _PAGE) * _PAGE))
-                self._last, self._used = weakref.ref(chunk), 0
-            start, self._used = self._used, -(-(self._used + size) // _ALIGNMENT) * _ALIGNMENT
-        return torch.from_numpy(chunk[start : start + size]).view(dtype)
+            memory = self._last()
+            if memory is None or self._used + size > self._size:
+                memory = self._new(size)
+            start = self._first + self._used
+            self._used = -(-(self._used + size) // _ALIGNMENT) * _ALIGNMENT
+        return torch.from_numpy(memory[start : start + size]).view(dtype)
 
-
-def _aligned(size: int) -> NDArray[np.uint8]:
-    """An array of so many bytes that begins with a large page."""
-    memory = np.empty(size + _PAGE, np.uint8)
-    first = -memory.ctypes.data % _PAGE
-    return memory[first : first + size]
+    def _new(self, size: int) -> NDArray[np.uint8]:
+        """Memory for a new chunk, which begins in it with a large page. A slice of a slice holds this
+        array, and not the slice between them: this is what lives as long as a tensor does."""
+        self._size, self._used = max(self._chunk, -(-size // _PAGE) * _PAGE), 0
+        memory = np.empty(self._size + _PAGE, np.uint8)
+        self._last, self._first = weakref.ref(memory), -memory.ctypes.data % _PAGE
+        return memory

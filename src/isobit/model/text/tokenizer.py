@@ -8,10 +8,11 @@ code of their own.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,10 @@ _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 _SPECIALS = ("<pad>", "<s>", "</s>")
 _ID_LIMIT = 1 << 32  # what `tokenizers` takes for an id
 _TEMPLATES = "additional_chat_templates"
+_SHORT = 1 << 14  # characters, or tokens, that take no time worth speaking of
+_PROBED = 16  # characters of a text for each token that it may have, by which its length is judged
+Check = Callable[[str], None]
+"""Raises for a text that is not to be encoded."""
 
 
 @dataclass(frozen=True)
@@ -152,9 +157,13 @@ class Tokenizer:
         with _of_tokenizers(f"the tokenizer cannot encode {text[:80]!r}"):
             return encoding(self.fast, text, add_special).ids
 
-    def encode_text(self, text: str, add_special: bool = True) -> list[int]:
+    def encode_text(
+        self, text: str, add_special: bool = True, check: Check = lambda text: None
+    ) -> list[int]:
         """`encode` of text that somebody else wrote: special tokens that it spells are text, unless
-        `special_tokens_in_content` says otherwise (`escape_special.py`)."""
+        `special_tokens_in_content` says otherwise (`escape_special.py`). Raises what `check` does of
+        the text, which is asked before it is encoded."""
+        check(text)
         with _of_tokenizers(f"the tokenizer cannot encode {text[:80]!r}"):
             return self._content().text(text, self.special_tokens_in_content, add_special)
 
@@ -163,16 +172,18 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        check: Check = lambda text: None,
     ) -> list[int]:
         """Token ids of `render_chat`, in which the special tokens are the template's, as in
-        `encode_text`."""
+        `encode_text`, and which is checked as there."""
 
         def render(given: Sequence[Mapping[str, Any]]) -> str:
-            if variables is None:
-                return self.render_chat(given, add_generation_prompt)
-            return self.render_chat(
-                given[0]["messages"], add_generation_prompt, given[0]["variables"]
-            )
+            own = given, None
+            if variables is not None:
+                own = given[0]["messages"], given[0]["variables"]
+            text = self.render_chat(own[0], add_generation_prompt, own[1])
+            check(text)
+            return text
 
         # what others wrote is in both
         written = (
@@ -180,6 +191,21 @@ class Tokenizer:
         )
         with _of_tokenizers("the tokenizer cannot encode a chat"):
             return self._content().chat(written, self.special_tokens_in_content, render)
+
+    def surely_longer(self, text: str, count: int) -> bool:
+        """Whether a text has more than `count` tokens, by its length and its beginning alone: what
+        is encoded to know it is bounded by `count`."""
+        beginning = text[: _PROBED * count]
+        if len(text) <= max(len(beginning), _SHORT):
+            return False
+        if len(text) > self._longest_token * count:
+            return True
+        with _of_tokenizers(f"the tokenizer cannot encode {text[:80]!r}"):
+            return len(encoding(self.fast, beginning)) > 2 * count
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self.fast.get_vocab(with_added_tokens=True)))
 
     def _content(self) -> ContentEncoder:
         """What encodes others' texts under the present template."""
@@ -201,7 +227,11 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text without special tokens, or with them where `special` is true."""
         with _of_tokenizers("the tokenizer cannot decode its tokens"):
-            return self.fast.decode(list(ids), skip_special_tokens=not special)
+            if len(ids) <= _SHORT:
+                return self.fast.decode(list(ids), skip_special_tokens=not special)
+            # which lets other threads run meanwhile
+            (text,) = self.fast.decode_batch([list(ids)], skip_special_tokens=not special)
+            return text
 
     def decode_completion(
         self, prompt: Sequence[int], completion: Sequence[int], *, special: bool = False

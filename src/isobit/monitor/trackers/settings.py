@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
+from urllib.parse import unquote
 
 from isobit.errors import IsobitError
 from isobit.monitor.trackers.base import Tracker
@@ -19,11 +20,13 @@ from isobit.options.reading import OptionError
 @dataclass(frozen=True)
 class Entry:
     """`library`: what is imported; `kind`: the class in `isobit.monitor.trackers.<name>`;
-    `credentials`: where they belong, if it takes any."""
+    `credentials`: where they belong, if it takes any; `package`: what pip installs, if that is
+    called otherwise."""
 
     library: str
     kind: str
     credentials: str = ""
+    package: str = ""
 
 
 TRACKERS = {
@@ -34,8 +37,18 @@ TRACKERS = {
         "mlflow",
         "MLflow",
         "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
+        "mlflow-skinny",
     ),
 }
+
+
+_CREDENTIALS = re.compile(
+    r"://[^/?#]*:[^/?#]*@|https?://[^/?#]*@"  # of a database a name alone is none
+    r"|[?&;#](?:[^=&;#]*(?:token|passw|pwd|secret|auth|signature|(?:api|access)[-_]?key)[^=&;#]*"
+    r"|key|sig)=",
+    re.IGNORECASE,
+)
+"""What in an address lets somebody in: before its host, and among its parameters."""
 
 
 def make_tracker(name: str) -> Tracker:
@@ -44,7 +57,7 @@ def make_tracker(name: str) -> Tracker:
     entry = TRACKERS[name]
     if importlib.util.find_spec(entry.library) is None:
         raise IsobitError(
-            f'tracking.trackers: {name} is not installed; pip install "isobit[track]"'
+            f"tracking.trackers: {name} is not installed: pip install {entry.package or name}"
         )
     module = importlib.import_module(f"isobit.monitor.trackers.{name}")
     tracker: Tracker = getattr(module, entry.kind)()
@@ -78,9 +91,9 @@ class MlflowConfig:
     ] = None
 
     def __post_init__(self) -> None:
-        if self.uri is not None and re.search(r"://[^/@]*:[^/@]*@", self.uri):
+        if self.uri is not None and _CREDENTIALS.search(unquote(self.uri)):
             text = (
-                "a password does not belong into a config, which is kept; set "
+                "a password or a token does not belong into a config, which is kept; set "
                 "MLFLOW_TRACKING_URI instead"
             )
             raise OptionError(("uri",), text)
@@ -88,7 +101,7 @@ class MlflowConfig:
 
 @dataclass(frozen=True)
 class TrackingConfig:
-    """Experiment trackers (`pip install "isobit[track]"`). `metrics.jsonl` is written with or
+    """Experiment trackers, whose libraries are extras. `metrics.jsonl` is written with or
     without them."""
 
     trackers: Annotated[

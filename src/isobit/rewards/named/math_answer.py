@@ -67,7 +67,7 @@ class MathAnswer(NamedReward):
         try:
             import math_verify  # noqa: F401
         except ImportError:
-            raise IsobitError('reward math needs math-verify: pip install "isobit[math]"') from None
+            raise IsobitError("reward math needs math-verify: pip install math-verify") from None
         import logging
 
         # it warns that its own clock is off: ours is on

@@ -84,9 +84,7 @@ class FuzzyMatch(Match):
         try:
             import rapidfuzz  # noqa: F401
         except ImportError:
-            raise IsobitError(
-                'reward fuzzy_match needs rapidfuzz: pip install "isobit[text]"'
-            ) from None
+            raise IsobitError("reward fuzzy_match needs rapidfuzz: pip install rapidfuzz") from None
 
     def score(
         self, text: str, row: Mapping[str, Any], token_ids: Sequence[int] | None

@@ -151,17 +151,18 @@ def _advantages(
 
 
 def _sum(parts: Sequence[tuple[float, Advantage | None]]) -> Advantage:
-    """Weighted, number by number or token by token; a function that did not score it adds
-    nothing."""
+    """Weighted: a number, or token by token where any part is, in which a number is that of every
+    token; a function that did not score it adds nothing."""
     given = [(weight, part) for weight, part in parts if part is not None]
+    numbers = [weight * part for weight, part in given if isinstance(part, (int, float))]
     rows = [
         [weight * value for value in part]
         for weight, part in given
         if not isinstance(part, (int, float))
     ]
     if rows:
-        return tuple(map(math.fsum, zip(*rows, strict=True)))
-    return sum(weight * part for weight, part in given if isinstance(part, (int, float)))
+        return tuple(math.fsum((*numbers, *token)) for token in zip(*rows, strict=True))
+    return sum(numbers)
 
 
 def _component(group: Group, name: str) -> list[float | None]:

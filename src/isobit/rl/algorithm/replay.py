@@ -8,7 +8,8 @@ Left out: the learning itself (`learner/learner.py`, `correction.py`).
 """
 
 import math
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import pstdev
 from typing import Annotated
@@ -73,12 +74,24 @@ class ReplayBuffer:
         uniform = (
             np.random.Philox(key=key).random_raw(len(self.groups)) >> np.uint64(11)
         ) * 2.0**-53
-        times = [
-            -math.log1p(-u) / self._weight(g, step) for u, g in zip(uniform.tolist(), self.groups)
-        ]
+        times = self._times(uniform.tolist(), step)
         chosen = sorted(np.argsort(times, kind="stable")[: settings.groups_per_step].tolist())
         return [self.groups[i] for i in chosen]
 
-    def _weight(self, group: Group, step: int) -> float:
-        rewards = [s.reward for s in group if s.reward is not None]
-        return 2.0 ** (-(step - group[0].rollout_step) / self.settings.half_life) * pstdev(rewards)
+    def _times(self, uniform: Sequence[float], step: int) -> list[float]:
+        """When each group's exponential clock rings: the first are drawn. Where a weight is too
+        small for a float, their logarithms, which are in the same order."""
+        spreads = [pstdev(s.reward for s in g if s.reward is not None) for g in self.groups]
+        halved = [(step - g[0].rollout_step) / self.settings.half_life for g in self.groups]
+        weights = [2.0**-age * spread for age, spread in zip(halved, spreads)]
+        waits = [-math.log1p(-u) for u in uniform]
+        if min(weights) >= sys.float_info.min:
+            return [wait / weight for wait, weight in zip(waits, weights)]
+        return [
+            _log(wait) + age * math.log(2) - _log(spread)
+            for wait, age, spread in zip(waits, halved, spreads)
+        ]
+
+
+def _log(value: float) -> float:
+    return math.log(max(value, sys.float_info.min))

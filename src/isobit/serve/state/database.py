@@ -14,6 +14,8 @@ from pathlib import Path
 from isobit.data.foreign import reason_of
 from isobit.errors import IsobitError, brief
 from isobit.run.directory import Lock
+from isobit.run.durable import make_directory
+from isobit.run.own_folder import replaceable
 
 VERSION, _APPLICATION = 4, 0x15B17
 FILE, WEIGHTS = "state.sqlite", "weights"
@@ -59,8 +61,7 @@ def make_private(folder: Path) -> Path:
     """The folder, made unless it is there. Raises IsobitError for one that others may enter, one of
     another user, and what is no folder."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.mkdir(mode=0o700, exist_ok=True)
+        make_directory(folder, 0o700)
         found = folder.lstat()
     except (OSError, ValueError) as error:
         raise IsobitError(f"--state {folder}: cannot be made: {reason_of(error)}") from None
@@ -70,11 +71,10 @@ def make_private(folder: Path) -> Path:
         raise IsobitError(f"--state {folder}: it belongs to another user")
     if found.st_mode & 0o077:
         raise IsobitError(f"--state {folder}: others may enter it; run chmod 700 {folder}")
-    around = folder.resolve().parent.stat()
-    if around.st_mode & 0o002 and not around.st_mode & stat.S_ISVTX:
+    if (at := replaceable(folder)) is not None:
         raise IsobitError(
-            f"--state {folder}: others may put another folder in its place; choose one in a folder "
-            "that only you may write"
+            f"--state {folder}: others may put another folder in its place, at {at}; choose one in "
+            "a folder that only you may write"
         )
     return folder
 

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
@@ -228,7 +228,7 @@ def _value(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, timezone.utc).isoformat()
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def _name(request: Request) -> CheckpointName:

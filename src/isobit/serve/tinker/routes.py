@@ -114,7 +114,7 @@ class Tinker:
 
     async def capabilities(self, request: Request) -> Response:
         """The model, by its name and by its folder, from which clients read the tokenizer."""
-        names = dict.fromkeys((str(self._gateway.model.directory), self._gateway.name))
+        names = dict.fromkeys((self._gateway.folder, self._gateway.name))
         length = self._gateway.model.config.max_positions
         models = [
             {

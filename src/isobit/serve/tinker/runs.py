@@ -345,7 +345,7 @@ class Runs:
         """What a run trains."""
         fields = await read_fields(request, self._gateway.limits)
         run = self.find(request, fields.text("model_id"))
-        config, folder = self._gateway.model.config, str(self._gateway.model.directory)
+        config, folder = self._gateway.model.config, self._gateway.folder
         return JSONResponse(
             {
                 "type": "get_info",

@@ -424,6 +424,7 @@ def _called(folder: Path, path: str) -> Iterator[None]:
 
 
 def _adam_of(given: Fields) -> Adam:
+    given.check_numbers(*(each.name for each in names_of(Adam)))
     taken = {each.name: given.take(each.name, each.default) for each in names_of(Adam)}
     given.finish()
     return Adam(**taken)

@@ -106,7 +106,7 @@ def package() -> Any:
         from tinker.proto import tinker_public_pb2
     except ModuleNotFoundError:
         raise IsobitError(
-            "Tinker's routes need its package: pip install 'isobit[tinker]'"
+            "Tinker's routes need its package: pip install tinker zstandard"
         ) from None
     return tinker_public_pb2
 
@@ -150,7 +150,7 @@ def unpacked(body: bytes, limit: int) -> bytes:
     try:
         import zstandard
     except ModuleNotFoundError:
-        raise BadRequest("Content-Encoding: zstd needs pip install 'isobit[tinker]'") from None
+        raise BadRequest("Content-Encoding: zstd needs pip install zstandard") from None
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 27)
     found, size, frames = list[bytes](), 0, 0
     frame: Any = None

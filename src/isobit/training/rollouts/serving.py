@@ -5,11 +5,14 @@ its pages, its batches, its counts. It is stepped in the run's thread, where the
 those of the step: between steps of the rollout's engine, and while rewards are waited for. Before
 the weights change, what is open is finished as far as the time allows, or begun again with the next
 ones. Requests take at most `serve.share` of the time; of what they leave over in one step, the next
-one takes up no more than its own. Left out: evaluations, learning, checkpoints, during which they
-wait; several ranks; fleets.
+one takes up no more than its own. What they cost in other threads, HTTP, JSON and tokens, is part of
+it: it is charged, at most half of the share, and no step waits for it. Left out: evaluations,
+learning, checkpoints, during which they wait; several ranks; fleets.
 """
 
+import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +22,7 @@ from isobit.config import Config
 from isobit.engine.engine import Engine
 from isobit.errors import IsobitError
 from isobit.model import Model
+from isobit.serve import INSTALLED_BY
 from isobit.serve.pumped import PumpedDevice
 from isobit.training.loop import Rollout, Rollouts
 from isobit.training.measuring.meter import added
@@ -30,11 +34,16 @@ if TYPE_CHECKING:
     from isobit.serve.listening import Listener
 
 _GRACE_S = 1.0
+_BURST_S = 0.1  # of texts, that may begin before they are paid for
+_SWITCH_S = 5e-4
+"""After so long in Python another thread has its turn: a step needs the interpreter's lock for each of
+its products, and would wait ten times as long for it beside a thread that serves HTTP."""
 
 
 class Allowance:
     """Seconds that may be given away: `share` of all time, as it passes. What was not used is kept
-    up to what one step has brought."""
+    up to what one step has brought. What other threads have taken is paid back by at most half of
+    what is earned; `open` and `charge` are for these."""
 
     def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self._rate, self._clock = share / (1 - share), clock
@@ -43,6 +52,17 @@ class Allowance:
         self._most = 0.0
         self.left = 0.0
         self.used = 0.0
+        self._charges = deque[float]()
+        self._debt = 0.0  # of other threads
+
+    def charge(self, seconds: float) -> None:
+        """Another thread has worked so long."""
+        self._charges.append(seconds)
+
+    def open(self) -> bool:
+        """Whether another thread may work."""
+        owed = self._debt + sum(list(self._charges))
+        return owed <= _BURST_S + self._rate / 2 * (self._clock() - self._since)
 
     def step(self) -> None:
         """A step begins: what is kept is at most what the last one has brought."""
@@ -54,8 +74,15 @@ class Allowance:
 
     def earn(self) -> None:
         """Time has passed that was the run's own."""
+        while self._charges:
+            seconds = self._charges.popleft()
+            self.used += seconds
+            self._debt += seconds
         now = self._clock()
-        self.left += self._rate * (now - self._since)
+        earned = self._rate * (now - self._since)
+        paid = min(self._debt, earned / 2)
+        self._debt -= paid
+        self.left += earned - paid
         self._since = now
 
     def spend(self, work: Callable[[], None], free: bool = False) -> None:
@@ -78,11 +105,14 @@ class Serving:
     ) -> None:
         assert isinstance(gateway.device, PumpedDevice)
         self.device, self._gateway, self._server = gateway.device, gateway, server
-        self._allowance = Allowance(share)
+        self._allowance = gateway.desk.account = Allowance(share)
+        self._http_seconds, self._switch = 0.0, sys.getswitchinterval()
         self._counted: Mapping[str, float] = {}
         self.lines = lines
 
     def __enter__(self) -> "Serving":
+        self._switch = sys.getswitchinterval()
+        sys.setswitchinterval(min(self._switch, _SWITCH_S))
         self._server.start()
         return self
 
@@ -90,6 +120,7 @@ class Serving:
         self._gateway.draining = True
         self.device.end()
         self._server.stop()
+        sys.setswitchinterval(self._switch)
 
     @property
     def engine(self) -> Engine:
@@ -98,6 +129,8 @@ class Serving:
     def begin_step(self, version: int) -> None:
         """The weights are those of a new `version`, and stay until `settle`."""
         self.device.version = version
+        before, self._http_seconds = self._http_seconds, self._server.seconds()
+        self._allowance.charge(max(self._http_seconds - before, 0.0))
         self._allowance.step()
         self.between()
 
@@ -168,7 +201,7 @@ def take_place(config: Config) -> Place | None:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("isobit"):
             raise
-        raise IsobitError(f"serve.port needs {error.name}: pip install 'isobit[serve]'") from None
+        raise IsobitError(f"serve.port needs {error.name}: {INSTALLED_BY}") from None
     file = keys.default_file() if serve.token is None else Path(serve.token)
     tokens, made = keys.read_or_make(file, "serve.token")
     return Place(listen("127.0.0.1", serve.port, "serve.port"), tokens, file, made)
@@ -198,7 +231,7 @@ def open_serving(
     server = Background(gateway, place.tokens, ServerOptions(grace=_GRACE_S), place.listener)
     lines = (
         f"serving {name} on http://127.0.0.1:{server.port}/v1 while it trains",
-        f"token: {place.tokens[0] if place.made else '(the one)'} in {place.file}",
+        f"token: {'(a new one)' if place.made else '(the one)'} in {place.file}",
     )
     return Serving(gateway, server, serve.share, lines)
 

@@ -12,7 +12,7 @@ import torch
 from isobit.distributed import ALONE, Ranks
 from isobit.rl import Group
 from isobit.run.directory import RunDirectory
-from isobit.training.adapting import rank_warning
+from isobit.training.adapting import model_warning
 from isobit.training.learning import Learning
 from isobit.training.loop import Rollouts
 from isobit.training.measuring.agreement import failure
@@ -212,7 +212,7 @@ class Session(OpenRun):
     def warned(self) -> Iterable[str | None]:
         """What the config probably does not mean."""
         yield from endings(self.model, self.config.sampling)
-        yield rank_warning(self.config, self.model)
+        yield model_warning(self.config, self.model)
         yield from cautions(self.config, self.parts.task, self.model)
 
     def _begin(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from isobit import __version__
 from isobit.config import SftConfig, dump_config, load_sft_config
 from isobit.errors import IsobitError
-from isobit.kernels.cache import alone, cache_root
+from isobit.kernels.cache import alone, cache_directory
 from isobit.options.consistency import resolved
 from isobit.precision import precision_from
 from isobit.run import checkpoints, durable
@@ -49,13 +49,13 @@ def cached_model(
             "by its memory; the base model of a run is the same everywhere, so give a number"
         )
     task = load_supervised(config)
-    place = cache_root() / "sft" / _identity(config, task)
+    name = _identity(config, task)
+    place = cache_directory("sft", f"{name}/config.json") / name
     made = place / "config.json"
     if made.is_file():
         return place
     with ExitStack() as held:
         try:
-            durable.make_directory(place.parent)
             held.enter_context(alone(place.parent / f".{place.name}.lock"))
         except OSError as error:
             raise IsobitError(
@@ -102,23 +102,31 @@ def _alone(config: SftConfig, directory: Path | None) -> SftConfig:
 
 def _identity(config: SftConfig, task: Task) -> str:
     """A hash of all that the model is made from: the config, what its precision is, the examples,
-    the weights it starts from, isobit's version."""
+    the weights it starts from, isobit's version; and the held-out examples, where an evaluation may
+    end its making."""
     settings = dump_config(_alone(config, None))
     given, found = (
         f"consistency: {each}\n" for each in (config.consistency, resolved(config.consistency))
     )
     settings = settings.replace(given, found)
-    formats = precision_from(config.precision).formats()
-    digest = hashlib.sha256(f"{__version__}\n{settings}{formats}".encode())
-    for example in task.train.examples:
-        digest.update(
-            json.dumps([example.prompt, example.columns], sort_keys=True, default=str).encode()
-        )
-        if example.answer is not None:
-            digest.update(json.dumps(example.answer, sort_keys=True).encode())
+    digest = hashlib.sha256()
+
+    def add(part: str) -> None:
+        data = part.encode("utf-8", "backslashreplace")
+        digest.update(len(data).to_bytes(8, "little"))  # so that no part ends within another
+        digest.update(data)
+
+    for part in (__version__, settings, str(precision_from(config.precision).formats())):
+        add(part)
+    for dataset in (task.train, *([task.held_out] if config.evaluation.stops else [])):
+        add(str(len(dataset)))
+        for one in dataset.examples:
+            parts = [one.prompt, one.columns, one.answer, one.source]
+            add(json.dumps(parts, sort_keys=True, default=str))
     files = [] if config.model.path is None else sorted(model_named(config.model.path).glob("*.*"))
     if config.model.chat_template is not None:
         files.append(Path(config.model.chat_template))
     for file in files:
-        digest.update(file.read_bytes() if file.is_file() else b"")
+        add(file.name)
+        add(checkpoints.file_digest(file) if file.is_file() else "")
     return digest.hexdigest()[:16]

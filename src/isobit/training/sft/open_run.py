@@ -7,7 +7,7 @@ from typing import Any
 
 from isobit.run import checkpoints
 from isobit.run.directory import RunDirectory
-from isobit.training.adapting import rank_warning
+from isobit.training.adapting import model_warning
 from isobit.training.learning import Learning
 from isobit.training.loop import Rollouts
 from isobit.training.running.cautions import supervised_cautions
@@ -64,9 +64,8 @@ class SupervisedRun(OpenRun):
         yield f"{self.model.ops.why}; consistency: {self.config.consistency}"
 
     def warned(self) -> Iterable[str | None]:
-        """Whether an adapter's rank and so many processes are of use, and what else is probably not
-        meant."""
-        yield rank_warning(self.config, self.model)
+        """What the config probably does not mean."""
+        yield model_warning(self.config, self.model)
         yield ranks_caution(self.config.ranks)
         yield from supervised_cautions(self.config, self.parts.train)
 

@@ -1,0 +1,146 @@
+"""What strangers' texts cost the processor: bodies that are parsed, templates, tokens, long answers
+that are written.
+
+It is done in a few threads beside the event loop, in turns of tenants, of whom none has all threads:
+eight long texts of one keep another waiting for one of them at most. Where the server shares its
+process with a run that trains, an `Account` says when the next piece may begin, and hears what each
+has taken. Left out: work that lets no other thread run meanwhile, which whoever does it avoids
+(`model/text/escape_special.py`, `data/foreign.py`).
+"""
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from isobit.serve.jobs import Turns
+
+_T = TypeVar("_T")
+_THREADS = 3
+_RETRY_SECONDS = 0.05  # after which an account is asked again
+_SLICE = 1 << 12  # entries of a list that are written at once
+LIGHT_BYTES = 1 << 14
+"""A body of so few is read in the event loop."""
+
+
+class Account(Protocol):
+    """Time that is given to strangers' texts."""
+
+    def open(self) -> bool:
+        """Whether a piece of work may begin."""
+
+    def charge(self, seconds: float) -> None:
+        """A piece has taken so long; in its own thread."""
+
+
+class Unbounded:
+    """The account of a server that has its process to itself."""
+
+    def open(self) -> bool:
+        return True
+
+    def charge(self, seconds: float) -> None:
+        """Nothing is counted."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    tenant: str
+    work: Callable[[], Any]
+    result: "asyncio.Future[Any]"
+
+
+class Desk:
+    """Threads that work for tenants, `threads` of them; for the event loop's thread."""
+
+    def __init__(
+        self, threads: int = _THREADS, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.account: Account = Unbounded()
+        self._threads, self._clock = threads, clock
+        self._pool = ThreadPoolExecutor(threads, "texts")
+        self._waiting, self._running = Turns[_Piece](), Counter[str]()
+        self._tasks = set[asyncio.Future[None]]()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    async def do(self, tenant: str, function: Callable[..., _T], *given: Any) -> _T:
+        """The result of a function, in the turn of a tenant."""
+        result = asyncio.get_running_loop().create_future()
+        piece = _Piece(tenant, partial(function, *given), result)
+        self._waiting.put(piece)
+        self._begin()
+        try:
+            found: _T = await result
+        finally:
+            self._waiting.remove(piece)  # of a client that went away before its turn
+        return found
+
+    def close(self) -> None:
+        """Do nothing more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self) -> None:
+        most = max(self._threads - 1, 1)  # of one tenant
+        while self._running.total() < self._threads:
+            if self._waiting and not self.account.open():
+                self._later()
+                return
+            piece = self._waiting.take_of(lambda tenant: self._running[tenant] < most)
+            if piece is None:
+                return
+            self._running[piece.tenant] += 1
+            task = asyncio.ensure_future(self._do(piece))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _later(self) -> None:
+        """Begin again when the account may be open."""
+        loop = asyncio.get_running_loop()
+        if self._timer is None or self._timer.when() <= loop.time():
+            self._timer = loop.call_later(_RETRY_SECONDS, self._begin)
+
+    async def _do(self, piece: _Piece) -> None:
+        def timed() -> Any:
+            began = self._clock()
+            try:
+                return piece.work()
+            finally:
+                self.account.charge(self._clock() - began)
+
+        try:
+            result = await asyncio.get_running_loop().run_in_executor(self._pool, timed)
+        except BaseException as error:
+            if not piece.result.done():
+                piece.result.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            if not piece.result.done():
+                piece.result.set_result(result)
+        finally:
+            self._running[piece.tenant] -= 1
+            self._begin()
+
+
+def written(value: Mapping[str, Any]) -> bytes:
+    """Write an object as JSON, a slice of each long list at a time, so that other threads run."""
+    encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+    def pieces(part: Any) -> str:
+        if not isinstance(part, list) or len(part) <= 1:
+            return encode(part)
+        size = _SLICE if isinstance(part[0], int) else 1
+        slices = (part[start : start + size] for start in range(0, len(part), size))
+        return f"[{','.join(encode(each)[1:-1] for each in slices)}]"
+
+    return (
+        "{" + ",".join(f"{encode(key)}:{pieces(each)}" for key, each in value.items()) + "}"
+    ).encode()
