@@ -80,7 +80,8 @@ def as_data(completions: Iterable[Completion]) -> list[Datum]:
 
 
 def gradients(learner: StepwiseLearner) -> dict[str, Tensor]:
-    """Copies of those that wait for a step."""
+    """Copies of those that wait for a step, computed again where the next call would do that."""
+    list(learner._compute_again())
     holders = learner.model.transformer.masters.holders
     return {name: h.grad.clone() for name, h in holders.items() if h.grad is not None}
 

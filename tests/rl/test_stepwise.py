@@ -303,11 +303,49 @@ def test_a_poisonous_datum_changes_nothing(
     assert len(ours.forward(data(seed=11), "importance_sampling", {}).logprobs) == 6
 
 
+def test_gradients_are_copied_only_where_they_cannot_be_computed_again(
+    base: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for calls that succeed; after the first that fails in a step, for all others of it, and
+    where data have more bytes than the gradients. The bits are those of a learner that copies
+    always, which is the control, and of one that no call has failed."""
+    poisoned = data(seed=10)
+    poisoned[5] = _with(logprobs=torch.full((8,), -1e4))(poisoned[5])
+    copies = StepwiseLearner._copies
+
+    def stepped(always: bool, fails: Sequence[int], least: int = 1 << 60) -> tuple[str, list[bool]]:
+        ours, copied = learner(base), list[bool]()
+
+        def counted(self: StepwiseLearner) -> Any:
+            self._calls = None if always else self._calls
+            found = copies(self)
+            copied.append(found is not None)
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StepwiseLearner, "_copies", counted)
+            patch.setattr(ShardedOptimizer, "gradient_bytes", least)
+            for call in range(4):
+                if call in fails:
+                    with pytest.raises(NonFiniteError):
+                        ours.forward_backward(poisoned, "importance_sampling", {})
+                ours.forward_backward(data(seed=call), "importance_sampling", {})
+            ours.optim_step(STEP)
+            ours.forward_backward(data(seed=9), "importance_sampling", {})
+        return state_of(ours), copied
+
+    expected, copied = stepped(always=True, fails=[])
+    assert all(copied)
+    assert stepped(always=False, fails=[]) == (expected, [False] * 5)
+    assert stepped(always=False, fails=[2]) == (expected, [False] * 3 + [True] * 2 + [False])
+    found, copied = stepped(always=False, fails=[0, 1, 3])
+    assert (found, copied[:3], copied[-1]) == (expected, [False] * 3, False)
+    assert stepped(always=False, fails=[3], least=1) == (expected, [False] + [True] * 4 + [False])
+
+
 def test_what_is_kept_of_gradients_is_needed(base: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: without it the micro-batches before the poisonous one stay in the gradient."""
-    from contextlib import nullcontext
-
-    monkeypatch.setattr(StepwiseLearner, "_gradients_kept", lambda self: nullcontext())
+    monkeypatch.setattr(StepwiseLearner, "_undo", lambda *_: None)
     ours = learner(base)
     ours.forward_backward(data(seed=9), "importance_sampling", {})
     before, given = state_of(ours), data(seed=10)

@@ -349,9 +349,9 @@ def test_runs_take_turns(trainer: Running, monkeypatch: pytest.MonkeyPatch) -> N
 
         def noted(*given: Any, who: str = who, learner: Any = learner) -> Any:
             done.append(who)
-            return type(learner).forward_backward(learner, *given)
+            return type(learner).forward_backward_in_parts(learner, *given)
 
-        monkeypatch.setattr(learner, "forward_backward", noted)
+        monkeypatch.setattr(learner, "forward_backward_in_parts", noted)
     go = threading.Event()
     trainer.gateway.device.submit(WorkJob("0", lambda: go.wait(60), lambda event: None))
     asked = [gradients(trainer, runs["many"], number, data(1)) for number in range(1, 31)]

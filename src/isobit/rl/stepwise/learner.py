@@ -8,8 +8,8 @@ bits of sampling wherever the model's flow promises them. A call that raises has
 """
 
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TypeVar
@@ -32,6 +32,7 @@ from isobit.rl.stepwise.saving import read_masters, read_moments, write
 
 _LARGEST_NORM = 1e18  # of a gradient: its square is still finite in AdamW's second moment
 _SMALLEST_EPS, _LARGEST = 1e-30, 1e6
+_TOKEN_BYTES = 40  # of a Python number in a tuple
 _T = TypeVar("_T")
 Parts = Generator[None, None, _T]
 """Work in parts, between which its caller may do something else; what it returns is the result."""
@@ -88,6 +89,11 @@ class StepwiseLearner:
         self._micro_batch_tokens, self._recompute = micro_batch_tokens, recompute
         self._optimizer = ShardedOptimizer.of(model, OptimizerSettings())
         self._optimizer.zero_grad()  # which another learner of the same model may have left
+        self._calls: list[tuple[Sequence[Datum], Loss, Mapping[str, float]]] | None = []
+        """Those since the last step, from which gradients could be computed again; None: gradients
+        are copied before each call instead."""
+        self._call_bytes = 0
+        self._undone = False  # gradients of the calls are gone
 
     def forward(self, data: Sequence[Datum], loss: str, options: Mapping[str, float]) -> Outputs:
         """Log-probabilities and the loss. Raises IsobitError, in one line, for whatever is wrong
@@ -98,7 +104,7 @@ class StepwiseLearner:
         self, data: Sequence[Datum], loss: str, options: Mapping[str, float]
     ) -> Parts[Outputs]:
         """`forward`, a micro-batch at a time."""
-        return self._run(data, loss, options, gradient=False)
+        return self._run(data, *self._checked(data, loss, options), gradient=False)
 
     def forward_backward(
         self, data: Sequence[Datum], loss: str, options: Mapping[str, float]
@@ -112,20 +118,28 @@ class StepwiseLearner:
     ) -> Parts[Outputs]:
         """`forward_backward`, a micro-batch at a time. Between two of them this learner does nothing
         else; its weights, and others, may be sampled from and trained."""
-        with self._gradients_kept():
-            found = yield from self._run(data, loss, options, gradient=True)
+        checked = self._checked(data, loss, options)
+        yield from self._compute_again()
+        copies = self._copies()
+        try:
+            found = yield from self._run(data, *checked, gradient=True)
             if not (norm := self._optimizer.gradient_norm()) <= _LARGEST_NORM:
                 raise NonFiniteError(
                     f"forward_backward: the gradient's norm is {norm:.3g}, and may be "
                     f"{_LARGEST_NORM:g}; are weights, advantages or ratios too large?"
                 )
+        except BaseException:
+            self._undo(copies)
+            raise
+        self._remember(data, *checked)
         return found
 
     def optim_step(self, adam: Adam) -> Mapping[str, float]:
         """One AdamW update by the gradients since the last one, which are gone then, and working
         weights of the new masters. Returns the gradient's norm, before it is clipped. Where nothing
         was differentiated, nothing changes: the norm is 0."""
-        optimizer = self._optimizer
+        _whole(self._compute_again())
+        self._calls, optimizer = [], self._optimizer
         if all(holder.grad is None for holder in optimizer.holders.values()):
             return {"grad_norm": 0.0}
         norm = optimizer.gradient_norm()
@@ -166,21 +180,27 @@ class StepwiseLearner:
         found = ShardedOptimizer.of(self.model, self._optimizer.settings)
         found.load_state(state)
         self._optimizer.zero_grad()
-        self._optimizer = found
+        self._optimizer, self._calls, self._undone = found, [], False
         with torch.no_grad():
             for name, parameter in self.model.named_parameters().items():
                 parameter.copy_(masters[name])
         self.model.sync()
 
-    def _run(
-        self, data: Sequence[Datum], name: str, given: Mapping[str, float], gradient: bool
-    ) -> Parts[Outputs]:
+    def _checked(
+        self, data: Sequence[Datum], name: str, given: Mapping[str, float]
+    ) -> tuple[Loss, Mapping[str, float]]:
+        """(the loss, its options). Raises IsobitError for wrong arguments."""
         loss, config = loss_of(name), self.model.config
         options = options_of(name, loss, given)
         if not data:
             raise IsobitError("data: expected at least one datum")
         for place, datum in enumerate(data):
             check(datum, place, loss, config.vocab_size, config.max_positions)
+        return loss, options
+
+    def _run(
+        self, data: Sequence[Datum], loss: Loss, options: Mapping[str, float], gradient: bool
+    ) -> Parts[Outputs]:
         rows, total = list[Tensor](), 0.0
         for part in micro_batches(data, self._micro_batch_tokens):
             if part.start:
@@ -217,19 +237,56 @@ class StepwiseLearner:
         rows = found.detach().split([datum.targets.numel() for datum in data])
         return [row.view(datum.targets.shape) for row, datum in zip(rows, data)], value
 
-    @contextmanager
-    def _gradients_kept(self) -> Iterator[None]:
-        """Whatever is raised inside leaves the gradients as they were."""
+    def _copies(self) -> dict[str, Tensor | None] | None:
+        """Return copies of the gradients; None where they could be computed again, which takes no
+        memory."""
+        if self._calls is not None:
+            return None
         holders = self._optimizer.holders
-        before = {n: None if h.grad is None else h.grad.clone() for n, h in holders.items()}
+        return {n: None if h.grad is None else h.grad.clone() for n, h in holders.items()}
+
+    def _undo(self, copies: Mapping[str, Tensor | None] | None) -> None:
+        """Leave the gradients as they were before a call that has failed: `copies` of them, or they
+        are computed again before something needs them."""
+        self._undone = copies is None and bool(self._calls)
+        if copies is None:
+            self._optimizer.zero_grad()
+        else:
+            for name, gradient in copies.items():
+                self._optimizer.holders[name].grad = gradient
+        with suppress(NonFiniteError):  # else it would be the next caller's
+            self.model.ops.raise_faults()
+
+    def _compute_again(self) -> Parts[None]:
+        """Compute the gradients of all calls again, once a step at most: others' mistakes take no
+        more time than these calls took."""
+        if not self._undone:
+            return
+        assert self._calls is not None
         try:
-            yield
+            for call in self._calls:
+                yield from self._run(*call, gradient=True)
         except BaseException:
-            for name, gradient in before.items():
-                holders[name].grad = gradient
-            with suppress(NonFiniteError):  # else it would be the next caller's
-                self.model.ops.raise_faults()
+            self._optimizer.zero_grad()
             raise
+        self._calls, self._undone = None, False
+
+    def _remember(self, data: Sequence[Datum], loss: Loss, options: Mapping[str, float]) -> None:
+        """Keep what a call was given, unless all calls together would have more bytes than the
+        gradients."""
+        if self._calls is None:
+            return
+        own = [Datum(one.tokens, {k: v.clone() for k, v in one.inputs.items()}) for one in data]
+        self._call_bytes = _bytes_of(own) + (self._call_bytes if self._calls else 0)
+        self._calls.append((own, loss, options))
+        if self._call_bytes > self._optimizer.gradient_bytes:
+            self._calls = None
+
+
+def _bytes_of(data: Sequence[Datum]) -> int:
+    tensors = [tensor for datum in data for tensor in datum.inputs.values()]
+    tokens = sum(len(datum.tokens) for datum in data)
+    return _TOKEN_BYTES * tokens + sum(tensor.nbytes for tensor in tensors)
 
 
 def _whole(parts: Parts[_T]) -> _T:

@@ -72,9 +72,7 @@ class State(Store):
         self.every = every
         self._weights = folder / WEIGHTS
         self._writing = set[str]()  # ids of folders that no row names yet
-        self._pinned = dict[
-            str, str
-        ]()  # by run: the checkpoint that it was loaded from, and not kept
+        self._pinned = dict[str, str]()  # by run: a checkpoint that it has loaded, and not kept
         try:
             make_directory(self._weights)
             self._weights.chmod(0o700)
