@@ -197,7 +197,7 @@ class ServeConfig:
         above(0),
         below(1),
         "the share of the run's time that requests may take, besides the time in which it "
-        "waits for rewards; no step waits for a request",
+        "waits for rewards; what their texts take in other threads is charged to it",
     ] = 0.2
     max_sequences: Annotated[
         int, at_least(1), "answers that are sampled at the same time, beside the rollout's"
