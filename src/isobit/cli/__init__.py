@@ -1,4 +1,4 @@
-"""The command line: `isobit train | sft | compare | plan | generate | eval | inspect | export |
+"""The command line: `isobit quickstart | train | sft | compare | plan | generate | eval | inspect | export |
 serve | watch | report | track | verify | doctor`.
 
 Declares arguments, calls one function each, and turns `IsobitError` into one line on stderr and an
