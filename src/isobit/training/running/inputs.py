@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from isobit.config import Config, SftConfig, load_sft_config, repeated
-from isobit.data.foreign import BadJson, check_readable, parse_json
+from isobit.data.foreign import BadJson, check_readable, exists, parse_json
 from isobit.environments.settings import EnvironmentConfig
 from isobit.errors import IsobitError, brief, listed
 from isobit.options.declare import plain
@@ -52,8 +52,15 @@ def config_of(config: Config | SftConfig) -> Inputs:
 
 def check_inputs(run: Path, now: Inputs, on_change: str) -> list[str]:
     """A line where files have changed since the run began, or since it was told to go on with
-    others. Raises IsobitError instead, unless `on_change` is warn."""
+    others; or where what it began with is not known. Raises IsobitError instead of the first,
+    unless `on_change` is warn."""
     before = _recorded(run)
+    if CONFIG not in before:
+        how = "cannot be read" if exists(run / INPUTS) else "is missing"
+        return [
+            f"warning: {run / INPUTS} {how}: whether data, reward functions and config are what the "
+            "run began with is not known"
+        ]
     changed = {key: _changed(before.get(key), files) for key, files in now.items() if key != CONFIG}
     changed[CONFIG] = _edited(before.get(CONFIG, {}), now.get(CONFIG, {}))
     if not any(changed.values()):
