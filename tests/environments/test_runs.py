@@ -175,7 +175,7 @@ def test_the_first_row_of_each_environment_is_begun(folder: Path, tmp_path: Path
         environment={"factory": factory},
         task={"path": str(tmp_path / "rows.jsonl"), "chat": True},
     )
-    with pytest.raises(IsobitError, match=r"missing a required argument: 'gone'.*rows.jsonl:4"):
+    with pytest.raises(IsobitError, match=r"rows.jsonl:4: .*missing a required argument: 'gone'"):
         dry_run(config, lambda text: None)
 
 

@@ -59,10 +59,16 @@ class Client:
             listed = self._client.list_tools()
             if not listed:
                 raise IsobitError(f"environment.factory: the server of {self.label} has no tools")
-            return [
-                self._tool(each.name, each.description, each.input_schema, self._called(each.name))
-                for each in listed
-            ]
+            try:
+                return [
+                    self._tool(t.name, t.description, t.input_schema, self._called(t.name))
+                    for t in listed
+                ]
+            except (AttributeError, TypeError):
+                raise IsobitError(
+                    f"environment.factory: list_tools of {self.label} returned what are not tools, "
+                    "with name, description and input_schema"
+                ) from None
         action = _action(self._kind)
         if action is None:
             parameters: dict[str, Any] = {"type": "object", "properties": {}}
@@ -93,7 +99,13 @@ class Client:
         return self._seen(self._client.step(_action(**fields)))
 
     def _seen(self, result: Any) -> str:
-        """A result's observation as text; its reward and end are kept."""
+        """A result's observation as text; its reward and end are kept. Raises TypeError for another
+        object."""
+        if not (hasattr(result, "reward") and hasattr(result, "observation")):
+            raise TypeError(
+                f"the client of {self.label} returned {type(result).__name__}, expected a result "
+                "with observation, reward and done"
+            )
         if result.reward is not None:
             self._reward = (self._reward or 0.0) + float(result.reward)
         ends = ("done", "terminated", "truncated")

@@ -168,7 +168,9 @@ def _of_rollouts(config: Config) -> Iterator[tuple[str, Path, bool]]:
     if config.reference.shown is not None and config.reference.shown.feedback is not None:
         functions.append(("reference.shown.feedback", config.reference.shown.feedback))
     for key, reference in functions:
-        if not reference.startswith(OBJECT) and (file := _file_of(reference)) is not None:
+        option = key.partition(":")[0]
+        what = "reward function" if option == "rewards.functions" else option
+        if not reference.startswith(OBJECT) and (file := _file_of(reference, what)) is not None:
             yield key, file, False
 
 
@@ -193,10 +195,10 @@ def _of_task(section: str, task: TaskSettings) -> Iterator[tuple[str, Path, bool
             yield key, Path(path), False
 
 
-def _file_of(reference: str) -> Path | None:
+def _file_of(reference: str, what: str) -> Path | None:
     """The file of `file.py:function` or `package.module:function`, which is not imported; None if
-    there is none."""
-    home, _ = split_reference(reference)
+    there is none. Raises IsobitError for another form; `what` it is."""
+    home, _ = split_reference(reference, what)
     if home.endswith(".py"):
         return Path(home)
     where, name, origin = None, "", None
