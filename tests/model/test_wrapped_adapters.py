@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from isobit.cli.commands.export import export
+from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.model.adapters.targets import NewAdapter
 from isobit.model.families import FAMILIES
+from tests.distributed.threads import run
 
 from .helpers import directory, logits, tokens
 from .test_wrapped import PUBLISHED, published
@@ -195,6 +197,20 @@ def test_a_folder_for_two_classes_has_the_same_factors_twice(tmp_path: Path) -> 
         save_file(inside | alone | others, path)
         with pytest.raises(IsobitError, match="named as of two classes of models"):
             Model.load(tmp_path / "base", "float32", adapter=tmp_path / "adapter")
+
+
+@pytest.mark.slow
+def test_two_ranks_write_what_one_does(tmp_path: Path) -> None:
+    """Experts' factors among them, which are together. The control is another seed."""
+    published(tmp_path / "base", "qwen3_5_moe")
+
+    def written(ranks: Ranks, seed: int = 0) -> bytes:
+        folder = tmp_path / f"adapter-{ranks.size}-{seed}"
+        new = NewAdapter(3, 6.0, seed=seed)
+        Model.load(tmp_path / "base", "float32", adapter=new, ranks=ranks).save(folder)
+        return (folder / _WEIGHTS).read_bytes()
+
+    assert run(2, written)[0] == written(ALONE) != written(ALONE, 1)
 
 
 @pytest.mark.parametrize("naming", [["Qwen3_5ForCausalLM"], None])
