@@ -111,14 +111,15 @@ def tries(owned: Owned, own_session: str) -> Iterator[Try]:
     lora = {"rank": 4, "seed": 1}
     asked = {"session_id": session, "model_seq_id": 8, "base_model": "tiny", "lora_config": lora}
     yield posted("create_model", 410, **asked)
-    for kind in ("get_info", "unload_model"):
-        yield posted(kind, 404, model_id=run)
-    for kind in ("save_weights", "save_weights_for_sampler", "save_weights_external"):
-        yield posted(kind, 404, model_id=run, seq_id=4, path="two")
-    yield posted("optim_step", 404, model_id=run, seq_id=4, adam_params={"learning_rate": 0.5})
-    yield posted("load_weights", 404, model_id=run, seq_id=4, path=path)
+    yield posted("get_info", 404, model_id=run)
+    yield posted("unload_model", 200, model_id=run)  # as where it has ended, and nothing ends
+    saves = ("save_weights", "save_weights_for_sampler", "save_weights_external")
+    for number, kind in enumerate(saves, 5):
+        yield posted(kind, 404, model_id=run, seq_id=number, path="two")
+    yield posted("optim_step", 404, model_id=run, seq_id=8, adam_params={"learning_rate": 0.5})
+    yield posted("load_weights", 404, model_id=run, seq_id=10, path=path)
     yield posted("weights_info", 404, tinker_path=path)
-    body = message(run, 4, data(2))
+    body = message(run, 9, data(2))
     yield "POST", f"{API}/forward_backward", f"{API}/forward_backward", body, 404
     yield "GET", f"{API}/samplers/{{name}}", f"{API}/samplers/{sampler}", None, 404
     yield from kept(owned)
