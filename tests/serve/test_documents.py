@@ -14,6 +14,9 @@ from isobit.rl.stepwise.losses import LOSSES
 from isobit.serve.app import make_app
 from isobit.serve.requests import NEUTRAL, Limits
 from isobit.serve.scoring import MOST_PROMPT_TOP
+from isobit.serve.state import store
+from isobit.serve.state.state import DISK_PART, MOST_CHECKPOINTS
+from isobit.serve.tinker import room, wire
 from isobit.serve.tinker.sampling import _NOTHING
 from isobit.serve.tinker.training import _MOST_UNNAMED
 from tests.documents import ROOT, parsed
@@ -143,7 +146,17 @@ def test_what_is_not_offered_is_refused_in_one_line(trainer: Running) -> None:
 def test_the_limits_of_training_are_those_of_the_server() -> None:
     limits = Limits()
     assert f"may have {limits.runs} runs that train at the same time" in TINKER_PROSE
-    assert f"may take {limits.adapter_bytes >> 30} GiB" in TINKER_PROSE
+    assert f"may take {limits.adapter_bytes >> 30} GiB, or half of the memory" in TINKER_PROSE
+    assert f"sampled from {limits.snapshot_bytes >> 30} GiB more" in TINKER_PROSE
+    assert f"Of a tenant {limits.waiting_bytes >> 20} MiB may wait" in TINKER_PROSE
+    assert f"and {limits.all_waiting_bytes >> 30} GiB of all" in TINKER_PROSE
+    parts, entries = wire._MOST_PARTS, wire._MOST_ENTRIES
+    assert f"{parts:,} data, chunks and tensors, and {entries:,} entries" in TINKER_PROSE
+    most = store.MOST_REQUEST_BYTES
+    assert f"A run may have {most >> 30} GiB of requests" in TINKER_PROSE
+    assert f"beyond {most // store._HEAVY >> 20} MiB it is kept" in TINKER_PROSE
+    assert f"at most {MOST_CHECKPOINTS:,} checkpoints and {store.MOST_RUNS:,} runs" in TINKER_PROSE
+    assert (DISK_PART, room._MEMORY_PART) == (4 / 5, 2)
     assert f"of its {_MOST_UNNAMED} newest sampling clients" in TINKER_PROSE
 
 
