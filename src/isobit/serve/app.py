@@ -28,6 +28,7 @@ from isobit.errors import IsobitError, RunFailed
 from isobit.model.text.tool_formats.table import format_of
 from isobit.serve.connections import REFUSED, Connection, most_connections
 from isobit.serve.crowd import Crowd
+from isobit.serve.desk import SWITCH_SECONDS
 from isobit.serve.gateway import Gateway, Refused
 from isobit.serve.listening import Listener
 from isobit.serve.metrics import CONTENT_TYPE
@@ -192,6 +193,7 @@ def run(
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
     server = Server(config, gateway, options.grace)
     server.on_start = on_start
+    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
     server.run(sockets=[cast(Any, listener)])
     if gateway.device.failure is not None:
         raise RunFailed(

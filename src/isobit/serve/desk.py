@@ -26,6 +26,9 @@ _RETRY_SECONDS = 0.05  # after which an account is asked again
 _SLICE = 1 << 12  # entries of a list that are written at once
 LIGHT_BYTES = 1 << 14
 """A body of so few is read in the event loop."""
+SWITCH_SECONDS = 5e-4
+"""After so long in Python another thread has its turn: whoever computes needs the interpreter's lock
+for each of its products, and would wait ten times as long for it beside threads that read texts."""
 
 
 class Account(Protocol):
