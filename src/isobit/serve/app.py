@@ -122,13 +122,12 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: Any = None) -> None:
         """Let open requests end, then end all."""
         self._gateway.draining = True
-        ending = asyncio.get_running_loop().call_later(self._grace, self._gateway.device.stop)
+        ending = asyncio.get_running_loop().call_later(self._grace, self._gateway.stop)
         try:
             await super().shutdown(sockets)
         finally:
             ending.cancel()
-            self._gateway.device.stop()
-            self._gateway.desk.close()
+            self._gateway.stop()
             await asyncio.to_thread(self._gateway.device.join, 60.0)
 
 
