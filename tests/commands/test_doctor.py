@@ -4,13 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+import tomllib
 
 from isobit.cli.commands import doctor
-from isobit.cli.commands.doctor import diagnose
+from isobit.cli.commands.doctor import _EXTRAS, diagnose
 from isobit.kernels import get_ops
 from isobit.options.consistency import default_order
 from isobit.precision import PRESETS
 from tests import warm
+from tests.documents import ROOT
 
 
 def _doctor(folder: Path, *arguments: str, **environment: str) -> str:
