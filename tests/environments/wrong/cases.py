@@ -131,6 +131,15 @@ BEGUN = _of(
      "time.sleep(5)", "its process ended with exit code 8"),
 )  # fmt: skip
 
+BEGUN += _of(
+    "reset",
+    1,
+    (
+        "reset fills the context",
+        "return 'a ' * 3000",
+        "with what reset adds, the prompt has 6017 tok",
+    ),
+)
 SIGNED = [
     Case("reset takes another column", "file", "class Game:\n    def reset(self, goal, **c): ...\n"
          "    def get_reward(self): return 0.0", "missing a required argument: 'goal'; it is", 2),

@@ -56,7 +56,7 @@ class Problems:
             problem, _ = (errors.most_common(1) or [("", 0)])[0]
             others = Counter({text: count for text, count in errors.items() if text != problem})
             yield from self._counted("unscored", others, first)
-            raise self._nothing(step, problem, bool(others), groups)
+            self._ranks.raise_on_all(self._nothing(step, problem, bool(others), groups))
         yield from self._counted("unscored", errors, first)
         yield from self._counted("scored all the same", _of_scored(scored), {})
         yield from self._of_tools(step, episodes)
