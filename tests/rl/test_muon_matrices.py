@@ -21,7 +21,7 @@ from .test_muon import jordan
 
 SETTINGS = OptimizerSettings(learning_rate=0.02, weight_decay=0.0, max_grad_norm=1e9, name="muon")
 _QKV, _GATE_UP = (32, 16, 16), (48, 48)
-FUSED = {
+FUSED: dict[str, dict[str, tuple[int, ...]]] = {
     "phi3": {"layers.0.qkv": _QKV, "layers.0.gate_up": _GATE_UP},
     "glm4": {"layers.0.gate_up": _GATE_UP},
     "qwen3_5_text": {"layers.0.qkv": (16, 16, 48, 48)},
@@ -30,7 +30,7 @@ FUSED = {
 }
 """By family, masters whose matrices are not tensors of the checkpoint, and their rows: of linear
 attention queries, keys, values and gates; of Mamba-2 gates, values, C and B, and steps."""
-APART = {
+APART: dict[str, dict[str, tuple[int, ...]]] = {
     "qwen3": {"layers.0.qkv": _QKV, "layers.0.gate_up": _GATE_UP, "layers.0.o": (32,)},
     "qwen3_5_text": {"layers.1.qkv": (64, 16, 16), "layers.0.gate_up": _GATE_UP},
     "gemma4_text": {"layers.0.qkv": _QKV, "layers.1.qkv": (64, 16)},
