@@ -1,10 +1,10 @@
 """`isobit doctor` says what runs say, and finds what makes a machine slow."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
-import tomllib
 
 from isobit.cli.commands import doctor
 from isobit.cli.commands.doctor import _EXTRAS, diagnose
