@@ -137,7 +137,7 @@ BEGUN += _of(
     (
         "reset fills the context",
         "return 'a ' * 3000",
-        "with what reset adds, the prompt has 6017 tok",
+        "with what reset adds, the prompt has 601",
     ),
 )
 SIGNED = [
