@@ -66,7 +66,7 @@ $(VENV)/.dev: $(VENV)/.installed
 	@touch $@
 
 quickstart: $(VENV)/.installed
-	$(BIN)/isobit train configs/quickstart.yaml --redo
+	$(BIN)/isobit quickstart
 	$(NEXT)
 
 test: $(VENV)/.dev
@@ -143,10 +143,10 @@ resolve: $(VENV)/.dev
 	$(LOCKED) --dry-run --no-build-isolation --editable ".[dev,bench]"
 	$(BIN)/python -m pip check
 
-# Tests that need nothing but isobit's own dependencies and the readers of Parquet.
+# Tests that need nothing but isobit's own dependencies, and those of the extras that users install.
 RUNTIME_TESTS = tests/test_config.py tests/test_cli_bad_input.py tests/test_completion.py tests/test_resume.py \
-	tests/test_stories.py tests/commands tests/data tests/evaluation tests/precision tests/run tests/tasks tests/training \
-	tests/view
+	tests/test_stories.py tests/commands tests/data tests/evaluation tests/precision tests/rewards tests/run tests/serve \
+	tests/tasks tests/trackers tests/training tests/view
 
 # The oldest and the newest versions that pyproject.toml allows. The oldest numpy has wheels up to Python 3.12.
 floor: TAKE = ==
@@ -154,9 +154,10 @@ ceiling: TAKE = >=
 floor ceiling:
 	rm -rf build/$@
 	$(PYTHON) -m venv build/$@
-	sed -n -e '/^requires = /p' -e '/^dependencies = /,/^]/p' -e '/^data = /p' pyproject.toml \
-		| grep -o '[A-Za-z0-9-]*>=[0-9.]*' | sed 's/>=/$(TAKE)/' > build/$@/requirements.txt
-	$(PIP) $(TORCH_OPTIONS) --requirement build/$@/requirements.txt pytest pytest-xdist hypothesis
+	sed -n -e '/^requires = /p' -e '/^dependencies = /,/^]/p' -e '/^track = /,/^]/p' -e '/^tinker = /,/^]/p' \
+		-e '/^\(data\|math\|text\|trackio\|serve\) = /p' pyproject.toml \
+		| grep -o '[A-Za-z0-9_-]*>=[0-9.]*' | sed 's/>=/$(TAKE)/' > build/$@/requirements.txt
+	$(PIP) $(TORCH_OPTIONS) --requirement build/$@/requirements.txt pytest pytest-xdist hypothesis httpx "openai>=2"
 	$(PIP) --no-build-isolation --editable .
 	$(BIN)/python -m pytest -n 2 -m "not slow" $(RUNTIME_TESTS)
 

@@ -1,5 +1,5 @@
-"""What pyproject.toml cannot say: a wheel carries the compiled operators, where a compiler is found
-that can make them.
+"""What pyproject.toml cannot say: a wheel carries the configs of the quickstart, and the compiled
+operators, where a compiler is found that can make them.
 
 They are called through ctypes and not linked with Python, so the wheel is for every Python 3 on the
 platform. Without a compiler, on other platforms, in an editable installation and with
@@ -15,9 +15,11 @@ from pathlib import Path
 from setuptools import Command, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
+from setuptools.command.build_py import build_py
 
 NATIVE = Path("isobit/kernels/native")
 RECIPE = runpy.run_path(str(Path(__file__).parent / "src" / NATIVE / "recipe.py"))
+CONFIGS = sorted((Path(__file__).parent / "configs").glob("quickstart*.yaml"))
 WANTED = os.environ.get("ISOBIT_PREBUILT", "")
 
 
@@ -53,6 +55,17 @@ class BuildNative(Command):
         return []
 
 
+class Modules(build_py):
+    """Adds the configs of `isobit quickstart`, which a checkout has in `configs`."""
+
+    def run(self) -> None:
+        super().run()
+        folder = Path(self.build_lib) / "isobit" / "configs"
+        for path in [] if self.editable_mode else CONFIGS:
+            self.mkpath(str(folder))
+            self.copy_file(str(path), str(folder / path.name))
+
+
 class Build(build):
     sub_commands = [*build.sub_commands, ("build_native", None)]
 
@@ -76,4 +89,11 @@ class Wheel(bdist_wheel):
         return (python, abi, platform) if self.root_is_pure else ("py3", "none", platform)
 
 
-setup(cmdclass={"build": Build, "build_native": BuildNative, "bdist_wheel": Wheel})
+setup(
+    cmdclass={
+        "build": Build,
+        "build_py": Modules,
+        "build_native": BuildNative,
+        "bdist_wheel": Wheel,
+    }
+)

@@ -149,10 +149,10 @@ def test_make_targets_exist_and_say_what_they_would_do() -> None:
         command for path in DOCUMENTS for command in commands(path) if first_word(command) == "make"
     }
     assert {"quickstart", "test"} <= {shlex.split(command)[1] for command in used}
-    others = "install lint test-full test-rest docs bench relock floor ceiling clean help"
+    others = "install resolve lint test-full test-rest docs bench relock floor ceiling clean help"
     for command in used | {f"make {target}" for target in others.split()}:
         check(command)
-    assert "isobit train configs/quickstart.yaml" in succeed("make --dry-run quickstart", ROOT)
+    assert "isobit quickstart" in succeed("make --dry-run quickstart", ROOT)
     floor = succeed("make --dry-run --no-print-directory floor", ROOT).splitlines()[-1]
     places = [word for word in shlex.split(floor) if word.startswith("tests/")]
     assert len(places) > 10

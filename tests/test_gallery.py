@@ -13,7 +13,7 @@ from isobit.training.train import train
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-ON_QUICKSTART = [path for path in CONFIGS if "sft: configs/quickstart-sft.yaml" in path.read_text()]
+ON_QUICKSTART = [path for path in CONFIGS if "sft: quickstart-sft.yaml" in path.read_text()]
 SHOWN = {
     "two-engines": lambda row: (
         row["mismatch/differing_tokens"] > 0 and row["correction/mean_weight"] > 0

@@ -4,10 +4,12 @@ around it."""
 import os
 import re
 import runpy
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -144,3 +146,33 @@ def test_triton_is_installed_only_where_pytorch_brings_none() -> None:
     (line,) = [line for line in recipe("test").splitlines() if '"triton==3.6.0"' in line]
     assert line.startswith('nowhere/venv/bin/python -c "import triton" 2> /dev/null || ')
     assert "triton" not in recipe("install")
+
+
+@pytest.mark.parametrize(("target", "sign"), [("floor", "=="), ("ceiling", ">=")])
+def test_make_floor_tests_the_bounds_of_what_users_install(
+    target: str, sign: str, tmp_path: Path
+) -> None:
+    """All dependencies, and those of every extra but what is for development, and Ray, which needs
+    a test of its own."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    bounds = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
+    for name in extras.keys() - {"dev", "docs", "bench", "ray"}:
+        bounds += [bound for bound in extras[name] if not bound.startswith("isobit[")]
+    (command,) = re.findall(r"^sed -n -e '/\^requires (?:.*\\\n)*.*", recipe(target), re.M)
+    taken = tmp_path / "requirements.txt"
+    command = command.replace(f"build/{target}/requirements.txt", shlex.quote(str(taken)))
+    subprocess.run(["sh", "-c", command], cwd=ROOT, check=True)
+    assert set(taken.read_text().split()) == {bound.replace(">=", sign) for bound in bounds}
+
+
+def test_every_extra_is_for_the_pythons_that_are_promised() -> None:
+    """No marker of a Python that is no longer one; trackio alone, since vLLM contradicts it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == ">=3.11"
+    promised = [name.rpartition(" ")[2] for name in project["classifiers"] if ":: 3." in name]
+    (asked,) = re.findall(r"^PYTHONS = (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    assert asked.split() == promised == ["3.11", "3.12", "3.13", "3.14"]
+    extras = project["optional-dependencies"]
+    assert "python_version" not in str(extras)
+    assert [name for name, bounds in extras.items() if "trackio>" in str(bounds)] == ["trackio"]

@@ -87,6 +87,7 @@ def sources(folder: Path) -> Path:
     """What a distribution is made of, so that nothing is built in the checkout."""
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
+    shutil.copytree(ROOT / "configs", folder / "configs")
     shutil.copytree(
         ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
     )
@@ -173,6 +174,8 @@ def test_the_wheel_is_of_a_platform_and_of_every_python(wheel: Path) -> None:
         "isobit/kernels/product/product.cpp",
         "isobit/kernels/native/tile.h",
         "isobit/py.typed",
+        "isobit/configs/quickstart.yaml",
+        "isobit/configs/quickstart-sft.yaml",
     } <= set(names)
 
 

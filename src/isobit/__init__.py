@@ -6,10 +6,14 @@ import torch. Type checkers read the imports below instead, and so know every na
 (tests/test_typing.py).
 """
 
-import os
-import sys
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from isobit.run import early_interrupt
+
+early_interrupt.watch()  # before the imports below, which take a while
+
+import os  # noqa: E402
+import sys  # noqa: E402
+from importlib import import_module  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
     from isobit.config import load_config as load_config

@@ -1,16 +1,18 @@
 """`isobit doctor` says what runs say, and finds what makes a machine slow."""
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from isobit.cli.commands import doctor
-from isobit.cli.commands.doctor import diagnose
+from isobit.cli.commands.doctor import _EXTRAS, diagnose
 from isobit.kernels import get_ops
 from isobit.options.consistency import default_order
 from isobit.precision import PRESETS
 from tests import warm
+from tests.documents import ROOT
 
 
 def _doctor(folder: Path, *arguments: str, **environment: str) -> str:
@@ -69,3 +71,10 @@ def test_processors_and_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(doctor.os, "getloadavg", lambda: (0.1, 0.0, 0.0))
     assert not any("BF16" in line or "other work" in line for line in diagnose().advice)
+
+
+def test_it_names_what_can_be_installed() -> None:
+    """Every extra that a user may want; those of developers are none."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].keys() - {"dev", "docs", "bench"}
+    assert {"serve", "tinker"} < _EXTRAS.keys() <= extras

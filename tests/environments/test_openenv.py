@@ -97,6 +97,23 @@ def truncated():
     made.ends = "truncated"
     return made
 
+class Shop(EchoEnv):
+    """As the published MCPToolClient: what a tool says alone is returned."""
+    async def reset(self):
+        self.left = 2
+        return SimpleNamespace(observation={}, reward=0.5, done=False)
+    async def step(self, action):
+        self.left -= 1
+        return SimpleNamespace(observation=action, reward=0.25, done=self.left == 0)
+    async def call_tool(self, name, **arguments):
+        return (await self.step(arguments["message"])).observation
+
+def shop():
+    return Shop()
+
+def shop_sync():
+    return Shop().sync()
+
 def line():
     return LineEnv()
 
@@ -169,6 +186,18 @@ def test_what_gymnasium_says_ends_the_episode(stand_ins: str, name: str) -> None
 
 def test_a_client_with_tools(stand_ins: str) -> None:
     assert check_echo(f"{stand_ins}:echo") == {}  # its server gives no rewards
+
+
+@pytest.mark.parametrize("name", ["shop", "shop_sync"])
+def test_a_client_with_tools_whose_steps_have_rewards_and_an_end(stand_ins: str, name: str) -> None:
+    with EnvironmentPool(EnvironmentConfig(factory=f"{stand_ins}:{name}")) as pool:
+        for _ in range(2):
+            begun(pool, 0)
+            for number, over in enumerate((False, True)):
+                reply = turned(pool, 0, number, call("echo_message", {"message": "hi"}))
+                assert contents(reply) == ["hi"]
+                assert reply.step.done == over
+            assert finished(pool, 0).rewards == {"Shop": 1.0}
 
 
 def test_a_server_without_tools_is_one_line(stand_ins: str) -> None:

@@ -127,6 +127,21 @@ def test_a_run_whose_episodes_have_no_score_ends(
     assert says in str(caught.value)
 
 
+def test_an_evaluation_says_what_could_not_be_scored(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    factory = written(tmp_path, "broken.py", BROKEN) + ":Raising"
+    task = {"path": str(folder / "plays.jsonl"), "chat": True, "held_out_size": 1}
+    evaluation = {"every": 1, "samples": 1}
+    config = config_of(
+        folder, tmp_path, environment={"factory": factory}, task=task, evaluation=evaluation
+    )
+    with pytest.raises(RunFailed):
+        train(config)
+    said = "; unscored completions, wrong and in no mean reward: 1; the first: step: KeyError"
+    assert said in capsys.readouterr().err
+
+
 def test_a_run_goes_on_without_scores_where_that_is_asked(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,7 +190,7 @@ def test_the_first_row_of_each_environment_is_begun(folder: Path, tmp_path: Path
         environment={"factory": factory},
         task={"path": str(tmp_path / "rows.jsonl"), "chat": True},
     )
-    with pytest.raises(IsobitError, match=r"missing a required argument: 'gone'.*rows.jsonl:4"):
+    with pytest.raises(IsobitError, match=r"rows.jsonl:4: .*missing a required argument: 'gone'"):
         dry_run(config, lambda text: None)
 
 

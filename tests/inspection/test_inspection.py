@@ -218,6 +218,9 @@ def test_what_cannot_be_inspected_is_said(tmp_path: Path, base_model: Path) -> N
         inspect("--presets", "fp9")
     with pytest.raises(IsobitError, match="give --decompose too"):
         inspect("--stale", str(base_model))
+    tiny_model("fp8", num_layers=3).save(tmp_path / "other")
+    with pytest.raises(IsobitError, match="expected an older checkpoint of"):
+        inspect("--decompose", "--stale", str(tmp_path / "other"))
     with pytest.raises(IsobitError, match="scored under unified presets"):
         inspect("--presets", "fp8-rollout", "--reward-model", str(base_model))
     with pytest.raises(IsobitError, match=r"prompts\.jsonl"):

@@ -28,7 +28,7 @@ from isobit.run.completions import (
     read,
 )
 from isobit.run.directory import Lock, read_jsonl
-from isobit.training.recording.rows import LONGEST_COLUMN, SAMPLED, _compact, _shortened
+from isobit.training.recording.rows import LONGEST_COLUMN, SAMPLED, _compact, shortened
 from isobit.training.train import replay, resume, train
 from tests.runs import fingerprint, write_config
 
@@ -167,7 +167,7 @@ def test_a_row_says_where_it_came_from(
 
 
 def test_columns_are_plain_json() -> None:
-    assert _shortened({"a": [1.5, float("nan")], "b": Path("x")}) == {"a": [1.5, None], "b": "x"}
+    assert shortened({"a": [1.5, float("nan")], "b": Path("x")}) == {"a": [1.5, None], "b": "x"}
 
 
 def test_a_chats_special_tokens_are_in_its_rendered_prompt(

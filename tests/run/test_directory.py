@@ -16,12 +16,12 @@ from isobit.run.completions import COMPLETIONS, HELD_OUT
 from isobit.run.directory import (
     METRICS,
     QUANTIZATION,
-    Interruption,
     RunDirectory,
     read_jsonl,
     refuse_existing,
 )
 from isobit.run.ends import ends
+from isobit.run.interruption import Interruption
 from isobit.training.train import resume, train
 from tests.runs import fingerprint, write_config
 
@@ -178,6 +178,40 @@ def test_only_an_empty_directory_is_taken(tmp_path: Path) -> None:
         assert "--resume" not in str(caught.value)  # there is nothing to go on with
     with pytest.raises(IsobitError, match="cannot create run directory"):
         RunDirectory.create(tmp_path / "file" / "run", "")
+
+
+def test_a_run_that_learned_nothing_may_be_begun_again(tmp_path: Path) -> None:
+    """Its facts and the best of its evaluation go, what else is there stays. The controls: one that
+    has a step, a checkpoint, completions, or a process."""
+    run = tmp_path / "run"
+    with RunDirectory.create(run, "steps: 1\n") as opened:
+        opened.write_object("machine.json", {"backend": "another"})
+        opened.write_metrics({"step": 0, "accuracy/held_out": 0.5})
+        with pytest.raises(IsobitError, match="exists and is a run"):
+            refuse_existing(run)
+    (run / "best").mkdir()
+    (run / "notes.txt").write_text("mine")
+    with RunDirectory.create(run, "steps: 2\n"):
+        pass
+    assert (run / "config.yaml").read_text() == "steps: 2\n"
+    assert (run / "metrics.jsonl").read_bytes() == b""
+    assert (run / "notes.txt").read_text() == "mine"
+    assert not (run / "machine.json").exists()
+    assert not (run / "best").exists()
+    for name, content in {
+        "metrics.jsonl": b'{"step": 0}\n{"step": 1}\n',
+        "completions.jsonl.gz": b"x",
+        "checkpoints/step-000001/a": b"",
+    }.items():
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_bytes(content)
+        with pytest.raises(IsobitError, match="exists and is a run"):
+            RunDirectory.create(run, "steps: 3\n")
+        assert (run / name).read_bytes() == content
+        (run / name).unlink()
+        if name.startswith("checkpoints"):
+            (run / name).parent.rmdir()
+    RunDirectory.create(run, "steps: 3\n").__exit__()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])

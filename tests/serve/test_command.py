@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -15,6 +16,8 @@ import pytest
 
 from isobit import cli
 from isobit.errors import IsobitError
+from isobit.run import checkpoints
+from isobit.run.format import FORMAT, FORMAT_NOW
 from isobit.serve.keys import read_or_make, tenant_of
 from isobit.serve.listening import listen
 from isobit.serve.state.database import FILE
@@ -250,6 +253,35 @@ def test_runs_of_another_model_are_not_dropped(
     with closing(State(state)) as kept:
         assert len(kept.live_runs()) == 1
     assert "it is read" in serve(models[1], "--drop-runs")
+
+
+def test_a_run_is_served_by_its_name(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And not by that of its newest checkpoint, which all runs have; one of an adapter is named as
+    it would be right."""
+    read_only(monkeypatch)
+    called: list[str] = []
+
+    def checked(grace: float, name: str, *_: object) -> None:
+        called.append(name)
+
+    monkeypatch.setattr("isobit.cli.commands.serve._check_names", checked)
+    for run, model in (("base2", "base"), ("tuned", "math")):
+        write = partial(shutil.copytree, folder / model, dirs_exist_ok=True)
+        checkpoints.save(tmp_path / run / "checkpoints", 300, write, 1)
+        (tmp_path / run / "config.yaml").write_text("")
+        (tmp_path / run / FORMAT).write_text(str(FORMAT_NOW))
+    token = ("--token", tmp_path / "token")
+    assert "it is read" in said(monkeypatch, capsys, tmp_path / "base2", *token)
+    adapter = tmp_path / "tuned"
+    line = said(monkeypatch, capsys, adapter, *token)
+    assert f"{adapter} is an adapter; give the model that it is for" in line
+    assert f"isobit serve MODEL --adapter {adapter};" in line
+    assert called == ["base2", "tuned"]
 
 
 def test_a_state_by_the_name_alone_is_named(

@@ -19,6 +19,8 @@ from isobit.serve.requests import BadRequest, Fields
 
 from .helpers import Running
 
+OVER = RuntimeError("it is over")
+
 
 class Gate:
     """Work that ends when the test says so."""
@@ -68,7 +70,7 @@ def test_long_texts_of_one_tenant_leave_a_thread_for_others() -> None:
         gate.end(*names, "c")
         assert await asyncio.gather(*asked) == [*names, "b", "c"]
         assert threading.get_ident() not in gate.threads
-        desk.close()
+        desk.end(OVER)
 
     asyncio.run(main())
 
@@ -84,7 +86,24 @@ def test_tenants_take_turns() -> None:
         gate.end(*names)
         await asyncio.gather(*asked)
         assert gate.begun == ["a0", "a1", "b0", "a2", "b1"]
-        desk.close()
+        desk.end(OVER)
+
+    asyncio.run(main())
+
+
+def test_at_the_end_all_are_told() -> None:
+    """Who has a thread, who waits, and who comes."""
+
+    async def main() -> None:
+        desk, gate = Desk(threads=1), Gate()
+        asked = [asyncio.ensure_future(desk.do("a", gate.work(name))) for name in "xy"]
+        await until(lambda: gate.begun == ["x"])
+        desk.end(OVER)
+        assert await asyncio.gather(*asked, return_exceptions=True) == [OVER, OVER]
+        with pytest.raises(RuntimeError, match="over"):
+            await desk.do("a", lambda: 1)
+        gate.end("x", "y")
+        assert gate.begun == ["x"]
 
     asyncio.run(main())
 
@@ -116,7 +135,7 @@ def test_work_waits_for_its_account_and_is_charged(monkeypatch: pytest.MonkeyPat
         await asked
         assert begun == [1]
         assert purse.charged == [2.5]
-        desk.close()
+        desk.end(OVER)
 
     asyncio.run(main())
 
@@ -136,7 +155,7 @@ def test_errors_and_clients_that_go_away() -> None:
         gate.end("running")
         assert await desk.do("a", lambda: 5) == 5
         assert gate.begun == ["running"]
-        desk.close()
+        desk.end(OVER)
 
     asyncio.run(main())
 

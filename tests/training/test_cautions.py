@@ -111,6 +111,20 @@ def test_one_row(tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture
     assert "there is one training prompt" in line
 
 
+def test_a_divergence_of_more_tokens_than_there_are(
+    tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The control compares fewer than the vocabulary has."""
+    distilled = {"advantage": "distillation", "kl_coefficient": 1.0, "kl_in_reward": True}
+    algorithm = {**distilled, "loss": "divergence", "divergence_top_k": 5000}
+    config = write_config(
+        tmp_path, base_model, algorithm=algorithm, reference={"path": str(base_model)}
+    )
+    (line,) = said(config, capsys)
+    assert "algorithm.divergence_top_k 5,000: the vocabulary has 17 tokens, so all" in line
+    assert said(config, capsys, "algorithm.divergence_top_k=5") == []
+
+
 def test_held_out_prompts_that_are_trained_on(
     tmp_path: Path, base_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -237,3 +237,18 @@ def test_a_config_of_another_version_is_compared_where_both_have_a_key(
     (run / INPUTS).write_text(json.dumps(kept))
     with pytest.raises(IsobitError, match=r'optimizer\.schedule: "constant", and it began with'):
         resume(run, ["steps=3"], quiet=True)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"[1]", b'{"task": 5}', b"\xff"])
+def test_a_record_of_inputs_that_is_gone_is_said(
+    tmp_path: Path, base_model: Path, content: bytes | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once: the run keeps what it goes on with. The control, with its record, says nothing."""
+    run = train(load_config(write_config(tmp_path, base_model, steps=1)), quiet=True).run_dir
+    (run / INPUTS).unlink() if content is None else (run / INPUTS).write_bytes(content)
+    capsys.readouterr()
+    resume(run, ["steps=2"], quiet=True)
+    how = "is missing" if content is None else "cannot be read"
+    assert f"{INPUTS} {how}: whether data, reward functions and config" in capsys.readouterr().err
+    resume(run, ["steps=3"], quiet=True)
+    assert INPUTS not in capsys.readouterr().err

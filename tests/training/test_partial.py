@@ -118,7 +118,7 @@ def test_what_is_interrupted_goes_on_and_is_counted(finished: TrainResult) -> No
     )
     waiting = [s for name in ("unfinished", "pending") for group in left[name] for s in group]
     tokens = sum(len(sample.completion_ids) for _, sample in found)
-    assert sampled == tokens + sum(len(sample["completion_ids"]) for sample in waiting)
+    assert sampled == tokens + sum(sample["completion_ids"] for sample in waiting)
 
 
 def test_what_is_sampled_ahead_is_learned_from_a_step_later(ahead: TrainResult) -> None:

@@ -79,7 +79,7 @@ def test_many_reasons_are_bounded() -> None:
     ("errors", "says"),
     [
         ([PROBLEM] * 4, f"could be scored: {PROBLEM}; rewards.on_error: skip would go on"),
-        ([PROBLEM, PROBLEM, "b"], f"could be scored: {PROBLEM} (and 1 other reasons); rewards"),
+        ([PROBLEM, PROBLEM, "b"], f"could be scored: {PROBLEM} (other reasons are above); rewards"),
         ([None], None),
     ],
 )
@@ -114,6 +114,16 @@ def test_a_variable_of_an_environment_is_named() -> None:
     assert line.endswith("NO_SUCH_KEY is not set: set it, and name it in environment.variables")
 
 
+def test_a_problem_of_an_episode_that_is_scored_is_said_too() -> None:
+    """A step that failed after it had given a reward; the control, a tool's problem, is told to the
+    model."""
+    failed = EpisodeRecord(2, (), problem=PROBLEM)
+    lines = said(Problems(ALONE, True, ()), 1, [None] * 2, episodes=[failed] * 2)
+    assert lines == [f"scored all the same: {PROBLEM} ... 1 more like it"]
+    told = EpisodeRecord(2, (), problem="tool add: ValueError: over (game.py, line 3)")
+    assert said(Problems(ALONE, True, ()), 1, [None], episodes=[told]) == []
+
+
 def used(*errors: str | None, text: str = "fine", name: str = "add") -> EpisodeRecord:
     messages = ({"role": "assistant", "content": "<object at 0x7f0000000000>"},)
     answers = tuple({"role": "tool", "name": name, "content": text} for _ in errors)
@@ -125,7 +135,7 @@ def test_a_tool_that_always_fails_is_said_once() -> None:
     problems = Problems(ALONE, True, ())
     failing = [used("no", "no"), used("no", "no")]
     assert said(problems, 1, [None] * 2, episodes=failing) == [
-        "tool add failed in each of its 4 calls of step 1: no; the model was told"
+        "tool add failed in each of its 4 calls of step 1, and the model was told: no"
     ]
     assert said(problems, 2, [None] * 2, episodes=failing) == []
     for others in (

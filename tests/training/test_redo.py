@@ -12,7 +12,7 @@ from isobit.errors import IsobitError
 from isobit.run.directory import RunDirectory
 from isobit.training.recording.overwrite import clear_finished
 from isobit.training.train import resume, train
-from tests.runs import write_config
+from tests.runs import fingerprint, write_config
 
 
 @pytest.fixture
@@ -57,6 +57,26 @@ def test_any_other_run_stays(path: Path, how: str, message: str) -> None:
     assert sorted(run.rglob("*")) == before
     if held is not None:
         held.__exit__()
+
+
+def test_a_run_that_died_before_its_first_step_does_not_block_its_own_command(
+    path: Path, base_model: Path
+) -> None:
+    """Nor another config's, with and without --redo; it leaves what a run that was never there
+    leaves. The control, a run of one step, is refused."""
+    broken = path.with_name("digit_reward.py")
+    works = broken.read_text()
+    broken.write_text("def digits(prompts, completions, **columns):\n    raise ValueError('no')\n")
+    for words in ((), ("--redo",), ("seed=5",)):
+        died = CliRunner().invoke(app, ["train", str(path), "--quiet", *words])
+        assert "step 0 is saved" in str(died.exception)
+        assert (path.parent / "run" / "config.yaml").is_file()
+    broken.write_text(works)
+    run = train(load_config(path), quiet=True).run_dir
+    alone = train(load_config(path, [f"run.dir={path.parent / 'alone'}"]), quiet=True).run_dir
+    assert fingerprint(run) == fingerprint(alone)
+    with pytest.raises(IsobitError, match="exists and is a run"):
+        train(load_config(path, ["seed=5"]), quiet=True)
 
 
 def test_what_holds_no_run_is_left_alone(path: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from isobit.cli.commands.dry_run import supervised_dry_run
 from isobit.config import ArchitectureConfig, SftConfig, load_sft_config
 from isobit.config.load import in_its_order
 from isobit.config.reading import override
@@ -401,6 +402,23 @@ def test_what_does_not_fit_is_dropped_where_asked(
     said = capsys.readouterr().err
     assert "2 of 3 training examples dropped for their length; the first: " in said
     assert "rows.csv:2: a prompt of 4 tokens with a completion of 41" in said
+
+
+def test_what_is_dropped_is_not_planned(config: WriteConfig, tmp_path: Path) -> None:
+    """Nor chosen micro-batches for: the longest example is one that is learned. The control keeps
+    it, in a longer context."""
+    rows = tmp_path / "rows.jsonl"
+    long = {"prompt": "1+1=", "completion": "2" * 90}
+    rows.write_text(
+        "".join(json.dumps(row) + "\n" for row in ({"prompt": "1+2=", "completion": "3"}, long))
+    )
+    init = {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "vocabulary": "0123456789+="}
+    task = {"path": str(rows), "held_out_size": 0, "too_long": "drop"}
+    for positions, longest in ((32, 6), (128, 95)):
+        path = config(task=task, model={"init": {**init, "max_positions": positions}})
+        blocks: list[str] = []
+        supervised_dry_run(load_sft_config(path), blocks.append)
+        assert f"longest example: {longest} tokens" in "".join(blocks)
 
 
 def test_conversations_are_learned_under_a_given_template(

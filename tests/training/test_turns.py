@@ -11,7 +11,7 @@ import yaml
 from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.model import RewardModel
-from isobit.run.completions import COMPLETIONS, read
+from isobit.run.completions import COMPLETIONS, HELD_OUT, read
 from isobit.training.train import TrainResult, replay, resume, train
 from tests import warm
 from tests.conftest import RunIsobit
@@ -126,6 +126,15 @@ def test_rollout_and_learner_agree_in_every_turn(tmp_path: Path, chat_model: Pat
             assert row["rollout/tokens"] > row["length/mean"]
             assert 1 < row["env/turns"] < 3
     assert "reward/held_out" in result.metrics[-1]
+    for row in read(result.run_dir / HELD_OUT):
+        messages = row["episode"]["messages"]
+        assert [message["role"] for message in messages] == ["assistant", "user"] * row["episode"][
+            "turns"
+        ]
+        assert row["completion"] == messages[-2]["content"]
+        assert row["columns"]["answer"] == str(eval(row["prompt"].partition(" ")[2][:-1]))
+        assert "found" in row
+        assert "answer" not in row
     other = run(tmp_path / "other", chat_model, "precision=fp8-rollout")
     assert all(row["mismatch/differing_tokens"] > 0 for row in other.metrics)
 

@@ -1,4 +1,4 @@
-"""The command line: `isobit train | sft | compare | plan | generate | eval | inspect | export |
+"""The command line: `isobit quickstart | train | sft | compare | plan | generate | eval | inspect | export |
 serve | watch | report | track | verify | doctor`.
 
 Declares arguments, calls one function each, and turns `IsobitError` into one line on stderr and an
@@ -25,6 +25,7 @@ import typer
 from isobit.cli import training, planning, evaluation, models, serving, pages, machine  # isort: skip (the order of the commands in --help)
 from isobit.cli.app import app
 from isobit.errors import IsobitError, RankLost, RunFailed, brief, failed_allocation
+from isobit.run import early_interrupt
 from isobit.run.outlived import outlived_stderr
 from isobit.run.private import PrivateFolder, say
 
@@ -97,11 +98,16 @@ def _interruption_is_said() -> Iterator[None]:
         raise SystemExit(128 + number)
 
     if current_thread() is main_thread():
+        if signal.getsignal(signal.SIGINT) is early_interrupt.at_once:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         mine = {n: before for n, before in wanted.items() if signal.getsignal(n) == before}
         for number in mine:
             signal.signal(number, interrupt)
     try:
-        yield
+        try:
+            yield
+        except KeyboardInterrupt:  # outside what typer sees
+            raise SystemExit(128 + signal.SIGINT) from None
     except SystemExit as end:
         if came and end.code == 128 + came[0]:
             name = signal.Signals(came[0]).name

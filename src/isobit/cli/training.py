@@ -21,6 +21,22 @@ Out = Annotated[Path | None, typer.Option(metavar="DIR", help="run directory; de
 
 
 @app.command()
+def quickstart(overrides: Overrides = None, out: Out = None, quiet: Quiet = False) -> None:
+    """Train a small model to add, on the CPU, to see a run. Its config comes with isobit.
+
+    \b
+    isobit quickstart                     a few minutes; runs/quickstart/report.html at the end
+    isobit quickstart steps=50 --out DIR  with changed keys
+
+    A finished run of the same config in the run directory is done again.
+    """
+    from isobit.cli.commands.quickstart import config_file
+
+    config = str(config_file())
+    raise typer.Exit(_train(config, list(overrides or []), None, None, out, False, quiet, True))
+
+
+@app.command()
 def train(
     config: Annotated[
         str | None,

@@ -12,9 +12,10 @@ from isobit.tasks import TASKS
 _HEAD = """# Configuration
 
 A run is one YAML file. `key.sub=value` on the command line changes a key, and `isobit train CONFIG --dry-run` shows
-the result. An unknown key is an error. Paths are relative to the current directory. The
-[quick reference](quick-reference.md) has the twenty keys that people set; this page, which `python -m isobit.config`
-prints, has all of them.
+the result. An unknown key is an error. A file that a config names is looked for next to the config, and then in the
+current directory; what a run writes, such as `run.dir`, and what stands on the command line is relative to the current
+directory. The [quick reference](quick-reference.md) has the twenty keys that people set; this page, which
+`python -m isobit.config` prints, has all of them.
 """
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from isobit.config.places import placed
 from isobit.config.schema import Config, SftConfig
 from isobit.data import strict_yaml
 from isobit.data.foreign import exists, read_bytes, reason_of
@@ -32,7 +33,7 @@ def read_source(source: Source, overrides: Sequence[str]) -> tuple[dict[str, Any
     """(the values, what to call their origin in messages). Raises IsobitError for what is neither
     file nor mapping."""
     if isinstance(source, (str, Path)):
-        values, where = _read_yaml(Path(source)), str(source)
+        values, where = placed(_read_yaml(Path(source)), Path(source)), str(source)
     elif isinstance(source, (Config, SftConfig)):
         values, where = plain(source), "config"
     elif isinstance(source, Mapping):

@@ -52,6 +52,7 @@ from isobit.monitor.trackers.settings import TrackingConfig, without_credentials
 from isobit.options.consistency import Consistency, level
 from isobit.options.declare import (
     Example,
+    FileName,
     OneOf,
     Preprocess,
     above,
@@ -297,14 +298,12 @@ class Config:
 class CompareConfig:
     """One training config under several precision flows, each with several seeds."""
 
-    train: Annotated[str, "the training config that all runs share"]
+    train: Annotated[str, FileName(), "the training config that all runs share"]
     changes: Annotated[tuple[str, ...], "key.sub=value, for all runs"] = ()
     presets: Annotated[tuple[str, ...], "precision flows, such as fp8 or fp8[wgrad=bf16]"]
     seeds: Annotated[int, at_least(1), "runs per preset"] = 1
     first_seed: Annotated[int, at_least(0), "seeds are this one and the next"] = 0
-    out: Annotated[str, "a directory for all runs, comparison.html and comparison.json"] = (
-        "runs/compare"
-    )
+    out: Annotated[str, "directory of all runs and comparison.html, .json"] = "runs/compare"
 
     def __post_init__(self) -> None:
         check_comparison(self.presets, self.changes)
@@ -374,9 +373,9 @@ class SftModelConfig:
     """Where supervised training starts: a checkpoint, or random weights. `model: DIR` is
     `model.path`."""
 
-    path: Annotated[str | None, "a Hugging Face directory, or a run"] = None
+    path: Annotated[str | None, FileName(), "a Hugging Face directory, or a run"] = None
     init: ArchitectureConfig | None = None
-    chat_template: Annotated[str | None, CHAT_TEMPLATE] = None
+    chat_template: Annotated[str | None, FileName(), CHAT_TEMPLATE] = None
     chat_template_kwargs: Annotated[
         Mapping[str, Any], CHAT_TEMPLATE_KWARGS, Example("{enable_thinking: false}")
     ] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from isobit.errors import IsobitError, printable
 from isobit.evaluation.early_stop import StopConfig, check_metric
 from isobit.options.declare import (
     Example,
+    FileName,
     Formerly,
     OneOf,
     Suggested,
@@ -74,12 +75,14 @@ class ModelSource:
     """Where the initial weights come from: `path`, or `sft`. `model: DIR` is `model.path`."""
 
     path: Annotated[
-        str | None, "a Hugging Face directory (config.json, safetensors, tokenizer.json)"
+        str | None,
+        FileName(),
+        "a Hugging Face directory (config.json, safetensors, tokenizer.json)",
     ] = None
-    sft: Annotated[str | None, "a config of `isobit sft`; its model is trained once and cached"] = (
-        None
-    )
-    chat_template: Annotated[str | None, CHAT_TEMPLATE] = None
+    sft: Annotated[
+        str | None, FileName(), "a config of `isobit sft`; its model is trained once and cached"
+    ] = None
+    chat_template: Annotated[str | None, FileName(), CHAT_TEMPLATE] = None
     chat_template_kwargs: Annotated[
         Mapping[str, Any], CHAT_TEMPLATE_KWARGS, Example("{enable_thinking: false}")
     ] = field(default_factory=dict)
@@ -108,7 +111,9 @@ class AdapterConfig:
     ] = (ALL_LINEAR,)
     rslora: Annotated[bool, "B·A is multiplied by alpha / √rank instead (rsLoRA)"] = False
     init: Annotated[
-        str | None, "a PEFT folder to start from; default: A is random by the seed, B is zero"
+        str | None,
+        FileName(),
+        "a PEFT folder to start from; default: A is random by the seed, B is zero",
     ] = None
 
     def __post_init__(self) -> None:
@@ -124,7 +129,9 @@ class AdapterConfig:
 class RewardModelConfig:
     """A sequence-classification checkpoint with one label, whose logit is a reward."""
 
-    path: Annotated[str, "a Hugging Face directory, such as a LlamaForSequenceClassification"]
+    path: Annotated[
+        str, FileName(), "a Hugging Face directory, such as a LlamaForSequenceClassification"
+    ]
     weight: Annotated[float, "what its reward is multiplied by in the sum of rewards"] = 1.0
     name: Annotated[str, "name in the metrics"] = "reward_model"
     precision: Annotated[PrecisionValue, "precision of the reward model"] = "fp8"
@@ -190,14 +197,16 @@ class ServeConfig:
         int | None, at_least(0), at_most(65535), "where it listens; 0: any that is free"
     ] = None
     token: Annotated[
-        str | None, "a file with a token in each line, as of `isobit serve`; default: its file"
+        str | None,
+        FileName(),
+        "a file with a token in each line, as of `isobit serve`; default: its file",
     ] = None
     share: Annotated[
         float,
         above(0),
         below(1),
         "the share of the run's time that requests may take, besides the time in which it "
-        "waits for rewards; no step waits for a request",
+        "waits for rewards; what their texts take in other threads is charged to it",
     ] = 0.2
     max_sequences: Annotated[
         int, at_least(1), "answers that are sampled at the same time, beside the rollout's"
@@ -238,6 +247,7 @@ class ReferenceConfig(ReferenceSync):
 
     path: Annotated[
         str | None,
+        FileName(),
         "a Hugging Face directory with the policy's tokenizer; default: the initial weights",
     ] = None
     precision: Annotated[

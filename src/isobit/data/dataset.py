@@ -172,9 +172,11 @@ def split(
         chosen.setdefault(json.dumps(examples[i].prompt), examples[i])
     train = [example for example in examples if json.dumps(example.prompt) not in chosen]
     if len(chosen) < size or not train:
+        prompts = len({json.dumps(example.prompt) for example in examples})
         raise IsobitError(
             f"{label}: cannot hold out {size} prompts and keep some to train on: there are "
-            f"{len(examples)} rows; lower task.held_out_size or give task.held_out_path"
+            f"{len(examples):,} rows of {prompts:,} different prompts; lower "
+            "task.held_out_size or give task.held_out_path"
         )
     return train, sorted(chosen.values(), key=lambda example: example.index)
 

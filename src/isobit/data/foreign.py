@@ -13,7 +13,8 @@ import json
 import os
 import re
 import stat
-from json.scanner import py_make_scanner
+from collections.abc import Callable
+from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any
 
@@ -116,15 +117,18 @@ class _Patient(json.JSONDecoder):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self._left = MOST_CONTAINERS
-        arrays, objects = self.parse_array, self.parse_object
-        self.parse_array = lambda *given: self._counted() or arrays(*given)
-        self.parse_object = lambda *given: self._counted() or objects(*given)
+        self.parse_array: Any = self._counted(self.parse_array)
+        self.parse_object: Any = self._counted(self.parse_object)
         self.scan_once = py_make_scanner(self)
 
-    def _counted(self) -> None:
-        self._left -= 1
-        if self._left < 0:
-            raise BadJson(f"more than {MOST_CONTAINERS:,} lists and objects")
+    def _counted(self, parse: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*given: Any) -> Any:
+            self._left -= 1
+            if self._left < 0:
+                raise BadJson(f"more than {MOST_CONTAINERS:,} lists and objects")
+            return parse(*given)
+
+        return counted
 
 
 def parse_json(text: str, patient: bool = False) -> Any:

@@ -29,6 +29,7 @@ from isobit.engine.sequences import Stats, added_seconds, summed
 from isobit.engine.types import Completion, Request, Sampling
 from isobit.environments.base import Reply
 from isobit.environments.recorded import EpisodeRecord
+from isobit.errors import IsobitError
 
 MOST_SAMPLES = 1 << 20
 """Of a prompt, where episodes fork: the keys of later contexts are behind these."""
@@ -211,9 +212,14 @@ class Episodes:
         for tokens, run in groupby(zip(prompts, episodes), key=lambda pair: pair[0]):
             part = [episode for _, episode in run]
             one = replace(group.sampling, n=len(part), max_new_tokens=self._room(group, 0))
-            request = self._engine.submit(
-                tokens, one, group.prompt_id, part[0].sample, group.adapter
-            )
+            try:
+                request = self._engine.submit(
+                    tokens, one, group.prompt_id, part[0].sample, group.adapter
+                )
+            except IsobitError as error:
+                if part[0].changed_prompt is None:
+                    raise
+                raise IsobitError(f"environment: with what reset adds, {error}") from None
             self._asked[request] = {episode.sample: episode for episode in part}
             for episode in part:
                 episode.asked = request

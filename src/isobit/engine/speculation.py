@@ -174,7 +174,7 @@ class Speculation:
     def _of(self, sequence: Sequence) -> _Texts:
         """The texts of a sequence's first prompt."""
         # a hash: whole prompts would be kept as long as their texts, and are much longer
-        key = sha256(_first_prompt(sequence)).digest()
+        key = sha256(_first_prompt(sequence).tobytes()).digest()
         texts = self._texts.get(key)
         if texts is None:
             texts = self._texts[key] = _Texts()

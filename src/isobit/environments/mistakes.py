@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from isobit.errors import IsobitError, listed
+from isobit.workers.loading import lacks_variable
 
 
 class Mistake(IsobitError):
@@ -39,10 +40,13 @@ def place_of(method: Callable[..., Any]) -> str:
 
 
 def is_mistake(error: BaseException, owner: Any, file: str) -> bool:
-    """Return whether an error is one of the program in `file`, whatever the model wrote: a name or
-    module that it lacks, an attribute that its object `owner` or a module lacks, a Step made with
-    arguments that it does not have. Not what code raises that a model wrote (`eval`)."""
+    """Return whether an error is one of the program in `file`, whatever the model wrote: a name,
+    module or environment variable that it lacks, an attribute that its object `owner` or a module
+    lacks, a Step made with arguments that it does not have. Not what code raises that a model wrote
+    (`eval`)."""
     frames = traceback.extract_tb(error.__traceback__)
+    if lacks_variable(error):
+        frames.pop()  # of os itself
     at = os.path.realpath(frames[-1].filename) if frames else ""
     folder = os.path.dirname(os.path.realpath(file))
     if isinstance(error, TypeError):
@@ -52,4 +56,4 @@ def is_mistake(error: BaseException, owner: Any, file: str) -> bool:
     if isinstance(error, AttributeError):
         lacks = getattr(error, "obj", None)
         return isinstance(lacks, ModuleType) or (owner is not None and lacks is owner)
-    return isinstance(error, NameError | ImportError)
+    return isinstance(error, NameError | ImportError) or lacks_variable(error)

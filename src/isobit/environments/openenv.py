@@ -10,6 +10,7 @@ or `terminated` or `truncated`, as Gymnasium says it. This follows the published
 here. Left out: containers, which the factory starts.
 """
 
+import inspect
 import json
 from collections.abc import Callable
 from functools import partial
@@ -38,6 +39,8 @@ class Client:
         self._kind = type(getattr(client, "async_client", client))
         self._reward: float | None = None
         self.over = False
+        if self._lists_tools and hasattr(self._kind, "step"):
+            self._watch(getattr(client, "async_client", client))
 
     @property
     def label(self) -> str:
@@ -55,14 +58,20 @@ class Client:
 
     def tools(self) -> list[Tool]:
         """What the model may call. Raises IsobitError where there is nothing."""
-        if callable(getattr(self._kind, "list_tools", None)):
+        if self._lists_tools:
             listed = self._client.list_tools()
             if not listed:
                 raise IsobitError(f"environment.factory: the server of {self.label} has no tools")
-            return [
-                self._tool(each.name, each.description, each.input_schema, self._called(each.name))
-                for each in listed
-            ]
+            try:
+                return [
+                    self._tool(t.name, t.description, t.input_schema, self._called(t.name))
+                    for t in listed
+                ]
+            except (AttributeError, TypeError):
+                raise IsobitError(
+                    f"environment.factory: list_tools of {self.label} returned what are not tools, "
+                    "with name, description and input_schema"
+                ) from None
         action = _action(self._kind)
         if action is None:
             parameters: dict[str, Any] = {"type": "object", "properties": {}}
@@ -87,6 +96,26 @@ class Client:
 
         return call
 
+    @property
+    def _lists_tools(self) -> bool:
+        return callable(getattr(self._kind, "list_tools", None))
+
+    def _watch(self, client: Any) -> None:
+        """Keep reward and end of the steps of which `call_tool` returns what a tool says alone."""
+        step = client.step
+
+        async def watched(*arguments: Any, **named: Any) -> Any:
+            result = await step(*arguments, **named)
+            self._keep(result)
+            return result
+
+        def watched_here(*arguments: Any, **named: Any) -> Any:
+            result = step(*arguments, **named)
+            self._keep(result)
+            return result
+
+        client.step = watched if inspect.iscoroutinefunction(step) else watched_here
+
     def _step(self, _action: Any = dict, **fields: Any) -> str:
         if self.over:
             return str({"error": "The episode is over."})
@@ -94,10 +123,7 @@ class Client:
 
     def _seen(self, result: Any) -> str:
         """A result's observation as text; its reward and end are kept."""
-        if result.reward is not None:
-            self._reward = (self._reward or 0.0) + float(result.reward)
-        ends = ("done", "terminated", "truncated")
-        self.over = any(bool(getattr(result, name, False)) for name in ends)
+        self._keep(result)
         seen = result.observation
         if hasattr(seen, "model_dump"):
             seen = seen.model_dump()
@@ -105,6 +131,18 @@ class Client:
             seen = {name: each for name, each in seen.items() if name not in _NOT_SEEN}
             return json.dumps(seen, ensure_ascii=False, default=str) if seen else ""
         return "" if seen is None else str(seen)
+
+    def _keep(self, result: Any) -> None:
+        """Keep the reward and the end of a result. Raises TypeError for another object."""
+        if not (hasattr(result, "reward") and hasattr(result, "observation")):
+            raise TypeError(
+                f"the client of {self.label} returned {type(result).__name__}, expected a result "
+                "with observation, reward and done"
+            )
+        if result.reward is not None:
+            self._reward = (self._reward or 0.0) + float(result.reward)
+        ends = ("done", "terminated", "truncated")
+        self.over = any(bool(getattr(result, name, False)) for name in ends)
 
 
 def _action(kind: type) -> Any:

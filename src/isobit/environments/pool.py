@@ -127,7 +127,7 @@ class EnvironmentPool:
             "rewards": [[each.label, each.reference] for each in self._rewards],
             "max_turns": config.max_turns,
             "deadline_s": config.turn_deadline_s,
-            "start_deadline_s": START_DEADLINE_S,
+            "start_deadline_s": 0.9 * START_DEADLINE_S,  # its own word comes first
             "on_error": config.on_error,
         }
 
@@ -155,6 +155,8 @@ class EnvironmentPool:
             for line in lines:
                 try:
                     message = message_of(line)
+                    if not message.keys() & {"loading", "loaded", "error"}:
+                        raise ValueError("not a reply")
                 except ValueError:
                     raise IsobitError(
                         f"environment: {loading} wrote what is not a reply into the pipe of "
@@ -167,7 +169,7 @@ class EnvironmentPool:
                     worker.ready = True
                     loaded: dict[str, Any] = message["loaded"]
                     return loaded
-                loading, due = message.get("loading", loading), time.monotonic() + PATIENCE_S
+                loading, due = message["loading"], time.monotonic() + PATIENCE_S
 
     def check_row(self, where: str, columns: Mapping[str, Any]) -> None:
         """Raise IsobitError where a row names no environment that there is, or lacks a column that
@@ -235,7 +237,7 @@ class EnvironmentPool:
             self.end(_TRIED)
         if reply.problem is not None:
             kind = Mistake if reply.mistake else IsobitError
-            raise kind(f"{self.explained(reply.problem)} ({where})")
+            raise kind(f"{where}: {self.explained(reply.problem)}")
         return prompt if reply.prompt is None else reply.prompt
 
     def turn(self, key: int, turn: Turn) -> None:

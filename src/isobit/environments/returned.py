@@ -4,7 +4,8 @@ What is of a type that is never right is a `Mistake`. What is only too much (MOS
 MOST_TEXT) is an IsobitError. Left out: what tools return, which is text whatever it is (`tools.py`).
 """
 
-from collections.abc import Collection, Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from isobit.data.dataset import Message, Prompt
@@ -72,7 +73,7 @@ def joined(prompt: Prompt, observation: Any, where: str) -> Prompt:
     return [*prompt[:-1], {**last, "content": last["content"] + text}]
 
 
-def _messages(given: Any, roles: Collection[str], what: str) -> tuple[Message, ...]:
+def _messages(given: Any, roles: Sequence[str], what: str) -> tuple[Message, ...]:
     """Return messages whose content is text. Raises as `step_of`."""
     if not isinstance(given, list | tuple):
         raise Mistake(
@@ -84,18 +85,22 @@ def _messages(given: Any, roles: Collection[str], what: str) -> tuple[Message, .
     messages, length = list[Message](), 0
     for place, message in enumerate(given):
         messages.append(_message(message, roles, f"{what}: its messages[{place}]"))
-        length += len(messages[-1]["content"])
+        try:
+            length += len(json.dumps(messages[-1], ensure_ascii=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            reason = brief(str(error) or type(error).__name__)
+            raise Mistake(f"{what}: its messages[{place}] is not JSON: {reason}") from None
     if length > MOST_TEXT:
         raise IsobitError(f"{what}: messages of {length:,} characters, the most are {MOST_TEXT:,}")
     return tuple(messages)
 
 
-def _message(given: Any, roles: Collection[str], what: str) -> dict[str, Any]:
+def _message(given: Any, roles: Sequence[str], what: str) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise Mistake(f"{what} is {type(given).__name__}, expected a message, such as {_MESSAGE}")
     role, content = given.get("role"), given.get("content")
     if not isinstance(role, str) or role not in roles:
-        known = " or ".join(roles)
+        known = f"{', '.join(roles[:-1])} or {roles[-1]}"
         has = "no role" if "role" not in given else f"the role {brief(repr(role), 40)}"
         raise Mistake(f"{what} has {has}, expected {known}, as in {_MESSAGE}")
     parts = isinstance(content, list) and all(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from isobit.errors import IsobitError
-from isobit.options.declare import Example, above, at_least, at_most, text_as
+from isobit.options.declare import Example, FileName, above, at_least, at_most, text_as
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,16 @@ class EnvironmentConfig:
     tools, factory or MCP servers, an episode is one answer."""
 
     tools: Annotated[
-        tuple[str, ...],
+        tuple[Annotated[str, FileName(functions=True)], ...],
         "functions that the model may call: path/to/file.py:function or package.module:function",
     ] = ()
     factory: Annotated[
-        str | Annotated[dict[str, str], Example("{maze: envs.py:Maze, shop: envs.py:Shop}")] | None,
+        Annotated[str, FileName(functions=True)]
+        | Annotated[
+            dict[str, Annotated[str, FileName(functions=True)]],
+            Example("{maze: envs.py:Maze, shop: envs.py:Shop}"),
+        ]
+        | None,
         "what makes an episode's environment, as TRL's environment_factory: a class or function of "
         "a file or module, a dict there, or a mapping from the column `environment` to classes",
     ] = None

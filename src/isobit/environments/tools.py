@@ -126,9 +126,10 @@ async def _answer(call: Call, tool: Tool | None, home: Home, until: float) -> An
             raise _BadCall(f"Tool {call.name} not found.")
         outcome = await home.run(partial(tool.call, **_arguments(call, tool)), until)
         if outcome.error is None:
-            return Answer(
-                _message(call.name, outcome.result), ToolUse(name, round(clock() - began, 6))
-            )
+            outcome = _shown(outcome.result)
+        if outcome.error is None:
+            message = {"role": "tool", "name": name, "content": outcome.result}
+            return Answer(message, ToolUse(name, round(clock() - began, 6)))
         error, problem = _said(outcome), f"tool {name}: {last_line(outcome.error, tool.file)}"
         owner = getattr(tool.call, "__self__", None)
         mistake = not tool.remote and is_mistake(outcome.error, owner, tool.file)
@@ -180,12 +181,16 @@ def _said(outcome: Outcome) -> str:
     return text or type(outcome.error).__name__
 
 
-def _message(name: str, result: Any) -> Message:
+def _shown(result: Any) -> Outcome:
+    """A result as text, or why it cannot be."""
     try:
-        text = result_text(result)
+        return Outcome(result_text(result))
     except Exception as error:  # of its own __str__
-        text = str({"error": f"its result cannot be shown: {type(error).__name__}"})
-    return {"role": "tool", "name": brief(name), "content": text}
+        return Outcome(error=TypeError(f"its result cannot be shown: {type(error).__name__}"))
+
+
+def _message(name: str, result: Mapping[str, Any]) -> Message:
+    return {"role": "tool", "name": brief(name), "content": result_text(result)}
 
 
 def result_text(result: Any) -> str:

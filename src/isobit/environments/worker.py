@@ -20,11 +20,13 @@ its whole process group.
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from isobit.environments.base import Reply, Step, Turn
 from isobit.environments.episode import Episode, Limits, Scorer
+from isobit.environments.home import Late
 from isobit.environments.kinds import Kind, load_kinds
 from isobit.environments.mcp import Server
 from isobit.environments.replies import MOST_BYTES, reply_message, turn_of
@@ -102,7 +104,11 @@ class Worker:
         self._kinds = load_kinds(given["factory"], shared)
         until = asyncio.get_running_loop().time() + given["start_deadline_s"]
         for kind in self._kinds.values():
-            await kind.probe(until)
+            try:
+                await kind.probe(until)
+            except Late:
+                limit = f"within {given['start_deadline_s']:g} s"
+                raise IsobitError(f"{kind.what}: it was not made {limit}") from None
         called_here = []
         for label, reference in given["rewards"]:
             self._say({"loading": f"reward function {brief(label)}"})
@@ -168,7 +174,10 @@ class Worker:
 def main() -> None:
     """Serve requests until their pipe ends."""
     requests, replies = open_pipes()
-    asyncio.run(Worker(replies).serve(requests))
+    try:
+        asyncio.run(Worker(replies).serve(requests))
+    except OSError as error:  # its parent sees that it ends
+        sys.exit(f"a pipe of this process cannot be used any more: {error.strerror}")
 
 
 if __name__ == "__main__":

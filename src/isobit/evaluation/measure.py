@@ -7,7 +7,7 @@ same random numbers for every model and every step of a run. Left out: conclusio
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from isobit.data.dataset import Example, Prompt
@@ -144,11 +144,11 @@ def measure_each(
 
     graded: list[Graded] = ranks.run_on_all(grade)
     parts: list[list[Graded]] = [[] for _ in rows]
-    for rank, values in enumerate(ranks.all_gather_json([asdict(one) for one in graded])):
+    for rank, values in enumerate(ranks.all_gather_json([one.to_json() for one in graded])):
         for index, one in enumerate(values):
             parts[rank + index // size * ranks.size].append(Graded(**one))
     found = [
-        Question(examples[p].prompt, tags[p], part[0], tuple(part[1:]))
+        Question(examples[p].prompt, tags[p], part[0], tuple(part[1:]), examples[p].columns)
         for (_, p), part in zip(rows, parts)
     ]
     count = len(examples)
@@ -163,7 +163,10 @@ def grade_given(
     rewards = scorer.score([e.prompt for e in examples], completions, [e.columns for e in examples])
     return tuple(
         Question(
-            example.prompt, tag, Graded(text, reward.total, plan.extract(text), error=reward.error)
+            example.prompt,
+            tag,
+            Graded(text, reward.total, plan.extract(text), error=reward.error),
+            columns=example.columns,
         )
         for example, tag, text, reward in zip(examples, tags, completions, rewards)
     )
@@ -219,6 +222,7 @@ def _grade(
             len(c.token_ids),
             c.finish_reason == "length",
             r.error,
+            None if c.episode is None else c.episode.to_json(),
         )
         for c, r in zip(completions, rewards)
     ]

@@ -17,7 +17,7 @@ from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import Engine
 from isobit.evaluation.measure import EvaluationPlan, Scorer, measure, tags_of
 from isobit.evaluation.result import Question, Result
-from isobit.evaluation.summary import ALL, summarize
+from isobit.evaluation.summary import ALL, summarize, unscored
 from isobit.rewards.pool import Reward, Said
 
 SEED_OFFSET = 0x5EED_E7A1
@@ -95,4 +95,5 @@ class PeriodicEvaluation:
         }
         sampled = "".join(f", pass@{k} {everything[f'pass@{k}']:.4f}" for k in self.plan.ks)
         line = f"held-out greedy accuracy {summary[ALL]['accuracy']}{sampled}"
+        line = "; ".join([line, *unscored(result)])
         return metrics, line, questions

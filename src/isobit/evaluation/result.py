@@ -5,7 +5,8 @@ stores it.
      "tag": ..., "greedy": completion, "samples": [completion, ...]}, ...], "summary": {value of the
      tag, or "(all)": {measure: {"value", "low", "high", "prompts"}}}}
 
-    completion: {"completion", "reward", "answer", "tokens", "truncated", "error"}
+    completion: {"completion", "reward", "answer", "tokens", "truncated", "error"}, of several
+     turns also "episode": what was said in all of them
 
 The summary is for the reader: `read_result` computes nothing from it. Left out: conclusions
 (`summary.py`, `comparison.py`).
@@ -13,7 +14,7 @@ The summary is for the reader: `read_result` computes nothing from it. Left out:
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ class Graded:
     """A completion with its reward (None: unscored, for the reason `error`), its answer (None: it
     has none) and length.
 
-    `tokens` and `truncated` are None for a completion that was given, not sampled. A completion is
-    correct if its reward is at least 1.
+    `tokens` and `truncated` are None for a completion that was given, not sampled; `episode` is of
+    one of several turns (plain values of an `EpisodeRecord`), whose last is `completion`. A
+    completion is correct if its reward is at least 1.
     """
 
     completion: str
@@ -38,6 +40,11 @@ class Graded:
     tokens: int | None = None
     truncated: bool | None = None
     error: str | None = None
+    episode: Mapping[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; without an environment there is no `episode`."""
+        return {k: v for k, v in vars(self).items() if k != "episode" or v is not None}
 
     @property
     def correct(self) -> bool:
@@ -47,12 +54,19 @@ class Graded:
 @dataclass(frozen=True)
 class Question:
     """A prompt, the value of its tag, the greedy (or given) completion, and samples: as many for
-    every prompt."""
+    every prompt; and the columns of its row."""
 
     prompt: Prompt
     tag: str | None
     greedy: Graded
     samples: tuple[Graded, ...] = ()
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values without the columns, which the data have."""
+        samples = [sample.to_json() for sample in self.samples]
+        tagged = {"prompt": self.prompt, "tag": self.tag}
+        return {**tagged, "greedy": self.greedy.to_json(), "samples": samples}
 
 
 @dataclass(frozen=True)
@@ -86,7 +100,7 @@ class Result:
             "settings": dict(self.settings),
             "ks": list(self.ks),
             "rewards": list(self.rewards),
-            "prompts": [asdict(question) for question in self.questions],
+            "prompts": [question.to_json() for question in self.questions],
         }
 
 
@@ -144,6 +158,9 @@ def _graded(values: Mapping[str, Any]) -> Graded:
     reward = values["reward"]
     if not isinstance(values["completion"], str) or isinstance(reward, bool):
         raise TypeError("a completion is no text, or its reward no number")
+    episode = values.get("episode")
+    if episode is not None and not isinstance(episode, dict):
+        raise TypeError("an episode is no object")
     return Graded(
         values["completion"],
         None if reward is None else float(reward),
@@ -151,4 +168,5 @@ def _graded(values: Mapping[str, Any]) -> Graded:
         values["tokens"],
         values["truncated"],
         values["error"],
+        episode,
     )

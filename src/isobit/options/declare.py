@@ -91,6 +91,14 @@ class Pattern:
 
 
 @dataclass(frozen=True)
+class FileName:
+    """Text that names a file or folder which is read; with `functions`, a function of a file as
+    `FILE.py:NAME`, among other names. In a config file it may be relative to that."""
+
+    functions: bool = False
+
+
+@dataclass(frozen=True)
 class Preprocess:
     """Changes what is given for the option before it is read, such as a short form into the section
     that it stands for."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from isobit.options.declare import above
+from isobit.options.declare import FileName, above
 from isobit.options.reading import OptionError
 from isobit.rewards import named
 from isobit.rewards.by_name import parse_reference, reference
@@ -19,6 +19,7 @@ class RewardSpec:
 
     function: Annotated[
         str,
+        FileName(functions=True),
         "math, exact_match, fuzzy_match, format, length_penalty or code; or "
         "path/to/file.py:function or package.module:function",
     ]

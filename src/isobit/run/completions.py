@@ -199,6 +199,20 @@ def parse(line: bytes) -> dict[str, Any]:
     return row
 
 
+def conversation(messages: Iterable[Any]) -> str:
+    """Messages as text: a line that begins with the role for each; what is no text, such as parts
+    or calls of tools, as JSON."""
+    said = []
+    for message in messages:
+        if not isinstance(message, Mapping):
+            continue
+        content, calls = message.get("content"), message.get("tool_calls")
+        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        called = f" {json.dumps(calls, ensure_ascii=False)}" if calls else ""
+        said.append(f"{message.get('role')}: {text}{called}")
+    return "\n".join(said)
+
+
 def is_reward(value: Any) -> bool:
     """Whether a row's reward is one: a number that is finite, or None."""
     number = (

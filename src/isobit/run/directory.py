@@ -1,4 +1,4 @@
-"""A run directory: its files, its lock, and how a run is interrupted.
+"""A run directory: its files and its lock.
 
 `format.txt` (the number of this layout of files), `config.yaml`, `machine.json` (the hardware and
 versions used), `resolved.json` (what the config's `auto` came to), `rollouts_from.txt` (the run
@@ -16,13 +16,12 @@ import fcntl
 import hashlib
 import json
 import os
-import signal
+import shutil
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 from isobit.data.foreign import BadJson, exists, parse_json, read_bytes, reason_of
@@ -54,6 +53,7 @@ NOTHING_WRITTEN = {METRICS: 0, COMPLETIONS: 0, HELD_OUT: 0, QUANTIZATION: 0, CER
 """Lengths of the files of a new run that grow."""
 LOCK, BEST = ".lock", "best"
 _MOST_BYTES = 1 << 24
+_OF_ITS_BEGINNING = (CONFIG, MACHINE, RESOLVED, INPUTS)
 REWARDS_LOG, ENVIRONMENTS_LOG = "rewards.log", "environments.log"
 """What reward functions and environments print; they grow over a resume."""
 
@@ -147,16 +147,23 @@ class RunDirectory:
         directory: Path, config_text: str, rollouts_from: Path | None = None
     ) -> "RunDirectory":
         """A new run, which may learn from the rollouts of another; IsobitError if the directory
-        exists and is not empty."""
+        exists and holds anything but a run that has learned nothing."""
         refuse_existing(directory)
+        lock = None
         try:
             durable.make_directory(directory)
+            if exists(directory / CONFIG):  # of a run that ended before its first step
+                lock = Lock(directory)
+                for name in _OF_ITS_BEGINNING:
+                    (directory / name).unlink(missing_ok=True)
+                for name in (BEST, CHECKPOINTS):
+                    shutil.rmtree(directory / name, ignore_errors=True)
             (directory / ROLLOUTS_FROM).unlink(
                 missing_ok=True
             )  # of one that was killed before it had begun
             if rollouts_from is not None:  # before the config, with which the run has begun
                 durable.write_text(directory / ROLLOUTS_FROM, f"{rollouts_from.absolute()}\n")
-            return RunDirectory(directory, NOTHING_WRITTEN, config_text)
+            return RunDirectory(directory, NOTHING_WRITTEN, config_text, lock)
         except OSError as error:
             raise IsobitError(
                 f"cannot create run directory {directory}: {error.strerror}"
@@ -333,13 +340,13 @@ def refuse_existing(directory: Path) -> None:
 
 def occupied(directory: Path) -> str | None:
     """What a directory, where something new is to be written, holds already; None if it is missing
-    or empty."""
+    or empty, or a run that ended before its first step."""
     if not directory.exists():
         return None
     if not directory.is_dir():
         return "is a file"
     if (directory / CONFIG).is_file():
-        return "is a run"
+        return None if _learned_nothing(directory) else "is a run"
     if (directory / "config.json").is_file():
         return "is a model"
     files = (CONFIG, ROLLOUTS_FROM, FORMAT)
@@ -350,6 +357,17 @@ def occupied(directory: Path) -> str | None:
         *(f".{name}.partial" for name in files),
     }  # and no further: nothing is lost
     return "is not empty" if any(path.name not in begun for path in directory.iterdir()) else None
+
+
+def _learned_nothing(directory: Path) -> bool:
+    """Whether a run, on which no process works, has no step, and no checkpoint of one."""
+    found = (path.name for path in (directory / CHECKPOINTS).glob("step-*"))
+    if in_use(directory) or any(name != "step-000000" for name in found):
+        return False
+    path, completions_ = directory / METRICS, directory / COMPLETIONS
+    if exists(completions_) and completions_.stat().st_size:
+        return False
+    return not exists(path) or kept_until(path, MOST_STEPS) == kept_until(path, 0)
 
 
 def rollouts_from(directory: Path) -> Path | None:
@@ -439,38 +457,3 @@ def model_directory(path: Path, best: bool = False) -> Path:
             f"{path / BEST} is damaged ({problem}); take the newest checkpoint: leave out --best"
         )
     return path / BEST
-
-
-class Interruption:
-    """SIGINT, SIGTERM and SIGHUP, unless it is ignored as under nohup, set a flag, which the
-    training loop reads between steps; a second signal ends the process."""
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> "Interruption":
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue
-            try:
-                self._previous[number] = signal.signal(number, self._handle)
-            except (
-                ValueError
-            ):  # not in the main thread: a program that embeds isobit keeps its own handlers
-                break
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    @property
-    def exit_code(self) -> int:
-        return 0 if self.signal is None else 128 + self.signal
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
-            os._exit(128 + number)
-        self.signal = number
-        print("isobit: finishing this step, then saving; once more to end at once", file=sys.stderr)

@@ -209,7 +209,7 @@ METRICS: dict[str, str] = {
     "time/score": "seconds: waiting for reward functions after the rollout, and reward models",
     "time/score_overlapped": "seconds of reward functions that ran during the rollout",
     "time/serve": "seconds: answering others' requests, most of them during the rollout and part "
-    "of its time",
+    "of its time, and what other threads took for them, beside it",
     "time/learn": "seconds: forward, backward, optimizer",
     "time/compare": "seconds: comparing completions that were sampled ahead of the learner",
     "time/step": "seconds: the whole step, evaluation and checkpoint excluded",

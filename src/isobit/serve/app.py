@@ -28,6 +28,7 @@ from isobit.errors import IsobitError, RunFailed
 from isobit.model.text.tool_formats.table import format_of
 from isobit.serve.connections import REFUSED, Connection, most_connections
 from isobit.serve.crowd import Crowd
+from isobit.serve.desk import SWITCH_SECONDS
 from isobit.serve.gateway import Gateway, Refused
 from isobit.serve.listening import Listener
 from isobit.serve.metrics import CONTENT_TYPE
@@ -123,13 +124,12 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: Any = None) -> None:
         """Let open requests end, then end all."""
         self._gateway.draining = True
-        ending = asyncio.get_running_loop().call_later(self._grace, self._gateway.device.stop)
+        ending = asyncio.get_running_loop().call_later(self._grace, self._gateway.stop)
         try:
             await super().shutdown(sockets)
         finally:
             ending.cancel()
-            self._gateway.device.stop()
-            self._gateway.desk.close()
+            self._gateway.stop()
             await asyncio.to_thread(self._gateway.device.join, 60.0)
 
 
@@ -194,6 +194,7 @@ def run(
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
     server = Server(config, gateway, options.grace)
     server.on_start = on_start
+    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_SECONDS))
     server.run(sockets=[cast(Any, listener)])
     if gateway.device.failure is not None:
         raise RunFailed(

@@ -26,6 +26,9 @@ _RETRY_SECONDS = 0.05  # after which an account is asked again
 _SLICE = 1 << 12  # entries of a list that are written at once
 LIGHT_BYTES = 1 << 14
 """A body of so few is read in the event loop."""
+SWITCH_SECONDS = 5e-4
+"""After so long in Python another thread has its turn: whoever computes needs the interpreter's lock
+for each of its products, and would wait ten times as long for it beside threads that read texts."""
 
 
 class Account(Protocol):
@@ -65,6 +68,8 @@ class Desk:
         self._threads, self._clock = threads, clock
         self._pool = ThreadPoolExecutor(threads, "texts")
         self._waiting, self._running = Turns[_Piece](), Counter[str]()
+        self._open = set[_Piece]()
+        self._ended: Exception | None = None
         self._tasks = set[asyncio.Future[None]]()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -73,23 +78,31 @@ class Desk:
 
     async def do(self, tenant: str, function: Callable[..., _T], *given: Any) -> _T:
         """The result of a function, in the turn of a tenant."""
+        if self._ended is not None:
+            raise self._ended
         result = asyncio.get_running_loop().create_future()
         piece = _Piece(tenant, partial(function, *given), result)
         self._waiting.put(piece)
+        self._open.add(piece)
         self._begin()
         try:
             found: _T = await result
         finally:
+            self._open.remove(piece)
             self._waiting.remove(piece)  # of a client that went away before its turn
         return found
 
-    def close(self) -> None:
-        """Do nothing more."""
+    def end(self, error: Exception) -> None:
+        """Answer all that is open, and all that comes, with an error."""
+        self._ended = error
+        for piece in self._open:
+            if not piece.result.done():
+                piece.result.set_exception(error)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self) -> None:
         most = max(self._threads - 1, 1)  # of one tenant
-        while self._running.total() < self._threads:
+        while self._running.total() < self._threads and self._ended is None:
             if self._waiting and not self.account.open():
                 self._later()
                 return

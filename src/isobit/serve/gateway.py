@@ -116,6 +116,11 @@ class Gateway:
             await self.resume()
         self.ready.set()
 
+    def stop(self) -> None:
+        """Answer all that is open, in the event loop's thread, and end."""
+        self.device.stop()
+        self.desk.end(Refused(STOPPING.status, STOPPING.message))
+
     def adapter_of(self, model: str | None) -> str | None:
         """The adapter that a request's `model` names; None: the base. Raises BadRequest for
         neither."""

@@ -267,8 +267,8 @@ class OpenAI:
         if keep is not None:
             keep(found.answers[0][1])
         value = asked.head("chat.completion" if asked.chat else "text_completion", found.version)
-        usage = asked.usage(found.num_sampled, sum(found.cached.values()))
-        value |= {"choices": [], "usage": usage}
+        cached = sum(found.cached.values())
+        value |= {"choices": [], "usage": asked.usage(found.num_sampled, cached)}
         if asked.chat:
             value |= found.fronts[0].beside
         return await self._written(request, lambda: value | {"choices": found.choices(asked)})

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from isobit.data.dataset import SPLIT_STREAM, Dataset, random_words
 from isobit.errors import IsobitError
-from isobit.options.declare import NotAnOption, above, at_least, at_most, text_as
+from isobit.options.declare import FileName, NotAnOption, above, at_least, at_most, text_as
 from isobit.options.reading import read
 from isobit.rewards.spec import RewardSpec
 
@@ -19,7 +19,7 @@ from isobit.rewards.spec import RewardSpec
 class DataFile:
     """One of several files or directories of data. `FILE` is `{path: FILE}`."""
 
-    path: Annotated[str, "as `task.path`"]
+    path: Annotated[str, FileName(), "as `task.path`"]
     weight: Annotated[
         float | None,
         above(0),
@@ -47,6 +47,7 @@ class TaskSettings:
     ] = "file"
     path: Annotated[
         str | None,
+        FileName(),
         "JSONL, a JSON array, CSV (each also as .gz), Parquet, or a directory of them or of "
         "`datasets`; every column reaches the reward",
     ] = None
@@ -54,7 +55,9 @@ class TaskSettings:
         tuple[Annotated[DataFile, text_as("path")], ...],
         "several in place of path, mixed by weight: an epoch has as many prompts as all have rows",
     ] = field(default=(), kw_only=True)
-    held_out_path: Annotated[str | None, "held-out data; default: taken from path"] = None
+    held_out_path: Annotated[str | None, FileName(), "held-out data; default: taken from path"] = (
+        None
+    )
     held_out_size: Annotated[
         int | None,
         at_least(0),

@@ -10,6 +10,7 @@ import concurrent.futures
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import threading
 import traceback
@@ -43,6 +44,8 @@ _MACHINERY = (
 )
 
 
+_MODULE = re.compile(r"^(?:isobit\.[a-z_.]+\.|isobit_reward_\w+_[0-9a-f]{8}\.)")
+"""The module of a class that is isobit's, or of the file that it imported."""
 _ENVIRON = ("<frozen os>", os.__file__)
 
 
@@ -111,6 +114,7 @@ def last_line(error: BaseException, file: str) -> str:
         place = f"{os.path.basename(error.filename or file)}, line {error.lineno}"
         return f"{type(error).__name__}: {error.msg} ({place})"
     text = " ".join("".join(traceback.format_exception_only(type(error), error)).split())
+    text = _MODULE.sub("", text)
     frames = traceback.extract_tb(error.__traceback__)
     inside = [
         frame for frame in frames if os.path.realpath(frame.filename) == os.path.realpath(file)
@@ -121,6 +125,12 @@ def last_line(error: BaseException, file: str) -> str:
     return f"{text:.300}{_of_variable(error)}{where}"
 
 
+def lacks_variable(error: BaseException) -> bool:
+    """Return whether an error says that an environment variable was looked for in vain."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, KeyError) and bool(frames) and frames[-1].filename in _ENVIRON
+
+
 def _of_variable(error: BaseException) -> str:
     """Say which environment variable was looked for in vain, where that is what an error, or one
     that it was made of, is about (`variables.hint`)."""
@@ -128,8 +138,7 @@ def _of_variable(error: BaseException) -> str:
     for _ in range(8):
         if cause is None:
             break
-        frames = traceback.extract_tb(cause.__traceback__)
-        if isinstance(cause, KeyError) and frames and frames[-1].filename in _ENVIRON:
+        if lacks_variable(cause):
             return " of os.environ" if cause is error else f", of {cause!r} of os.environ"
         cause = cause.__cause__ or cause.__context__
     return ""

@@ -35,6 +35,8 @@ _EXTRAS = {
     "text": "rapidfuzz",
     "ray": "ray",
     "track": "wandb",
+    "serve": "starlette",
+    "tinker": "tinker",
 }
 _LIBRARIES = ("torch", "triton", "numpy", "safetensors", "tokenizers")
 _GIB = 1 << 30

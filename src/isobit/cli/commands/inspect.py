@@ -16,6 +16,7 @@ from isobit.evaluation.inspection.judging import judge
 from isobit.evaluation.inspection.mismatch import Gap, decompose, measure_gap, roll_out
 from isobit.evaluation.inspection.quantization import Health, activation_health, weight_health
 from isobit.model import Model
+from isobit.model.described import described
 from isobit.monitor.report.inspection import inspection_text, write_inspection
 from isobit.precision import precision_from
 from isobit.run.directory import RESOLVED, object_in
@@ -55,6 +56,10 @@ def inspect_command(
     if reward_model is not None and not judged:
         raise IsobitError("--reward-model is scored under unified presets: add one, such as fp8")
     model = Model.load(path, flows[0], backend)
+    if stale is not None and described(stale).config != model.config:
+        raise IsobitError(
+            f"--stale {stale}: expected an older checkpoint of {path}, got another architecture"
+        )
     prompts = _prompts(model, prompts_file, columns)
     shown = next((flow for flow in flows if flow.rollout.weight is not None), None)
     tensors: list[Health] = []

@@ -35,6 +35,7 @@ from isobit.kernels import Operand, Ops, Stacked, plain
 from isobit.kernels.low_rank.definition import Part, add_part
 from isobit.kernels.reference.sums import block_sum
 from isobit.model.families.family import Packing
+from isobit.model.hub.wrapped import ALONE
 from isobit.model.weights.stored import LowRank, Weight
 
 
@@ -68,8 +69,8 @@ class Projection(NamedTuple):
 class Adapter:
     """Factors of `projections`, whole, FP32 on the CPU, by name; `base` is the path of the model
     that they adapt; `rslora`: alpha is divided by the root of the rank; `together`: PEFT holds the
-    factors of a layer's experts in one tensor, so (`peft_experts.py`); `wrapped`: as of the model's
-    config, for the names in its folder; `renamed`: as of the family's mixtures."""
+    factors of a layer's experts in one tensor, so (`peft_experts.py`); `classes`: how names
+    begin in its folder, as in each class of the model (`hub/wrapped.py`); `renamed`: as of the family's mixtures."""
 
     rank: int
     alpha: float
@@ -78,7 +79,7 @@ class Adapter:
     base: str = ""
     rslora: bool = False
     together: Packing | None = None
-    wrapped: bool = False
+    classes: tuple[str, ...] = (ALONE,)
     renamed: bool = False
 
     @property

@@ -26,7 +26,7 @@ from isobit.errors import IsobitError, brief
 from isobit.model.adapters.low_rank import Adapter, Projection
 from isobit.model.adapters.peft_experts import apart, config_of, form_of, joined
 from isobit.model.adapters.targets import held_together, is_renamed, projections
-from isobit.model.families import flag
+from isobit.model.families import FAMILIES, flag
 from isobit.model.hub.checkpoint import (
     Shapes,
     Weights,
@@ -36,7 +36,7 @@ from isobit.model.hub.checkpoint import (
     write_json,
 )
 from isobit.model.hub.config import ModelConfig
-from isobit.model.hub.wrapped import alone, inside, prefix_of
+from isobit.model.hub.wrapped import ALONE, classes_of, prefix_of, renamed
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -150,31 +150,50 @@ def read_peft(directory: Path, config: ModelConfig, base: str = "") -> Adapter:
         base,
         rslora,
         together,
-        config.wrapped,
+        classes_of(config.wrapped, FAMILIES[config.family]),
         is_renamed(config),
     )
 
 
 def _of_language_model(weights: Weights, config: ModelConfig, directory: Path) -> Weights:
-    """Return the factors by the names of a language model alone, which those of a model around one
-    may have too, as isobit wrote them before. Raises IsobitError for names of two kinds, and for
-    those inside another model where the base is a language model alone."""
-    names = {key: key.removeprefix(_PREFIX) for key in weights.shapes if key.startswith(_PREFIX)}
-    prefixes = {prefix: key for key, name in names.items() if (prefix := prefix_of(name))}
-    if len(prefixes) > 1:
-        first, second = (brief(key) for key in list(prefixes.values())[:2])
+    """Return the factors by the names of the language model alone, which a model around one may
+    have too, as isobit wrote them before, or has beside its own. Raises IsobitError for other names
+    of two classes, and for those inside another model where the base is a language model alone."""
+    factors: dict[str, dict[str, str]] = {}  # by how names begin: names alone, and in the folder
+    others: list[str] = []
+    for key in weights.shapes:
+        name = key.removeprefix(_PREFIX)
+        if key.startswith(_PREFIX) and (prefix := prefix_of(name)):
+            factors.setdefault(prefix, {})[_PREFIX + renamed(name, ALONE)] = key
+        else:
+            others.append(key)
+    if not factors:
+        return weights
+    classes = classes_of(config.wrapped, FAMILIES[config.family])
+    if not config.wrapped and (inside := next((p for p in factors if p != ALONE), None)):
         raise IsobitError(
-            f"{directory}: tensors {first} and {second} are named as of two classes of models; "
-            "expected those of the base's own class"
+            f"{directory}: tensor {brief(min(factors[inside].values()))} is named as inside a model "
+            f"that reads images too, and this {config.family} is the language model alone: "
+            f"expected {_PREFIX}{ALONE}layers..."
         )
-    if not config.wrapped and (others := prefixes.keys() - {"model."}):
-        raise IsobitError(
-            f"{directory}: tensor {brief(prefixes[others.pop()])} is named as inside a model that "
-            f"reads images too, and this {config.family} is the language model alone: expected "
-            f"{_PREFIX}model.layers..."
-        )
-    return weights.renamed(
-        lambda key: _PREFIX + alone(names[key]) if prefix_of(names.get(key, "")) else key
+    first, *again = (factors[prefix] for prefix in sorted(factors, key=len, reverse=True))
+    for copy in again:
+        if factors.keys() != {*classes} or not _same_factors(weights, first, copy):
+            raise IsobitError(
+                f"{directory}: tensors {brief(min(first.values()))} and "
+                f"{brief(min(copy.values()))} are named as of two classes of models; expected those "
+                f"of the base's own class, {_PREFIX}{classes[0]}layers..."
+            )
+    chosen = {key: name for name, key in first.items()} | {key: key for key in others}
+    return weights.renamed(chosen)
+
+
+def _same_factors(weights: Weights, first: Mapping[str, str], copy: Mapping[str, str]) -> bool:
+    """Return whether a folder has the same factors by two names each."""
+    return first.keys() == copy.keys() and all(
+        weights.shapes[key] == weights.shapes[copy[name]]
+        and torch.equal(weights.rows(key), weights.rows(copy[name]))
+        for name, key in first.items()
     )
 
 
@@ -190,8 +209,11 @@ def write_peft(
             lo = shards.own(name)[0] if shards.owned(name) else 0
             start = lo * shards.width(name)
             parts[key] = Part(torch.float32, shards.shapes[name], masters.get(name), start)
-    if adapter.wrapped:
-        parts = {_PREFIX + inside(key.removeprefix(_PREFIX)): mine for key, mine in parts.items()}
+    parts = {
+        _PREFIX + renamed(key.removeprefix(_PREFIX), prefix): factor
+        for prefix in adapter.classes
+        for key, factor in parts.items()
+    }
     ranks.on_first(lambda: write_json(directory / CONFIG, _config(adapter)))
     write_file(directory / WEIGHTS, parts, ranks)
 
@@ -206,7 +228,7 @@ def _config(adapter: Adapter) -> dict[str, Any]:
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0,
         "target_modules": _target_modules(adapter),
-        **({"exclude_modules": _BESIDE} if adapter.wrapped else {}),
+        **({} if adapter.classes == (ALONE,) else {"exclude_modules": _BESIDE}),
         "bias": "none",
         "fan_in_fan_out": False,
         "use_dora": False,
@@ -255,7 +277,7 @@ def _target_modules(adapter: Adapter) -> list[str]:
     beside_experts = any(".shared." in one.name for one in apart)
     if all(len(each) == most for each in layers.values()) and not beside_experts:
         return list(dict.fromkeys(found))
-    return [one.module.removeprefix("model." if adapter.wrapped else "") for one in apart]
+    return [one.module.removeprefix("" if adapter.classes == (ALONE,) else ALONE) for one in apart]
 
 
 def _keys(one: Projection) -> dict[str, str]:

@@ -18,6 +18,7 @@ from isobit.model.families.family import Packing
 from isobit.model.hub.config import ModelConfig
 from isobit.model.hub.mamba import Mamba
 from isobit.model.hub.names import layer_and_role, parts
+from isobit.model.hub.wrapped import classes_of
 from isobit.options.projections import ALL_LINEAR, JOINED
 from isobit.precision.flow import LINEAR_LAYERS
 
@@ -114,7 +115,7 @@ def new_adapter(config: ModelConfig, given: NewAdapter, base: str = "") -> Adapt
         base,
         given.rslora,
         held_together(config),
-        config.wrapped,
+        classes_of(config.wrapped, FAMILIES[config.family]),
         is_renamed(config),
     )
 

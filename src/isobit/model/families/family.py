@@ -127,7 +127,8 @@ class Family:
     rotary embeddings that transformers takes in the family; `original_positions`: what stands for
     original_max_position_embeddings beside them, and so counts more than the one inside;
     `rope_more`: their parameters that no other family has, all needed. `wrappers`: the model_types
-    of models that wrap such a one, and whose language model is read; `sizes`: what stands for sizes
+    of models that wrap such a one, and whose language model is read; `opened_alone`: transformers
+    has a class for the language model alone of such a model's checkpoint too; `sizes`: what stands for sizes
     that config.json leaves out in these. `norms_values`: values are normed, each head by itself,
     without a weight. `score_scale`: what scores are multiplied by, whatever head_dim is.
     `layer_scalars`: a layer's sum is multiplied by a number of its own, which is not trained.
@@ -175,6 +176,7 @@ class Family:
     layer_embeddings: int | None = None
     checks: tuple[Callable[[Mapping[str, Any], str], None], ...] = ()
     wrappers: tuple[str, ...] = ()
+    opened_alone: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
     whole_heads: bool = (
         False  # hidden_size must be a multiple of the heads, also where head_dim is given

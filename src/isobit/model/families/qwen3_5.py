@@ -24,6 +24,7 @@ _DENSE = Family(
         "state_norm": ("linear_attn.norm",),
     },
     wrappers=("qwen3_5",),
+    opened_alone=True,
     qk_norm=True,
     norm_offset=1.0,
     attention_bias=True,

@@ -24,7 +24,7 @@ from isobit.model.weights.stored import Weight
 DivergenceOf = Callable[[Tensor, Tensor], Tensor]
 """[T] of logits [T, V] float32 of the model that is trained and of the other."""
 
-WORKING_BYTES = 4 * 12
+WORKING_BYTES = 4 * 13
 """Of a pair of logits, with what a divergence and its gradient take besides (`isobit plan`)."""
 
 

@@ -141,11 +141,9 @@ class Weights:
                     f"{brief(name)}{_SCALES} {grid}"
                 )
 
-    def renamed(self, new: Callable[[str], str]) -> "Weights":
-        """Return the same tensors by other names."""
-        return Weights(
-            self._directory, {new(name): tensor for name, tensor in self._tensors.items()}
-        )
+    def renamed(self, names: Mapping[str, str]) -> "Weights":
+        """Return these tensors by other names."""
+        return Weights(self._directory, {new: self._tensors[old] for old, new in names.items()})
 
     def rows(self, name: str, lo: int = 0, hi: int | None = None) -> Tensor:
         """Rows `lo` to `hi` of a tensor, by default all, float32. Raises IsobitError if a number is

@@ -300,12 +300,12 @@ def parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int,
 def matrices(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the rows of each matrix in every master, also where a checkpoint has several in one
     tensor: queries, keys and values are three, and gate and up are two."""
-    found: dict[str, tuple[int, ...]] = {}
+    heights: dict[str, tuple[int, ...]] = {}
     for master, (rows, *_) in parameter_shapes(config).items():
         inside, _, name = master.rpartition(".")
         layer = int(master.split(".")[1]) if inside else 0
-        found[master] = _heights(name, rows, config, layer) if inside else (rows,)
-    return found
+        heights[master] = _heights(name, rows, config, layer) if inside else (rows,)
+    return heights
 
 
 def _heights(base: str, rows: int, config: ModelConfig, layer: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ _INNER = ("text_config", "llm_config", "language_config", "thinker_config")
 _OUTSIDE = ("tie_word_embeddings", "quantization_config") + tuple(
     f"{token}_token_id" for token in ("bos", "eos", "pad")
 )
-_ALONE = "model."
+ALONE = "model."
 _INSIDE = ("model.language_model.", "language_model.model.")
 _SENSES = {"vision_config": "images", "visual_config": "images", "audio_config": "sound"}
 
@@ -50,22 +50,24 @@ def is_wrapped(values: Mapping[str, Any], family: Family) -> bool:
     return values.get("model_type") in family.wrappers and not alone
 
 
-def inside(name: str) -> str:
-    """Return a module's name in the classes of transformers (4.52 and later) that wrap a language
-    model, from its name in the language model alone."""
-    return _INSIDE[0] + name.removeprefix(_ALONE)
+def classes_of(wrapped: bool, family: Family) -> tuple[str, ...]:
+    """Return how the names of a language model's modules begin in each class by which transformers
+    (4.52 and later) opens the model around it, or the language model alone."""
+    if not wrapped:
+        return (ALONE,)
+    return (_INSIDE[0], ALONE) if family.opened_alone else _INSIDE[:1]
+
+
+def renamed(name: str, prefix: str) -> str:
+    """Return the name of a language model's layer as it is in a class whose names begin so."""
+    return prefix + name.removeprefix(prefix_of(name))
 
 
 def prefix_of(name: str) -> str:
     """Return how the name of a language model's layer begins: as in the model alone, or as inside
     another, which transformers before 4.52 named otherwise; "" for another module."""
-    known = (*_INSIDE, _ALONE)
+    known = (*_INSIDE, ALONE)
     return next((prefix for prefix in known if name.startswith(f"{prefix}layers.")), "")
-
-
-def alone(name: str) -> str:
-    """Return a module's name in the language model alone: the inverse of `inside`."""
-    return _ALONE + name.removeprefix(prefix_of(name))
 
 
 def family_of(values: Mapping[str, Any], where: str) -> str:

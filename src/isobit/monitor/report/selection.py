@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from isobit.data.foreign import check_readable
 from isobit.monitor.report.rollouts import RolloutIndex
+from isobit.run.completions import conversation
 from isobit.run.directory import CHECKPOINTS
 
 _STEP_ROWS = 8  # shown of a step, at least, before further steps are
@@ -121,7 +122,7 @@ def _row(row: Mapping[str, Any], prompts: "_Numbered", tokens: "_Pieces") -> Dat
     shown = ids[:_MOST_TOKENS]
     pieces = tokens.of(row.get("prompt_ids") or [], shown)
     if pieces is None or not rollout:
-        return {**found, "text": _shortened(str(row.get("completion") or ""), _LONGEST_TEXT)}
+        return {**found, "text": _shortened(_text(row), _LONGEST_TEXT)}
     found |= {"pieces": pieces, "logprobs": [round(value, 3) for value in rollout[: len(shown)]]}
     mask = row.get("completion_mask")
     if isinstance(mask, list) and len(mask) == len(ids) and not all(mask):
@@ -132,6 +133,15 @@ def _row(row: Mapping[str, Any], prompts: "_Numbered", tokens: "_Pieces") -> Dat
         ]
         found["differences"] = differences if any(differences) else 0
     return found
+
+
+def _text(row: Mapping[str, Any]) -> str:
+    """What a completion without tokens says: all turns of an episode, and what was asked of it."""
+    episode = row.get("episode")
+    messages = episode.get("messages") if isinstance(episode, dict) else None
+    if isinstance(messages, list) and messages:
+        return conversation(messages)
+    return str(row.get("completion") or "")
 
 
 def _happened(episode: Any) -> str | None:

@@ -22,7 +22,7 @@ import ast
 import builtins
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any, ClassVar, Literal
@@ -183,10 +183,11 @@ def steps_of(tests: Any, column: str) -> list[dict[str, Any]]:
         items = [(test, _parse(test, column).body) for test in tests]
         own = _own_names([statement for _, body in items for statement in body])
         sources = [
-            (test, any(_asserts(one) or _calls(one, own) for one in body)) for test, body in items
+            (test, any(_asserts(one) or _calls(one, own) for one in _run_in(body)))
+            for test, body in items
         ]
     elif isinstance(tests, str):
-        statements = _parse(tests, column).body
+        statements = list(_run_in(_parse(tests, column).body))
         own = _own_names(statements)
         sources = [
             (ast.unparse(one), _asserts(one) or (isinstance(one, ast.Expr) and _calls(one, own)))
@@ -218,7 +219,8 @@ def _parse(source: str, column: str) -> ast.Module:
 
 
 def _own_names(statements: list[ast.stmt]) -> set[str]:
-    """The names that are neither builtins nor modules: of the program, or defined by the tests."""
+    """The names that are neither builtins nor modules: of the program, or defined by the tests; and
+    what runs their classes."""
     imported = {
         (alias.asname or alias.name).split(".")[0]
         for statement in statements
@@ -226,14 +228,32 @@ def _own_names(statements: list[ast.stmt]) -> set[str]:
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for alias in node.names
     }
-    read = {node.id for one in statements for node in ast.walk(one) if isinstance(node, ast.Name)}
+    nodes = [node for one in statements for node in ast.walk(one)]
+    read = {node.id for node in nodes if isinstance(node, ast.Name)}
     bases = {
         node.value.id
-        for one in statements
-        for node in ast.walk(one)
+        for node in nodes
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     }
-    return read - imported - (bases & sys.stdlib_module_names) - vars(builtins).keys()
+    own = read - imported - (bases & sys.stdlib_module_names) - vars(builtins).keys()
+    if any(isinstance(node, ast.ClassDef) for node in nodes):  # which it runs
+        own |= {"unittest.main"} | {
+            alias.asname or alias.name
+            for node in nodes
+            if isinstance(node, ast.ImportFrom) and node.module == "unittest"
+            for alias in node.names
+            if alias.name == "main"
+        }
+    return own
+
+
+def _run_in(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements, with those of `if __name__ == "__main__"` in its place: tests are run as that."""
+    for one in statements:
+        if isinstance(one, ast.If) and ast.unparse(one.test) == "__name__ == '__main__'":
+            yield from one.body
+        else:
+            yield one
 
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
@@ -250,7 +270,10 @@ def _calls(statement: ast.stmt, own: set[str]) -> bool:
     or with an argument that has one."""
     return not isinstance(statement, DEFINITIONS) and any(
         isinstance(node, ast.Call)
-        and any(isinstance(part, ast.Name) and part.id in own for part in ast.walk(node))
+        and any(
+            isinstance(part, (ast.Name, ast.Attribute)) and ast.unparse(part) in own
+            for part in ast.walk(node)
+        )
         for node in ast.walk(statement)
     )
 

@@ -18,16 +18,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from types import CodeType
 
+from isobit.rewards.named.library_names import library_names
+
 READS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
 BINDS = ("STORE_NAME", "STORE_GLOBAL", "DELETE_NAME", "DELETE_GLOBAL")
 KNOWN = {"np": "numpy", "numpy": "numpy"}  # whose arrays cross, so that the tests compare them
 
 
 def names_of(sources: Sequence[str], tests: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The names that the sources take from the program, and of others the module that each is.
+    """The names that the sources take from the program, and of others the module that each is, or
+    `module:name` of what is in one.
 
     A name of a module of the standard library, or of numpy, of which only attributes are used is
-    that module, whatever the program calls so. `tests` are those of the sources that score.
+    that module, whatever the program calls so; `library_names.py` has names in modules. `tests` are
+    those of the sources that score.
     """
     free = {name for name in _free(sources) if not (name.startswith("__") and name.endswith("__"))}
     nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
@@ -42,6 +46,8 @@ def names_of(sources: Sequence[str], tests: Sequence[str]) -> tuple[list[str], d
         name: known[name] for name in free & known.keys() if uses.count(name) == based.count(name)
     }
     names = free - modules.keys() - vars(builtins).keys()
+    library = library_names(names, tests)
+    modules, names = modules | library, names - library.keys()
     if not names:
         common = set.intersection(*map(_called, tests)) & vars(builtins).keys()
         names = common if len(common) == 1 else set()

@@ -18,7 +18,7 @@ Exceptions of the program are raised here, but for those that end an iteration: 
 come as RuntimeError, or `all(map(f, ...))` would be true of what it has not seen. An assertion that
 fails in a function of the tests has failed though the program catches it, and no context manager of
 the program suppresses what a block of the tests raises. What a runner of unittest counts as failed
-has failed too.
+has failed too, and `unittest.main` runs the tests' own module.
 
 Left out: what the tests define or import is not visible to the program; coroutines, subclasses of
 the program's classes, isinstance of its objects with builtin classes, and `type`, which is Remote
@@ -32,6 +32,7 @@ they expect. Under isolation `none` the program could reach this process.
 
 import builtins
 import importlib
+import inspect
 import itertools
 import json
 import operator
@@ -389,6 +390,20 @@ def _watch_runners(program: Connection) -> None:
 
     for name in ("addFailure", "addError", "addSubTest", "addUnexpectedSuccess"):
         setattr(result, name, failing(getattr(result, name)))
+    runner: Any = importlib.import_module("unittest").TestProgram
+    begin = inspect.signature(runner.__init__)
+    make = runner.__init__
+
+    def run(*given: Any, **named: Any) -> None:
+        """As `unittest.main`, whose arguments are not this process's, and which does not end it. No
+        test that is run is none that passes."""
+        values = begin.bind(*given, **named).arguments
+        values |= {"argv": values.get("argv") or ["tests"], "exit": False}
+        itself = values.pop("self")
+        make(itself, **{**values.pop("kwargs", {}), **values})
+        program.failed |= not itself.result.testsRun or not itself.result.wasSuccessful()
+
+    runner.__init__ = run
 
 
 def main() -> None:
@@ -400,14 +415,20 @@ def main() -> None:
         os.dup2(null, descriptor)
     run = exec
     beside = dict(vars(builtins))
-    namespace: dict[str, Any] = {"__name__": "tests", "__builtins__": beside}
-    for name, module in given["modules"].items():
-        namespace[name] = importlib.import_module(module)
+    module = sys.modules["__main__"] = types.ModuleType("__main__")  # where unittest.main looks
+    namespace = vars(module)
+    namespace["__builtins__"] = beside
+    names = [*given["names"]]
+    for name, place in given["modules"].items():
+        try:
+            namespace[name] = _library(place)
+        except ImportError:  # numpy, where packages are not let in
+            names.append(name)
     if any("unittest" in step["source"] for step in given["steps"]):
         _watch_runners(program)
     try:
         for step in given["steps"]:
-            _take(program, given["names"], beside)
+            _take(program, names, beside)
             program.failed = False
             try:
                 run(compile(step["source"], "tests.py", "exec", dont_inherit=True), namespace)
@@ -421,6 +442,13 @@ def main() -> None:
                 os.write(report, f"{step['token']}\n".encode())
     finally:
         os._exit(0)
+
+
+def _library(place: str) -> Any:
+    """A module, or what is in it: `math`, `math:isclose`."""
+    module, _, name = place.partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, name) if name else found
 
 
 def _take(program: Connection, names: list[str], beside: dict[str, Any]) -> None:

@@ -52,16 +52,23 @@ class StepBatch:
         self.groups, self.surplus = list(groups[: self.wanted]), list(groups[self.wanted :])
 
     def to_json(self) -> dict[str, Any]:
-        """A batch that waits to be learned from, in plain values."""
-        return {
-            "dropped": self.dropped, "groups": groups_to_json(self.groups),
-            "scored": groups_to_json(self.scored)
-        }  # fmt: skip
+        """A batch that waits to be learned from, in plain values; what was scored and is among its
+        groups is the number of that one."""
+        places = {id(group): place for place, group in enumerate(self.groups)}
+        scored = [
+            place if (place := places.get(id(group))) is not None else groups_to_json([group])[0]
+            for group in self.scored
+        ]
+        return {"dropped": self.dropped, "groups": groups_to_json(self.groups), "scored": scored}
 
     @staticmethod
     def from_json(values: Mapping[str, Any], wanted: int) -> "StepBatch":
         """The inverse of `to_json`."""
-        groups, scored = (groups_from_json(values[name]) for name in ("groups", "scored"))
+        groups = groups_from_json(values["groups"])
+        scored = [
+            groups[each] if isinstance(each, int) else groups_from_json([each])[0]
+            for each in values["scored"]
+        ]
         return StepBatch(
             wanted, groups=groups, scored=scored, dropped=values["dropped"], rounds_left=0
         )

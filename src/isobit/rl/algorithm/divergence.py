@@ -64,7 +64,7 @@ class _Distance(Function):
             return row_sum(mine.exp() * (mine - theirs))
         difference = theirs - mine
         of_mine, of_theirs = (
-            row_sum(first.exp() * _log_mixed(change, math.log(of) - math.log1p(-of))).neg()
+            row_sum(_log_mixed(change, math.log(of) - math.log1p(-of)).mul_(first.exp())).neg()
             for first, change, of in ((mine, difference, beta), (theirs, -difference, 1 - beta))
         )
         return beta * of_theirs + (1 - beta) * of_mine
@@ -104,8 +104,10 @@ def _log_mixed(difference: Tensor, odds: Tensor | float) -> Tensor:
     own, others = logsigmoid(odds), logsigmoid(-odds)
     small, second = torch.expm1(difference).mul_(own.exp()), difference + own
     # `logaddexp`, whose bits at the ends of a thread's share are others
-    large = torch.maximum(others, second) + torch.log1p(torch.exp(-(others - second).abs()))
-    return torch.where(small.abs() < 0.5, small.log1p(), large)
+    large = torch.maximum(others, second)
+    large.add_(second.sub_(others).abs_().neg_().exp_().log1p_())
+    near = small.abs() < 0.5
+    return torch.where(near, small.log1p_(), large)
 
 
 def _with_rest(logits: Tensor, chosen: Tensor) -> Tensor:

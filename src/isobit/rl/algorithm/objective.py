@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from isobit.errors import IsobitError
-from isobit.options.declare import NotAnOption, OneOf, Pattern, above, at_least, at_most
+from isobit.options.declare import FileName, NotAnOption, OneOf, Pattern, above, at_least, at_most
 from isobit.rl.algorithm.correction_rule import CORRECTIONS, CorrectionRule
 from isobit.workers.loading import split_reference
 
@@ -71,7 +71,9 @@ def _is_function(text: str) -> bool:
     return ":" in text and bool(split_reference(text, "function"))
 
 
-Function = Annotated[str, Pattern("path/to/file.py:function", _is_function)]
+Function = Annotated[
+    str, Pattern("path/to/file.py:function", _is_function), FileName(functions=True)
+]
 
 
 @dataclass(frozen=True)

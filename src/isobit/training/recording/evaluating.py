@@ -1,8 +1,6 @@
 """An evaluation of the held-out prompts, when one is due, and what of it is kept."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, Protocol
 
 from isobit.config import Config, SftConfig
@@ -10,9 +8,11 @@ from isobit.errors import IsobitError
 from isobit.evaluation.best import Best
 from isobit.evaluation.result import Question
 from isobit.rl.learner.learner import Learner
+from isobit.run.completions import conversation
 from isobit.tasks import Task
 from isobit.training.measuring.meter import Meter
 from isobit.training.policy import Policy
+from isobit.training.recording.rows import shortened
 from isobit.training.saving.saver import Saver
 from isobit.training.saving.snapshot import State
 
@@ -40,26 +40,26 @@ def _due(step: int, every: int) -> bool:
 
 def rows_of(step: int, questions: Sequence[Question]) -> Iterator[dict[str, Any]]:
     """Rows of held_out.jsonl.gz: of each prompt the greedy completion, whose `sample_index` is 0,
-    and its samples."""
+    and its samples; with the columns of the data, whose `answer` is the right one, and the model's
+    as `found`."""
     for number, question in enumerate(questions):
         prompt = question.prompt
         if not isinstance(prompt, str):
-            prompt = "\n".join(f"{each['role']}: {_said(each)}" for each in prompt)
+            prompt = conversation(prompt)
+        columns = {name: shortened(value) for name, value in question.columns.items()}
         for sample, graded in enumerate((question.greedy, *question.samples)):
+            values = graded.to_json()
+            found = values.pop("answer")
             yield {
                 "step": step,
                 "prompt_index": number,
                 "sample_index": sample,
                 "prompt": prompt,
                 "tag": question.tag,
-                **asdict(graded),
+                "columns": columns,
+                **values,
+                "found": found,
             }
-
-
-def _said(message: Mapping[str, Any]) -> str:
-    """What a message says; as JSON where it is no text, such as parts, or none beside calls."""
-    content = message.get("content")
-    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
 class HeldOut(Protocol):

@@ -20,10 +20,11 @@ def clear_finished(config: Config) -> None:
     """Remove the run in `run.dir` if it has this configuration and has done exactly its steps, or
     none.
 
-    Raises IsobitError for any other run there; leaves a directory alone that holds no run.
+    Raises IsobitError for any other run there; leaves a directory alone that holds no run, or one
+    that a new run takes the place of.
     """
     directory = Path(config.run.dir)
-    if not (directory / runs.CONFIG).is_file():
+    if not (directory / runs.CONFIG).is_file() or runs.occupied(directory) is None:
         return
     with RunDirectory(directory, {}):  # not one that is at work
         done = max((int(row["step"]) for row in _metrics(directory)), default=0)

@@ -65,7 +65,7 @@ class CompletionRows:
             "row": example.index,
             "prompt": self.tokenizer.decode(sample.prompt_ids),
             "prompt_rendered": self.tokenizer.decode(sample.prompt_ids, special=True),
-            "columns": {name: _shortened(value) for name, value in example.columns.items()},
+            "columns": {name: shortened(value) for name, value in example.columns.items()},
         }
 
 
@@ -106,7 +106,7 @@ def _compact(values: Sequence[float]) -> list[float]:
     return [float(text) for text in array.astype(str)]
 
 
-def _shortened(value: Any) -> Any:
+def shortened(value: Any) -> Any:
     """A column's value as JSON has it: NaN is null, and an object that a program gave is its
     text."""
     text = json.dumps(value, ensure_ascii=False, default=str)

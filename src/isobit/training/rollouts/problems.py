@@ -15,7 +15,7 @@ from isobit.environments.recorded import EpisodeRecord
 from isobit.environments.tools import UNKNOWN
 from isobit.errors import RunFailed, brief, listed
 from isobit.rewards.pool import Reward
-from isobit.rl import Group
+from isobit.rl import Group, Sample
 from isobit.workers.variables import hint
 
 _LISTED = 8
@@ -50,33 +50,36 @@ class Problems:
                 alike = _SAMPLE.sub("", problem)
                 errors[alike] += 1
                 first.setdefault(alike, problem)
-        scored = any(sample.reward is not None for group in groups for sample in group)
-        ends = self._stop and not scored
-        if not (ends and len(errors) == 1):  # which the error says
-            yield from self._of_rewards(errors, first)
         episodes = [s.episode for group in groups for s in group if s.episode is not None]
+        scored = [s for group in groups for s in group if s.reward is not None]
+        if self._stop and not scored and (errors or episodes):
+            problem, _ = (errors.most_common(1) or [("", 0)])[0]
+            others = Counter({text: count for text, count in errors.items() if text != problem})
+            yield from self._counted("unscored", others, first)
+            self._ranks.raise_on_all(self._nothing(step, problem, bool(others), groups))
+        yield from self._counted("unscored", errors, first)
+        yield from self._counted("scored all the same", _of_scored(scored), {})
         yield from self._of_tools(step, episodes)
-        if ends and (errors or episodes):
-            raise self._nothing(step, errors, groups)
 
-    def _of_rewards(self, errors: Counter[str], first: Mapping[str, str]) -> Iterator[str]:
+    def _counted(self, what: str, errors: Counter[str], first: Mapping[str, str]) -> Iterator[str]:
         for alike, count in errors.most_common(_LISTED):
-            self._counts[alike] += count
-            total = self._counts[alike]
-            if total < 2 * self._told.get(alike, 0):
+            line = f"{what}: {alike}"
+            self._counts[line] += count
+            total = self._counts[line]
+            if total < 2 * self._told.get(line, 0):
                 continue
-            self._told[alike] = total
+            self._told[line] = total
             more = "" if count == 1 else f" ... {count - 1:,} more like it"
             so_far = "" if total == count else f" ... {total:,} so far"
-            yield f"unscored: {self._explained(first[alike])}{more}{so_far}"
+            yield f"{what}: {self._explained(first.get(alike, alike))}{more}{so_far}"
         if len(errors) > _LISTED:
             others = sum(count for _, count in errors.most_common()[_LISTED:])
-            yield f"unscored: {others:,} more, for {len(errors) - _LISTED:,} other reasons"
+            yield f"{what}: {others:,} more, for {len(errors) - _LISTED:,} other reasons"
 
     def _explained(self, problem: str) -> str:
-        """A problem with the variable that an environment seems to lack; what a reward function
-        lacks is said already."""
-        if problem.startswith("reward "):
+        """A problem with the variable that an environment seems to lack; what is lacking in a reward
+        function's own process is said already."""
+        if _SAMPLE.search(problem):
             return problem
         return problem + hint(problem, self._variables, option="environment.variables")
 
@@ -87,12 +90,14 @@ class Problems:
             for name, error in episode.uses:
                 calls[name] += 1
                 failures[name] += error is not None
-                last[name] = error or ""
+                _, found, problem = (episode.problem or "").partition(f"tool {name}: ")
+                last[name] = problem if found else last.get(name) or error or ""
         for name, count in calls.items():
             if count == failures[name] >= _FEW and name != UNKNOWN and self._anew(f"calls {name}"):
+                why = self._explained(last[name])
                 yield (
-                    f"tool {name} failed in each of its {count:,} calls of step {step}: {last[name]}"
-                    "; the model was told"
+                    f"tool {name} failed in each of its {count:,} calls of step {step}, and the model "
+                    f"was told: {why}"
                 )
         for what, text in _said(episodes):
             if _ADDRESS.search(text) and self._anew(what):
@@ -107,16 +112,22 @@ class Problems:
         self._tools.add(what)
         return anew
 
-    def _nothing(self, step: int, errors: Counter[str], groups: Sequence[Group]) -> RunFailed:
+    def _nothing(self, step: int, problem: str, others: bool, groups: Sequence[Group]) -> RunFailed:
         count = sum(map(len, groups))
         none = f"none of the {count:,} completions of step {step} could be scored"
         on = "; rewards.on_error: skip would go on"
-        if not errors:
+        if not problem:
             names = {name for group in groups for s in group for name in (s.rewards or {})}
             return RunFailed(f"{none}: no reward was given ({listed(sorted(names))} said None){on}")
-        (problem, _), *others = errors.most_common()
-        of_them = f" (and {len(others):,} other reasons)" if others else ""
-        return RunFailed(f"{none}: {self._explained(problem)}{of_them}{on}")
+        more = " (other reasons are above)" if others else ""
+        return RunFailed(f"{none}: {self._explained(problem)}{more}{on}")
+
+
+def _of_scored(samples: Sequence[Sample]) -> Counter[str]:
+    """Count the problems of episodes that have a reward all the same; not those of tools, of which
+    the model was told."""
+    problems = (s.episode.problem for s in samples if s.episode is not None)
+    return Counter(each for each in problems if each is not None and not each.startswith("tool "))
 
 
 def _said(episodes: Sequence[EpisodeRecord]) -> Iterator[tuple[str, str]]:

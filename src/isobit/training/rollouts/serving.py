@@ -23,6 +23,7 @@ from isobit.engine.engine import Engine
 from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.serve import INSTALLED_BY
+from isobit.serve.desk import SWITCH_SECONDS
 from isobit.serve.pumped import PumpedDevice
 from isobit.training.loop import Rollout, Rollouts
 from isobit.training.measuring.meter import added
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
 
 _GRACE_S = 1.0
 _BURST_S = 0.1  # of texts, that may begin before they are paid for
-_SWITCH_S = 5e-4
-"""After so long in Python another thread has its turn: a step needs the interpreter's lock for each of
-its products, and would wait ten times as long for it beside a thread that serves HTTP."""
 
 
 class Allowance:
@@ -112,7 +110,7 @@ class Serving:
 
     def __enter__(self) -> "Serving":
         self._switch = sys.getswitchinterval()
-        sys.setswitchinterval(min(self._switch, _SWITCH_S))
+        sys.setswitchinterval(min(self._switch, SWITCH_SECONDS))
         self._server.start()
         return self
 

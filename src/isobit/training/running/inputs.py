@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from isobit.config import Config, SftConfig, load_sft_config, repeated
-from isobit.data.foreign import BadJson, check_readable, parse_json
+from isobit.data.foreign import BadJson, check_readable, exists, parse_json
 from isobit.environments.settings import EnvironmentConfig
 from isobit.errors import IsobitError, brief, listed
 from isobit.options.declare import plain
@@ -52,8 +52,15 @@ def config_of(config: Config | SftConfig) -> Inputs:
 
 def check_inputs(run: Path, now: Inputs, on_change: str) -> list[str]:
     """A line where files have changed since the run began, or since it was told to go on with
-    others. Raises IsobitError instead, unless `on_change` is warn."""
+    others; or where what it began with is not known. Raises IsobitError instead of the first,
+    unless `on_change` is warn."""
     before = _recorded(run)
+    if CONFIG not in before:
+        how = "cannot be read" if exists(run / INPUTS) else "is missing"
+        return [
+            f"warning: {run / INPUTS} {how}: whether data, reward functions and config are what the "
+            "run began with is not known"
+        ]
     changed = {key: _changed(before.get(key), files) for key, files in now.items() if key != CONFIG}
     changed[CONFIG] = _edited(before.get(CONFIG, {}), now.get(CONFIG, {}))
     if not any(changed.values()):
@@ -161,7 +168,9 @@ def _of_rollouts(config: Config) -> Iterator[tuple[str, Path, bool]]:
     if config.reference.shown is not None and config.reference.shown.feedback is not None:
         functions.append(("reference.shown.feedback", config.reference.shown.feedback))
     for key, reference in functions:
-        if not reference.startswith(OBJECT) and (file := _file_of(reference)) is not None:
+        option = key.partition(":")[0]
+        what = "reward function" if option == "rewards.functions" else option
+        if not reference.startswith(OBJECT) and (file := _file_of(reference, what)) is not None:
             yield key, file, False
 
 
@@ -186,10 +195,10 @@ def _of_task(section: str, task: TaskSettings) -> Iterator[tuple[str, Path, bool
             yield key, Path(path), False
 
 
-def _file_of(reference: str) -> Path | None:
+def _file_of(reference: str, what: str) -> Path | None:
     """The file of `file.py:function` or `package.module:function`, which is not imported; None if
-    there is none."""
-    home, _ = split_reference(reference)
+    there is none. Raises IsobitError for another form; `what` it is."""
+    home, _ = split_reference(reference, what)
     if home.endswith(".py"):
         return Path(home)
     where, name, origin = None, "", None

@@ -18,8 +18,9 @@ from isobit.monitor.screen import Display
 from isobit.monitor.trackers.process import Trackers
 from isobit.options.declare import plain
 from isobit.run import directory as runs
-from isobit.run.directory import Interruption, RunDirectory
+from isobit.run.directory import RunDirectory
 from isobit.run.heartbeat import Heartbeat, log_path
+from isobit.run.interruption import Interruption
 from isobit.run.no_progress import CutOff
 from isobit.training.learning import Learning
 from isobit.training.loop import Rollouts

@@ -1,9 +1,9 @@
 """What a checkpoint holds beside the counters of a run (`snapshot.py`): written, read, and checked.
 
 A directory of the masters, of an adapter a PEFT folder, and `trainer/` beside it: the optimizer,
-the state, a calibrated cache's scales, the masters of a reference that follows the policy, and the
-hash of the certificate's newest row. Left out: when one is written (`saver.py`), and that it is
-whole (`run/checkpoints.py`).
+the state, the samples that wait (`waiting.py`), a calibrated cache's scales, the masters of a
+reference that follows the policy, and the hash of the certificate's newest row. Left out: when one
+is written (`saver.py`), and that it is whole (`run/checkpoints.py`).
 """
 
 import json
@@ -37,13 +37,14 @@ from isobit.run import checkpoints
 from isobit.run.certificate import GENESIS
 from isobit.run.directory import METRICS, NOTHING_WRITTEN
 from isobit.training.saving.reference import FollowingReference
+from isobit.training.saving.waiting import packed, unpacked
 
 _COUNTS = ("step", "cursor", "weights_version", "bad_steps_in_a_row")
 _MOST_HEAD_BYTES = 4096
 _HASH = re.compile("[0-9a-f]{64}")
 _TRAINER = "trainer"
 _OPTIMIZER, _KV, _HEAD = "optimizer.safetensors", "kv_scales.safetensors", "certificate.json"
-_REFERENCE = "reference.safetensors"
+_REFERENCE, _WAITING = "reference.safetensors", "waiting.safetensors"
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +127,13 @@ class Trained:
                 write_file(
                     trainer / _KV, {name: Part.whole(tensor) for name, tensor in scales.items()}
                 )
-            text = json.dumps(state) + "\n"
+            plain, waiting = packed(state)
+            if waiting:
+                write_file(
+                    trainer / _WAITING,
+                    {name: Part.whole(column) for name, column in waiting.items()},
+                )
+            text = json.dumps(plain) + "\n"
             (trainer / "state.json").write_text(text, encoding="utf-8")
             text = json.dumps({"step": state["step"], "hash": head}) + "\n"
             (trainer / _HEAD).write_text(text, encoding="utf-8")
@@ -209,10 +216,14 @@ def _broken_weight(checkpoint: Path, ranks: Ranks) -> str | None:
 
 
 def _state(checkpoint: Path) -> dict[str, Any]:
-    path = checkpoint / _TRAINER / "state.json"
+    path, waiting = (checkpoint / _TRAINER / name for name in ("state.json", _WAITING))
     try:
         check_readable(path)
-        found = json.loads(path.read_text(encoding="utf-8"))
+        tensors = {}  # older checkpoints have none
+        if exists(waiting):
+            check_readable(waiting)
+            tensors = load_file(waiting)
+        found = unpacked(json.loads(path.read_text(encoding="utf-8")), tensors)
         counts = [*(found[name] for name in _COUNTS), found["rows"], *found["offsets"].values()]
         if not all(type(count) is int and count >= 0 for count in counts):
             raise TypeError
@@ -233,7 +244,9 @@ def _state(checkpoint: Path) -> dict[str, Any]:
             raise TypeError
     except (OSError, UnicodeDecodeError) as error:
         raise IsobitError(f"{path}: cannot be read: {reason_of(error)}") from None
-    except (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError):
+    except SafetensorError as error:
+        raise IsobitError(f"{waiting}: cannot be read: {error}") from None
+    except (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError):
         raise IsobitError(f"{path}: not the state of a run") from None
     state: dict[str, Any] = found
     return state

@@ -29,6 +29,7 @@ def cautions(config: Config, task: Task, model: Model | Described) -> list[str]:
         *_of_precision(config, model.config.num_layers),
         *_of_speculation(config, model),
         *_of_longrope(config, model.config),
+        *_of_divergence(config, model.config),
         *without_effect(config, task.train.examples[0]),
     ]
     ranks = ranks_caution(config.ranks)
@@ -72,6 +73,15 @@ def _of_longrope(config: Config, model: ModelConfig) -> Iterator[str]:
             f"factors, also for completions of at most {longest:,}; to take the short ones, give its "
             f"config.json max_position_embeddings {original:,}, and in rope_scaling factor "
             f"{rope.factor(context):g}"
+        )
+
+
+def _of_divergence(config: Config, model: ModelConfig) -> Iterator[str]:
+    most, size = config.algorithm.divergence_top_k, model.vocab_size
+    if config.algorithm.loss == "divergence" and most >= size:
+        yield (
+            f"algorithm.divergence_top_k {most:,}: the vocabulary has {size:,} tokens, so all of "
+            "them are compared, as with 0"
         )
 
 

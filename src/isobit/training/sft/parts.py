@@ -250,6 +250,8 @@ def _fitted(
         return outside(prompt, config.task)
 
     kept = keep(data, problem, config.task, name, quiet)
+    within = {example.index for example in kept.examples}
+    taught = [(example, samples) for example, samples in taught if example.index in within]
     if not quiet and name == "training":
         say_special_tokens(kept.examples, model)
         teacher.say([(example, sample) for example, samples in taught for sample in samples])

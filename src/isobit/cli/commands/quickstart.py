@@ -1,0 +1,18 @@
+"""Where the config of `isobit quickstart` is: in the package, or in a checkout among the others."""
+
+from pathlib import Path
+
+import isobit
+from isobit.errors import IsobitError
+
+
+def config_file() -> Path:
+    """Return the config, relative to the present directory where it is in there, as one types it.
+    Raises IsobitError for an installation without it."""
+    package = Path(isobit.__file__).resolve().parent
+    places = [folder / "configs" / "quickstart.yaml" for folder in (package, package.parents[1])]
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        raise IsobitError(f"{places[0]}: not there; install isobit again, from its whole source")
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path

@@ -1,0 +1,95 @@
+"""Samples that wait in a checkpoint: their token ids, log-probabilities and masks as tensors, and of
+each sample in the state's JSON how many numbers are its own.
+
+A batch of rollouts that run ahead may have 10^8 tokens, which as text are gigabytes in one string.
+Left out: what else there is of a sample (`rl/algorithm/samples.py`), which is short.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_COLUMNS = {
+    "prompt_ids": np.int64,
+    "completion_ids": np.int64,
+    "teacher_ids": np.int64,
+    "rollout_logprobs": np.float64,
+    "reference_kl": np.float64,
+    "completion_mask": np.bool_,
+}
+_Change = Callable[[Mapping[str, Any]], dict[str, Any]]
+_NARROW = {np.int64: np.int32, np.float64: np.float32}
+
+
+def packed(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(the state of a run with a number in the place of each long column of a sample, the columns
+    [numbers of all samples]); a column is of 32 bits where that changes none of its numbers."""
+    parts: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+
+    def short(sample: Mapping[str, Any]) -> dict[str, Any]:
+        found = dict(sample)
+        for name, dtype in _COLUMNS.items():
+            if found.get(name) is not None:
+                parts[name].append(np.array(found[name], dtype))
+                found[name] = len(parts[name][-1])
+        return found
+
+    plain = _mapped(state, short)
+    return plain, {name: _tensor(rows) for name, rows in parts.items() if rows}
+
+
+def unpacked(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The inverse of `packed`. Raises ValueError for columns that do not fit."""
+    places = dict.fromkeys(_COLUMNS, 0)
+
+    def whole(sample: Mapping[str, Any]) -> dict[str, Any]:
+        found = dict(sample)
+        for name in _COLUMNS:
+            length = found.get(name)
+            if length is None or isinstance(length, list):  # of an older checkpoint
+                continue
+            start = places[name]
+            if type(length) is not int or not 0 <= length <= tensors[name].numel() - start:
+                raise ValueError(f"{name}: {length!r} numbers")
+            found[name] = tensors[name][start : start + length].tolist()
+            places[name] = start + length
+        return found
+
+    found = _mapped(plain, whole)
+    if any(places.get(name) != tensor.numel() for name, tensor in tensors.items()):
+        raise ValueError("numbers that are no sample's")
+    return found
+
+
+def _mapped(state: Mapping[str, Any], change: _Change) -> dict[str, Any]:
+    """The state with each sample changed, in one order."""
+    found = dict(state)
+    for name in ("pending", "replay", "unfinished"):
+        if name in found:
+            found[name] = _groups(found[name], change)
+    found["queue"] = [
+        {**batch, **{name: _groups(batch[name], change) for name in ("groups", "scored")}}
+        for batch in found["queue"]
+    ]
+    return found
+
+
+def _groups(groups: Any, change: _Change) -> list[Any]:
+    """Groups of changed samples; one that is the number of another stays."""
+    return [
+        group if isinstance(group, int) else [change(sample) for sample in group]
+        for group in groups
+    ]
+
+
+def _tensor(rows: list[Any]) -> Tensor:
+    column = np.concatenate(rows)
+    kind = _NARROW.get(column.dtype.type)
+    if kind is not None:
+        narrow = column.astype(kind)
+        if np.array_equal(narrow.astype(column.dtype), column, equal_nan=column.dtype.kind == "f"):
+            column = narrow
+    return torch.from_numpy(column)
