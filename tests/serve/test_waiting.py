@@ -10,10 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
+from isobit.errors import IsobitError
 from isobit.serve.requests import Limits
 from isobit.serve.state import store
 from isobit.serve.state.rows import Answer
 from isobit.serve.tinker import sampling
+from isobit.serve.tinker.room import training_bytes
 
 from .helpers import KEY, OTHER_KEY, Running, serving
 
@@ -124,6 +126,28 @@ def held(length: int, but: list[bytes]) -> int:
     return len(found)
 
 
+def test_memory_is_shared_by_tenants(
+    folder: Path, adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What trains, and what is sampled from: by the limit, or by the machine where it has less."""
+    with serving(folder / "base", adapters) as server:
+        model, snapshots = server.gateway.model, server.gateway.device.snapshots
+        limits = Limits(adapter_bytes=1000)
+        assert [training_bytes(limits, model, tenants) for tenants in (1, 4)] == [1000, 250]
+        small = tmp_path / "memory.max"
+        small.write_text("1200\n")
+        monkeypatch.setattr("isobit.engine.memory._CGROUPS", (str(small),))
+        assert training_bytes(limits, model, 4) == 150
+        size = snapshots.open("a", lambda: adapters["math"], "0").bytes
+        snapshots.most_bytes, snapshots.tenants = 4 * size, 2
+        snapshots.open("b", lambda: adapters["math"], "0")
+        with pytest.raises(IsobitError, match="weights that you sample from would have more than"):
+            snapshots.open("c", lambda: adapters["math"], "0")
+        held = [snapshots.open(name, lambda: adapters["math"], "1") for name in "cd"]
+        assert len(held) == 2
+
+
+@pytest.mark.slow
 def test_what_waits_is_not_in_memory(base: Path, tmp_path: Path) -> None:
     """Neither where it was taken nor where a server begins again; and it is done from the disk. The
     control holds twenty bodies."""
@@ -160,6 +184,7 @@ def few_bytes(monkeypatch: pytest.MonkeyPatch) -> int:
     return size
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_a_step_is_made_of_too_much(
     base: Path, tmp_path: Path, few_bytes: int
 ) -> None:
@@ -200,6 +225,7 @@ def test_what_comes_too_early_may_come_again(base: Path, tmp_path: Path, few_byt
         assert b"error" not in answer(server, gradients(server, run, 6, data(6, 16))).content
 
 
+@pytest.mark.slow
 def test_a_restart_counts_what_is_open_once(base: Path, tmp_path: Path, few_bytes: int) -> None:
     """Also within one body of the most, beside narrower limits than the server before had."""
     with serving(base, state=tmp_path / "state") as server:
@@ -265,6 +291,7 @@ def test_unload_is_asked_again(base: Path, tmp_path: Path) -> None:
         assert server.post("/api/v1/get_info", {"model_id": other}).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_used_number_with_other_content_is_refused(base: Path, tmp_path: Path) -> None:
     """Of gradients, steps, runs, sampling clients and samples; the same content, packed or not, has
     the answer that it had. So it is with the next server."""
@@ -309,6 +336,7 @@ def test_a_used_number_with_other_content_is_refused(base: Path, tmp_path: Path)
             answer(server, created(server, session, 0))
 
 
+@pytest.mark.slow
 def test_snapshots_without_a_name_leave_nothing_behind(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
