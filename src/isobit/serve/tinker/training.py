@@ -134,7 +134,8 @@ class Training:
         limits = self._gateway.limits
         body = await read_body(request, limits)
         encoding = request.headers.get("content-encoding", "identity")
-        head = await in_thread(read_head, body, encoding, limits.body_bytes)
+        tenant = request.state.tenant
+        head = await self._gateway.desk.do(tenant, read_head, body, encoding, limits.body_bytes)
         run = self._runs.find(request, head.run)
         request.state.digest = head.digest
 
