@@ -18,7 +18,6 @@ from functools import cache
 
 from isobit.model import ModelConfig
 from isobit.model.families import FAMILIES
-from isobit.model.hub.mamba import Mamba
 from isobit.model.hub.names import layer_and_role
 from isobit.model.hub.shapes import parameter_shapes
 from isobit.precision import Flow, Precision
@@ -235,7 +234,7 @@ def _linear_attention(config: ModelConfig, operand: float) -> float:
     """Projected, convolved, recalled; gated and normed."""
     sizes = config.linear
     assert sizes is not None
-    projected = sizes.projected if isinstance(sizes, Mamba) else sizes.channels + sizes.values
+    projected = sum(sizes.heights)
     written = projected + sizes.channels + sizes.values
     return 2 * 2 * written + 2 * operand * sizes.values
 
