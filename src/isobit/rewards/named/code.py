@@ -330,6 +330,6 @@ def _same_numbers(found: str, expected: str) -> bool:
 
 
 def _printed(text: str) -> str:
-    """Return a text as the cage reports it if a program prints it (`sandbox/jail.py`); each text
-    stands for the same bytes."""
+    """Return a text as the cage reports it if a program prints it (`sandbox/jail.py`): texts and
+    bytes correspond one to one."""
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "surrogateescape")
