@@ -148,8 +148,8 @@ def _table_rows(path: Path, names: list[str], batches: Iterable[Any], most: int)
 
 
 def _unpacked_bytes(array: Any) -> int:
-    """Return about how many bytes an Arrow array has as values; a value of a dictionary counts as
-    often as it is used."""
+    """Return about how many bytes the values of an Arrow array have; a value of a dictionary counts
+    once for each use."""
     import pyarrow
     from pyarrow import compute, types
 

@@ -18,8 +18,8 @@ _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @dataclass(frozen=True)
 class Match(NamedReward):
-    """What `exact_match` and `fuzzy_match` share: the part of the completion that is compared, and
-    how."""
+    """The common options of `exact_match` and `fuzzy_match`: the part of the completion that is
+    compared, and how it is normalized."""
 
     answer: Annotated[str, "column of the right answer, or of a list of right answers"] = "answer"
     extract: Annotated[
