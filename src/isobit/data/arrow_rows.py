@@ -2,10 +2,10 @@
 values.
 
 A row comes with its place, `file: row N`, counted from 1. Times become ISO 8601 text, durations
-seconds, decimals text with all their digits, maps objects; bytes become text where they are UTF-8.
-A text that many rows have is there once: how long the rows are is reckoned before they are made,
-within the bound that gzip has. Parquet needs pyarrow alone. Left out: images and audio, and tables
-that do not fit in memory.
+seconds, decimals text with all their digits, maps objects; bytes become text if they are UTF-8.
+A text that many rows share is in a file once: the length of the rows is computed before they are
+made, and held to the same bound as for gzip. Parquet needs only pyarrow. Left out: images and
+audio, and tables that do not fit in memory.
 """
 
 import datetime
@@ -27,8 +27,8 @@ _NO_VALUE = (
 
 
 def parquet_rows(path: Path) -> Iterator[Row]:
-    """The rows of one Parquet file. Raises IsobitError without pyarrow, and for a file that is not
-    whole."""
+    """Yield the rows of a Parquet file. Raises IsobitError without pyarrow, and for a file that is
+    not whole."""
     try:
         import pyarrow
         import pyarrow.parquet as parquet
@@ -47,7 +47,7 @@ def parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def saved_dataset_rows(path: Path) -> Iterator[Row]:
-    """The rows of one split that `Dataset.save_to_disk` wrote. Raises IsobitError without
+    """Yield the rows of a split that `Dataset.save_to_disk` wrote. Raises IsobitError without
     `datasets`, and for a directory that is not whole."""
     try:
         import datasets
@@ -70,9 +70,10 @@ def saved_dataset_rows(path: Path) -> Iterator[Row]:
 
 
 def _open_parquet(path: Path, stream: Any, most: int, parquet: Any, pyarrow: Any) -> Any:
-    """The file, once what is known of its size before its rows are read is within the bound: what
-    it says itself, and the texts inside lists and objects. Other texts come as a dictionary and
-    numbers, so that one that is there a million times is in memory once."""
+    """Return the opened file, if the sizes known before its rows are read are within the bound of
+    `most` bytes: the sizes that the file states, and the texts inside lists and objects. Other
+    texts are read as a dictionary and numbers, so that a text that comes a million times is in
+    memory once. Raises IsobitError for a larger file, or one that is not whole."""
     try:
         file = parquet.ParquetFile(stream)
         check_distinct(str(path), file.schema_arrow.names)
@@ -92,8 +93,8 @@ def _open_parquet(path: Path, stream: Any, most: int, parquet: Any, pyarrow: Any
 
 
 def _check_inside(path: Path, most: int, file: Any, names: Sequence[str], pyarrow: Any) -> None:
-    """Raise IsobitError for texts inside lists and objects that are longer than the bound
-    together."""
+    """Raise IsobitError if the texts inside lists and objects (the columns `names`) have more than
+    `most` bytes together."""
     count = 0
     for group in range(file.metadata.num_row_groups):
         try:
@@ -116,8 +117,8 @@ def _corrupt(path: Path, error: Exception) -> IsobitError:
 
 
 def _said_bytes(file: Any) -> int:
-    """What the pages of a Parquet file unpack to, and what its values take without texts, as it
-    says itself."""
+    """Return the bytes that a Parquet file states for its columns: for each, the larger of the
+    unpacked size of its pages and the size of its values without texts."""
     widths = [max(_VALUE, file.schema.column(i).length) for i in range(len(file.schema))]
     groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
     chunks = ((group.column(i), width) for group in groups for i, width in enumerate(widths))
@@ -133,7 +134,8 @@ def _check_size(path: Path, most: int, count: int) -> None:
 
 
 def _table_rows(path: Path, names: list[str], batches: Iterable[Any], most: int) -> Iterator[Row]:
-    """`most`: bytes that all rows may have."""
+    """Yield the rows of batches as plain values, each with its place. Raises IsobitError if all
+    rows have more than `most` bytes, or a value is not plain."""
     check_distinct(str(path), names)
     number = count = 0
     for batch in batches:
@@ -146,8 +148,8 @@ def _table_rows(path: Path, names: list[str], batches: Iterable[Any], most: int)
 
 
 def _unpacked_bytes(array: Any) -> int:
-    """About how many bytes an Arrow array has as values, each of a dictionary as often as it is
-    used."""
+    """Return about how many bytes the values of an Arrow array have; a value of a dictionary counts
+    once for each use."""
     import pyarrow
     from pyarrow import compute, types
 
@@ -187,8 +189,9 @@ def _is_text(kind_: Any) -> bool:
 
 
 def _python_rows(path: Path, batch: Any, before: int) -> list[dict[str, Any]]:
-    """The rows as Python values. Raises IsobitError with the first row that has none, such as text
-    that is not UTF-8."""
+    """Return the rows of a batch as Python values; `before`: the number of rows before the batch.
+    Raises IsobitError with the first row that cannot become Python values, such as text that is not
+    UTF-8."""
     try:
         return batch.to_pylist(maps_as_pydicts="strict")
     except _NO_VALUE:
@@ -206,7 +209,8 @@ def _python_rows(path: Path, batch: Any, before: int) -> list[dict[str, Any]]:
 
 
 def plain(value: Any, where: str, name: str) -> Any:
-    """`value` as what JSON can write. Raises IsobitError, with the place, for what is not."""
+    """Return a value of the column `name` as a value that JSON can write. Raises IsobitError, with
+    the place `where`, for a value of another type."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
@@ -233,7 +237,8 @@ def plain(value: Any, where: str, name: str) -> Any:
 
 
 def _key(key: Any, where: str, name: str) -> str:
-    """The key of an object, which JSON has as text; a map of Arrow may have whole numbers."""
+    """Return the key of an object as text, as JSON has it; a map of Arrow may have whole numbers as
+    keys. Raises IsobitError for a key of another type."""
     if isinstance(key, str):
         return key
     if isinstance(key, int) and not isinstance(key, bool):

@@ -1,10 +1,10 @@
-"""Examples, how a row becomes one, and the order in which training sees them.
+"""Examples, the way from a row to an example, and the order in which training sees examples.
 
 A `Dataset` is a sequence of examples plus a seed. `at(cursor)` is example `order(cursor //
 len)[cursor % len]`, where `order(epoch)` is a permutation that depends on (seed, epoch, length)
-only: there is no state to save, so a run that resumes at a cursor sees what it would have seen.
-Where the examples are of several files with weights, `order` is one of the epoch's places among the
-files (`mixture.py`), and each file has epochs of its own.
+only: there is no state to save, so a run that resumes at a cursor sees the same examples as without
+the stop. If the examples are of several files with weights, `order` permutes the epoch's places
+among the files (`mixture.py`), and each file has separate epochs.
 Permutations sort the raw Philox4x64 words of numpy, whose stream is fixed by its specification,
 rather than use a `Generator` method, whose stream numpy may change. Left out: reading files
 (`readers.py`), and data that do not fit in memory.
@@ -24,14 +24,15 @@ from isobit.data.text_rows import kind
 from isobit.errors import IsobitError, brief, did_you_mean, listed
 
 Message = dict[str, Any]
-"""`role`, `content`, which is text, and what else a template may use, such as `tool_calls`."""
+"""`role`, `content`, which is text, and other keys that a template may use, such as
+`tool_calls`."""
 Prompt = str | list[Message]
 
 TEMPLATE_KWARGS = "chat_template_kwargs"
 """The column with a row's own variables of the chat template, as in TRL, and the key under which
 the first message of its prompt has them."""
 TEMPLATE_OWN = ("messages", "tools", "documents", "add_generation_prompt")
-"""Variables of a chat template that are no user's to set."""
+"""Variables of a chat template that a user may not set."""
 
 # Names that a reward function receives from isobit itself; a data column may not have such a name.
 RESERVED_COLUMNS = (
@@ -48,14 +49,14 @@ SPLIT_STREAM = (
 
 
 _STREAMS_OF_A_FILE = 40
-"""Bits of an epoch's number: what is above them is the file's."""
+"""The bits of a stream's number that count epochs; the bits above them are the file's number."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt with its columns; `index` counts the rows of its source from 0, `where` names the
-    row in messages. `answer`: the assistant's message that ended `messages`, where it says more
-    than its text, such as thoughts. `source`: the number of its file, where there are several."""
+    """A prompt with its columns; `index` counts the rows of its source from 0, `where` names the
+    row in messages. `answer`: the assistant's message that ended `messages`, if it has more than
+    its text, such as thoughts. `source`: the number of its file, if there are several."""
 
     index: int
     prompt: Prompt
@@ -66,16 +67,16 @@ class Example:
 
     @property
     def place(self) -> str:
-        """Where it stands, also for an example that no file holds."""
+        """The place of the example, for messages, also for an example that is not from a file."""
         return self.where or f"example {self.index}"
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Examples in the order of their source, and a seeded endless order over them. What is held out
-    may be empty. `weights`: of the files that the examples are of, where they have some; `stream`:
-    of random words, the first epoch's; `orders_kept`: of how many epochs at a time: two meet in a
-    step."""
+    """Examples in the order of their source, and a seeded endless order over them. A held-out
+    dataset may be empty. `weights`: of the files of the examples, if the files have weights;
+    `stream`: the stream of random words of the first epoch; `orders_kept`: the number of epochs
+    whose orders are kept at a time; two epochs meet in a step."""
 
     examples: Sequence[Example]
     seed: int = 0
@@ -89,8 +90,8 @@ class Dataset:
         return len(self.examples)
 
     def order(self, epoch: int) -> Sequence[int]:
-        """The permutation of 0..len-1 in which `epoch` visits the examples, or the places of files
-        with weights."""
+        """Return the permutation of 0..len-1 in which `epoch` visits the examples, or the places of
+        files with weights."""
         if not self.shuffle:
             return range(len(self))
         if epoch not in self._orders:
@@ -102,8 +103,8 @@ class Dataset:
         return found
 
     def at(self, cursor: int) -> Example:
-        """The example at absolute position `cursor` >= 0 of the run. Raises IsobitError where there
-        are none."""
+        """Return the example at absolute position `cursor` >= 0 of the run. Raises IsobitError if
+        there are no examples."""
         if not len(self):
             raise IsobitError("the training data has no examples")
         epoch, position = divmod(cursor, len(self))
@@ -118,8 +119,8 @@ class Dataset:
 
     @cached_property
     def _files(self) -> tuple[tuple["Dataset", int], ...]:
-        """Each file's examples, in an order of its own, and how many prompts it gives in an
-        epoch."""
+        """For each file a dataset of its examples, with a separate order, and the number of prompts
+        that it gives in an epoch."""
         found = []
         for number, count in enumerate(shared_out(len(self), self.weights)):
             own = [example for example in self.examples if example.source == number]
@@ -135,13 +136,13 @@ class Dataset:
 
 
 def permutation(size: int, seed: int, stream: int) -> tuple[int, ...]:
-    """A permutation of 0..size-1 that depends on the arguments only: the stable argsort of Philox
-    words."""
+    """Return a permutation of 0..size-1 that depends on the arguments only: the stable argsort of
+    Philox words."""
     return tuple(_shuffled(size, seed, stream).tolist())
 
 
 def _shuffled(size: int, seed: int, stream: int) -> Any:
-    """The permutation as an array."""
+    """Return the permutation of `permutation` as an array of int32, or int64 from 2^31 on."""
     # here: a reward worker never shuffles, and starts in a third of the time without numpy
     import numpy as np
 
@@ -150,7 +151,7 @@ def _shuffled(size: int, seed: int, stream: int) -> Any:
 
 
 def random_words(seed: int, stream: int, count: int) -> Any:
-    """The first `count` words of Philox4x64 under key (seed, stream), as a uint64 array."""
+    """Return the first `count` words of Philox4x64 under key (seed, stream), as a uint64 array."""
     import numpy as np  # here: as above
 
     return np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)).random_raw(count)
@@ -159,11 +160,11 @@ def random_words(seed: int, stream: int, count: int) -> Any:
 def split(
     examples: Sequence[Example], size: int, seed: int, label: str
 ) -> tuple[list[Example], list[Example]]:
-    """(train, held out): `size` rows with distinct prompts held out, in file order; disjoint by
-    prompt.
+    """Split examples into (train, held out), both in file order and disjoint by prompt: `size` rows
+    with distinct prompts are held out.
 
-    Rows that repeat a held-out prompt are left out of training too. Raises IsobitError where
-    nothing would remain.
+    Rows that repeat a held-out prompt are left out of training too. Raises IsobitError if there are
+    fewer than `size` different prompts, or none would remain to train on.
     """
     chosen: dict[str, Example] = {}
     for i in permutation(len(examples), seed, SPLIT_STREAM):
@@ -183,9 +184,9 @@ def split(
 
 @dataclass(frozen=True)
 class Shaping:
-    """What becomes of a row. `columns`: role or new name to column of the file; templates, chat and
-    system as in `TaskSettings`; `text_template` stands in for `template` where that is None and the
-    prompt is text. `supervised`: the columns of supervised sets are known too
+    """The settings by which a row becomes an example. `columns`: role or new name to column of the
+    file; templates, chat and system as in `TaskSettings`; `text_template` replaces `template` if
+    that is None and the prompt is text. `supervised`: the columns of supervised sets are known too
     (`given_rows.py`)."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -197,18 +198,18 @@ class Shaping:
 
 
 def read_examples(source: Source, shaping: Shaping = Shaping()) -> list[Example]:
-    """Examples of a file or directory: the same columns in each row, and prompts that are text in
-    all or chat in all.
+    """Read the examples of a file or directory, whose rows must all have the same columns, and
+    prompts that are all text or all chats.
 
     The prompt is text or a chat list of {"role", "content"}; null keys of a message, with which
     Parquet fills up, are dropped, and a content in parts, [{"type": "text", "text": ...}], becomes
-    their text. Without a column `prompt`, `messages` is the prompt: a chat whose last message,
-    where the assistant wrote it, is the gold answer, and its text becomes the column `completion`.
+    their text. Without a column `prompt`, `messages` is the prompt: a chat whose last message, if
+    the assistant wrote it, is the gold answer, and its text becomes the column `completion`.
 
-    Every other column is passed through. A column that `columns` gives another name has both,
-    unless its own is reserved. `answer` is verl's `reward_model.ground_truth` where there is one,
-    unless `columns` names another: a file that `datasets` mapped keeps its old `answer` beside it.
-    Raises IsobitError with the place.
+    Every other column is passed through. A column that `columns` gives another name has both names,
+    unless its old name is reserved. `answer` is verl's `reward_model.ground_truth` if a row has
+    one, unless `columns` names another column: a file that `datasets` mapped keeps its old `answer`
+    next to it. Raises IsobitError with the place.
     """
     examples: list[Example] = []
     first: tuple[str, dict[str, Any], str] | None = None
@@ -245,8 +246,9 @@ def read_examples(source: Source, shaping: Shaping = Shaping()) -> list[Example]
 
 
 def dress_prompt(where: str, prompt: Prompt, shaping: Shaping) -> Prompt:
-    """The prompt inside its template, as a chat where asked, after the system's message where there
-    is one."""
+    """Return the prompt inside its template, as a chat if `shaping.chat` is set, after the system's
+    message if there is one. Raises IsobitError for a template or a second system message for a
+    chat, and for a system message for text."""
     if isinstance(prompt, list):
         if shaping.template is not None:
             raise IsobitError(
@@ -276,8 +278,9 @@ def dress_prompt(where: str, prompt: Prompt, shaping: Shaping) -> Prompt:
 
 
 def _with_variables(where: str, prompt: Prompt, columns: Mapping[str, Any]) -> Prompt:
-    """The prompt with its row's own variables of the chat template, where it has some. Keys that
-    are null, with which Parquet fills up, are left out."""
+    """Return the prompt with its row's own variables of the chat template, if the row has some.
+    Keys that are null, with which Parquet fills up, are left out. Raises IsobitError for variables
+    that are not a mapping or may not be set, and for variables of a text."""
     given = columns.get(TEMPLATE_KWARGS)
     if given is None:
         return prompt
@@ -294,14 +297,14 @@ def _with_variables(where: str, prompt: Prompt, columns: Mapping[str, Any]) -> P
 
 
 def check_variables(where: str, given: Mapping[str, Any]) -> None:
-    """Raise IsobitError if they set what a chat template is given anyway."""
+    """Raise IsobitError if the `given` variables set one that every chat template is given."""
     for name in given:
         if name in TEMPLATE_OWN:
             raise IsobitError(f"{where}: {name!r} is not yours to set: every template is given it")
 
 
 def check_template(template: str | None, fields: Sequence[str] = ("prompt",)) -> None:
-    """Raise IsobitError unless the template is None or has one of the fields in it."""
+    """Raise IsobitError unless the template is None or contains one of the fields."""
     wanted = [f"{{{field}}}" for field in fields]
     if template is not None and not any(field in template for field in wanted):
         raise IsobitError(
@@ -310,8 +313,8 @@ def check_template(template: str | None, fields: Sequence[str] = ("prompt",)) ->
 
 
 def _check_columns(where: str, row: dict[str, Any], columns: Mapping[str, str]) -> str:
-    """The role that the prompt is taken from: prompt or messages. Raises IsobitError for a column
-    that is not there or is ambiguous."""
+    """Return the role that the prompt is taken from: prompt or messages. Raises IsobitError for a
+    column that is missing or has a reserved name."""
     for role, column in columns.items():
         if column not in row:
             hint = did_you_mean(column, list(row))
@@ -324,7 +327,7 @@ def _check_columns(where: str, row: dict[str, Any], columns: Mapping[str, str]) 
                 f"{where}: column {column!r} has a name that reward functions get from isobit; "
                 f"rename it, such as task.columns: {{my_{column}: {column}}}"
             )
-    for names in (columns, row):  # what the user names goes before what the file calls so
+    for names in (columns, row):  # the user's names come before the file's
         for role in ("prompt", "messages"):
             if role in names:
                 return role
@@ -335,8 +338,8 @@ def _check_columns(where: str, row: dict[str, Any], columns: Mapping[str, str]) 
 
 
 def _check_filled(where: str, row: Mapping[str, Any], template: str | None) -> None:
-    """Raise IsobitError where a template names another column than the prompt: it would stay as it
-    stands."""
+    """Raise IsobitError if a template names another column than the prompt, since that name would
+    not be filled in."""
     for column in row:
         named = "{" + column + "}"
         if column != "prompt" and named in (template or ""):
@@ -383,8 +386,9 @@ def _prompt(where: str, column: str, value: Any) -> Prompt:
 
 
 def _without_answer(where: str, column: str, messages: Any) -> tuple[Any, Message | None]:
-    """(the chat up to the answer, the answer): the last message where the assistant wrote it, else
-    None."""
+    """Split a chat into (the messages before the answer, the answer): the answer is the last
+    message if the assistant wrote it, else None. Raises IsobitError for text, for an answer
+    alone, and for an answer that cannot be read."""
     if isinstance(messages, str):
         raise IsobitError(
             f"{where}: {brief(column)!r} must be a list of chat messages, got text; is it the "
@@ -411,8 +415,8 @@ def _mixed(kinds: set[tuple[bool, bool]]) -> str:
 
 
 def _columns(row: dict[str, Any], prompt: str | None, renamed: Mapping[str, str]) -> dict[str, Any]:
-    """What reward functions get of a row whose prompt is in the column `prompt` (None: in
-    `messages`)."""
+    """Return the columns that reward functions get of a row whose prompt is in the column `prompt`
+    (None: in `messages`)."""
     hidden = {*RESERVED_COLUMNS, *(("prompt",) if prompt == "prompt" else ())}
     columns = {name: value for name, value in row.items() if name not in hidden}
     columns |= {new: row[old] for new, old in renamed.items() if new != "prompt"}

@@ -1,12 +1,12 @@
-"""Files that others wrote, read within limits: what cannot be read is one line, and nothing waits
-or grows without end.
+"""Files from elsewhere, read within limits: a file that cannot be read gives an error of one line,
+and nothing waits or grows without end.
 
-A file must be a regular one (links are followed): a pipe or a device could block. A link whose
-target is gone, and the pointer that Git LFS or git-annex leave in the place of a file, are told as
-what they are. A key comes once in an object of JSON, whose last one would otherwise be taken
-silently. JSON has at most `MOST_DEPTH` levels and `MOST_DIGITS` digits in a whole number, so
-that what walks or prints the values later cannot fail on them; NaN and infinity are read, and
-refused where a number is used. Left out: how long a file may be, which the caller says.
+A file must be a regular file (links are followed): a pipe or a device could block. For a link whose
+target is gone, and for a pointer that Git LFS or git-annex leave in the place of a file, the error
+says so. A key may come only once in an object of JSON, since otherwise the last value would be
+taken silently. JSON has at most `MOST_DEPTH` levels and `MOST_DIGITS` digits in a whole number, so
+that code that walks or prints the values later cannot fail on them; NaN and infinity are read, and
+refused where a number is used. Left out: the longest length of a file, which the caller gives.
 """
 
 import json
@@ -29,16 +29,17 @@ _POINTERS = {
     "brings it",
     b"/annex/objects/": "a pointer of git-annex, not the file itself; `git annex get` brings it",
 }
-_LONGEST_POINTER = 1024  # bytes; by its specification
+_LONGEST_POINTER = 1024  # bytes; by the specification of Git LFS
 MOST_CONTAINERS = 1 << 17
-"""Lists and objects of a text that is read patiently."""
+"""The most lists and objects of a text that is read with `patient`."""
 _PLAIN = 1 << 14  # values that the library reads at once
-_LONG_NUMBER = re.compile(rf"(?<!\d)\d{{{MOST_DIGITS + 1}}}")  # of each number one look
+_LONG_NUMBER = re.compile(rf"(?<!\d)\d{{{MOST_DIGITS + 1}}}")  # looks once at each number
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class BadJson(Exception):
-    """Text that is no JSON within the limits: the reason, and the place where there is one."""
+    """An error for text that is not JSON within the limits: the reason, and the line and column if
+    they are known."""
 
     def __init__(self, reason: str, line: int | None = None, column: int | None = None) -> None:
         super().__init__(reason)
@@ -46,9 +47,9 @@ class BadJson(Exception):
 
 
 def exists(path: Path) -> bool:
-    """Whether something is at the path. Raises IsobitError where that cannot be known, as in a
-    folder that may not be searched, and for a link whose target is gone: what was meant to be there
-    is not."""
+    """Return whether a file or folder exists at the path. Raises IsobitError if that cannot be
+    known, as in a folder that may not be searched, and for a link whose target is gone: the file
+    that should exist does not."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -68,8 +69,8 @@ def exists(path: Path) -> bool:
 
 
 def check_readable(path: Path) -> int:
-    """The size in bytes of a regular file that may be read. Raises OSError, whose `strerror` says
-    why it is none."""
+    """Return the size in bytes of a regular file that may be read. Raises OSError for another file;
+    its `strerror` says why."""
     try:
         found = path.stat()
     except ValueError:  # a null character in the name
@@ -88,8 +89,8 @@ def check_readable(path: Path) -> int:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """A regular file of at most `most` bytes. Raises OSError, whose `strerror` says why it cannot
-    be read."""
+    """Return the bytes of a regular file of at most `most` bytes. Raises OSError if it cannot be
+    read; its `strerror` says why."""
     check_readable(path)
     with path.open("rb") as file:
         data = file.read(most + 1)
@@ -99,20 +100,20 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def most_unpacked(size: int) -> int:
-    """Bytes that a packed file of this size may unpack to."""
+    """Return the most bytes that a packed file of `size` bytes may unpack to."""
     return max(_LEAST_UNPACKED, size * MOST_RATIO)
 
 
 def reason_of(error: Exception) -> str:
-    """Why a file cannot be read, in words."""
+    """Return in words why a file cannot be read."""
     if isinstance(error, UnicodeDecodeError):
         return "not UTF-8 text"
     return getattr(error, "strerror", None) or str(error)
 
 
 class _Patient(json.JSONDecoder):
-    """Reads structure in Python, so that other threads run meanwhile, and strings as the library
-    does. Raises BadJson for more lists and objects than are read."""
+    """A decoder that reads lists and objects in Python, so that other threads run meanwhile, and
+    strings as the library does. Raises BadJson for more than MOST_CONTAINERS lists and objects."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -132,7 +133,7 @@ class _Patient(json.JSONDecoder):
 
 
 def parse_json(text: str, patient: bool = False) -> Any:
-    """Read the value of a JSON text; `patient`: without keeping other threads waiting, where it has
+    """Return the value of a JSON text. `patient`: other threads may run meanwhile if the text has
     many values. Raises BadJson."""
     if text.startswith("\ufeff"):
         raise BadJson("it begins with a byte order mark; save it as UTF-8 without one")

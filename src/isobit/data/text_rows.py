@@ -1,9 +1,9 @@
 """Rows of text files: JSONL (one JSON object a line), a JSON array of objects, and CSV (a header,
 then text; tabs between fields in a .tsv).
 
-A row comes with its place, `file:line`, or `file: row N` of an array. All are UTF-8, with or
+A row comes with its place, `file:line`, or `file: row N` of an array. All files are UTF-8, with or
 without a byte order mark, packed by gzip or not; blank lines are passed over. A value of CSV is
-text, also where it looks like a number.
+text, even if it looks like a number.
 """
 
 import csv
@@ -22,11 +22,12 @@ from isobit.errors import IsobitError, brief
 _GZIP = b"\x1f\x8b"
 _MOST_COLUMNS = 10_000
 Row = tuple[str, dict[str, Any]]
-"""Where a row stands, for messages, and its columns."""
+"""The place of a row, for messages, and its columns."""
 
 
 def jsonl_rows(path: Path) -> Iterator[Row]:
-    """The objects of a JSONL file, or of one JSON array. Raises IsobitError with file and line."""
+    """Yield the objects of a JSONL file, or of one JSON array. Raises IsobitError with file and
+    line."""
     data = read_text_file(path)
     if data.lstrip().startswith(b"["):
         yield from _array_rows(path, data)
@@ -79,8 +80,8 @@ def _is_one_object(data: bytes) -> bool:
 
 
 def csv_rows(path: Path) -> Iterator[Row]:
-    """The records of a CSV file (RFC 4180), by the names in its header. Raises IsobitError with
-    file and line."""
+    """Yield the records of a CSV file (RFC 4180), by the names in its header. Raises IsobitError
+    with file and line."""
     records = _records(path)
     if not records:
         return
@@ -101,7 +102,7 @@ def csv_rows(path: Path) -> Iterator[Row]:
 
 
 def check_distinct(where: str, names: list[str]) -> None:
-    """Raise IsobitError if a column name comes twice, or there are too many."""
+    """Raise IsobitError if a column name comes twice, or there are too many columns."""
     _check_count(where, len(names))
     seen: set[str] = set()
     for name in names:
@@ -116,7 +117,7 @@ def _check_count(where: str, columns: int) -> None:
 
 
 def kind(value: Any) -> str:
-    """What a plain value is, in words for a message."""
+    """Return the type of a plain value, in words for a message."""
     kinds = {
         dict: "an object",
         list: "a list",
@@ -128,7 +129,7 @@ def kind(value: Any) -> str:
 
 
 def _records(path: Path) -> list[tuple[int, list[str]]]:
-    """(line that it begins on, fields) of every record."""
+    """Return (the number of its first line, fields) of every record of a CSV file."""
     data = read_text_file(path)
     try:
         text = data.decode("utf-8")
@@ -154,8 +155,8 @@ def _records(path: Path) -> list[tuple[int, list[str]]]:
 
 
 def read_text_file(path: Path, count: int = -1) -> bytes:
-    """The first `count` bytes (-1: all) of a file, unpacked where gzip packed it, without a byte
-    order mark. Raises IsobitError for what cannot be read."""
+    """Return the first `count` bytes (-1: all) of a file, unpacked if gzip packed it, without a
+    byte order mark. Raises IsobitError for a file that cannot be read."""
     try:
         size = check_readable(path)
         most = most_unpacked(size)
@@ -179,12 +180,13 @@ def read_text_file(path: Path, count: int = -1) -> bytes:
 
 
 def suffix_of(path: Path) -> str:
-    """What a file's name says of its format, in lower case: `.jsonl` also of `rows.jsonl.gz`."""
+    """Return the suffix for the format of a file, in lower case: `.jsonl` also for
+    `rows.jsonl.gz`."""
     return _unpacked(path).suffix.lower()
 
 
 def stem_of(path: Path) -> str:
-    """The name without that: `rows`."""
+    """Return the name of a file without its suffixes: `rows` for `rows.jsonl.gz`."""
     return _unpacked(path).stem
 
 

@@ -1,4 +1,4 @@
-"""What an environment is, and what a rollout and the environments' processes say to each other.
+"""The interface of an environment, and the messages between a rollout and environments' processes.
 
 An episode is a prompt and what follows it: the model's turns and, after each, the messages that an
 environment appends. One environment serves one episode. A rollout sees all of them as
@@ -15,7 +15,7 @@ from isobit.data.dataset import Message, Prompt
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool, as the model wrote it; `arguments` as JSON text of an object."""
+    """A call of a tool, as the model wrote it; `arguments`: the JSON text of an object."""
 
     name: str
     arguments: str
@@ -23,10 +23,10 @@ class Call:
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer of the model, as an environment sees it. `number` counts from 0; `text` is the
-    whole answer, `content` what is left of it without its calls and thoughts, and `reasoning` its
-    thoughts. `problems` say, a line each, why what looks like a call is none. `truncated`: it ended
-    at a length limit."""
+    """An answer of the model, as an environment sees it. `number` counts from 0; `text` is the
+    whole answer, `content` the text without calls and thoughts, and `reasoning` the thoughts.
+    `problems`: a line for each text that looks like a call but is not a call, with the reason.
+    `truncated`: the answer ended at a length limit."""
 
     number: int
     text: str
@@ -39,8 +39,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Step:
-    """What follows a turn: messages to append, of role "tool" or "user", the episode's reward so
-    far (None: the environment gives none), and whether the episode is over."""
+    """An environment's answer to a turn: messages to append, of role "tool" or "user", the
+    episode's reward so far (None: the environment gives none), and whether the episode is over."""
 
     messages: tuple[Message, ...] = ()
     reward: float | None = None
@@ -48,21 +48,24 @@ class Step:
 
 
 class Environment(Protocol):
-    """One episode's environment."""
+    """The environment of an episode."""
 
     def reset(self, **columns: Any) -> str | Sequence[Message] | None:
-        """Begin an episode on a row of the data; text or messages that are added to its prompt."""
+        """Begin an episode on a row of the data. Return the text or the messages that are added to
+        the row's prompt, or None."""
         ...
 
     async def step(self, turn: Turn) -> Step:
-        """What follows this turn."""
+        """Answer this turn: return the messages that follow it, the reward, and whether the episode
+        is over."""
         ...
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """One call of a tool that was carried out: its seconds, and one line where it failed. Of calls
-    that an environment's own `step` answered: an equal part of its seconds, and its failure."""
+    """A call of a tool that was carried out: its seconds, and one line of error if it failed. For a
+    call that an environment's `step` answered: an equal part of the step's seconds, and the step's
+    error."""
 
     name: str
     seconds: float
@@ -95,7 +98,8 @@ class Reply:
 
 
 class Environments(Protocol):
-    """What a rollout sees of all its environments. Every call but `poll` returns at once.
+    """All environments of a rollout, as the rollout sees them. Every method but `poll` returns at
+    once.
 
     `tools`: JSON schemas of all tools, empty where there are none; an episode's own come with its
     `begin`, since a row may choose among several environments. `max_turns`: turns of the model in
@@ -124,11 +128,11 @@ class Environments(Protocol):
         ...
 
     def end(self, key: int) -> None:
-        """Free an episode; safe at any time, no reply follows."""
+        """End an episode and free its environment; safe at any time, no reply follows."""
         ...
 
     def poll(self, wait_s: float) -> list[Reply]:
-        """Replies that have come, in any order; waits at most so many seconds for the first.
-        Raises RunFailed for a mistake of the program, and for every problem where `on_error` is
+        """Return the replies that have come, in any order; wait at most `wait_s` seconds for the
+        first. Raises RunFailed for a mistake of the program, and for every problem if `on_error` is
         stop."""
         ...

@@ -1,9 +1,9 @@
 """One episode in a worker: it is begun, answered turn by turn, and scored.
 
-What an environment raises, and what is late, becomes a `problem` and what `environment.on_error`
-makes of it: under `observe` the model is told, and the episode goes on where it can. It cannot
-where the environment's thread is lost in a call. What is the program's own mistake (`returned.py`)
-is marked as one, which ends the run.
+An environment that raises or is late gives a `problem`, and `environment.on_error` says what
+follows: under `observe` a message tells the model, and the episode goes on if it can. It cannot go
+on if the environment's thread hangs in a call. A mistake of the program (`mistakes.py`) is marked
+as such and ends the run.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from isobit.workers.loading import last_line
 
 @dataclass(frozen=True)
 class Limits:
-    """Of every episode of a run."""
+    """The limits of every episode of a run: turns, seconds for each answer, and `on_error`."""
 
     max_turns: int
     deadline_s: float
@@ -44,7 +44,7 @@ class Scorer:
 
 @dataclass(frozen=True)
 class _Scored:
-    """A reward by name, or the problem for which there is none."""
+    """A reward by name, or the problem because of which it is missing."""
 
     name: str
     value: float | None
@@ -53,8 +53,9 @@ class _Scored:
 
 
 class Episode:
-    """An episode of one kind of environment, from `begin` to `release`. `lost`: a call of it has
-    not come back, and holds a thread."""
+    """An episode of one kind of environment, from `begin` to `release`. `several`: the column
+    `environment` has chosen the kind, and is not passed on, as in TRL. `lost`: a call of the
+    episode has not come back, and holds a thread."""
 
     def __init__(self, key: int, kind: Kind, limits: Limits, several: bool) -> None:
         self.key, self.kind, self.limits = key, kind, limits
@@ -64,8 +65,8 @@ class Episode:
         self._reward: float | None = None
 
     async def begin(self, prompt: Prompt, columns: Mapping[str, Any]) -> Reply:
-        """Reset an environment on a row. `several`: the column `environment` has chosen it, and is
-        not passed on, as in TRL."""
+        """Reset an environment on a row of the data. Return the row's prompt with what reset adds
+        to it, or the problem."""
         until = self._until()
         try:
             self._instance = await self.kind.instance(until)
@@ -81,14 +82,14 @@ class Episode:
             self.kind.worked.add("reset")
             where = place_of(value.reset)
             return Reply(self.key, prompt=joined(prompt, outcome.result, where))
-        except IsobitError as error:  # of the factory, or of what reset returned
+        except IsobitError as error:  # from the factory, or for what reset returned
             return self._over(str(error), isinstance(error, Mistake), prompt)
         except Late as late:
             self.lost = self._instance is None or self._instance.home.lost
             return self._over(f"reset: no result in time: {late}", False, prompt)
 
     async def turn(self, turn: Turn) -> Reply:
-        """What follows a turn. The last of `max_turns` calls no tools."""
+        """Return the reply to a turn of the model. The last of `max_turns` turns calls no tools."""
         if self._instance is None:
             return self._over("it was not begun")
         if self._instance.answers_turns:
@@ -122,7 +123,8 @@ class Episode:
         return Reply(self.key, Step(messages, done=over), uses, problem)
 
     async def _step(self, instance: Instance, turn: Turn) -> Reply:
-        """What an `Environment` says of a turn. What a call took is an equal part of the whole."""
+        """Return the reply of an `Environment` to a turn. Each call of the turn is given an equal
+        part of the seconds that the environment took."""
         began = asyncio.get_running_loop().time()
 
         def uses(problem: str | None = None) -> tuple[ToolUse, ...]:
@@ -148,7 +150,8 @@ class Episode:
         return Reply(self.key, replace(step, reward=self._reward), uses())
 
     def _uses(self, turn: Turn, seconds: float, problem: str | None) -> tuple[ToolUse, ...]:
-        """The calls of a turn that an `Environment` answered, under the names of its tools."""
+        """Return a ToolUse for each call of a turn that an `Environment` answered in `seconds`,
+        under the names of its tools; a name that is not a tool's is counted as UNKNOWN."""
         names = {each.get("function", each).get("name") for each in self.kind.schemas}
         each = round(seconds / max(len(turn.calls), 1), 6)
         return tuple(
@@ -157,8 +160,9 @@ class Episode:
         )
 
     async def finish(self, arguments: Mapping[str, Any], scorers: Sequence[Scorer]) -> Reply:
-        """Its rewards: the environment's own, and those of the functions that ask for it. One that
-        returned None does not apply, and is left out; one that failed is None."""
+        """Return the episode's rewards: the environment's own reward, and those of the functions
+        that ask for the environment. A reward that returned None does not apply, and is left out; a
+        reward that failed is None."""
         instance, own, until = self._instance, self.kind.reward, self._until()
         if instance is None:
             names = [own] if own is not None else []
@@ -212,14 +216,15 @@ class Episode:
         return _Scored(name, None, f"{what}{where} {wrong[0]}", not numeric)
 
     def _raised(self, method: str, error: BaseException) -> tuple[str, bool]:
-        """Say what a method of the environment raised, and whether it is the program's mistake: it
-        has never come back."""
+        """Return the problem for an error that a method of the environment raised, and whether it
+        is the program's mistake (`is_mistake`); it is not if the method has come back before."""
         value = None if self._instance is None else self._instance.value
         mistake = method not in self.kind.worked and is_mistake(error, value, self.kind.file)
         return f"{method}: {last_line(error, self.kind.file)}", mistake
 
     def release(self) -> None:
-        """Let its environment wait for another episode, unless it is lost."""
+        """Let the episode's environment wait for another episode; close it if a call of it has not
+        come back."""
         instance, self._instance = self._instance, None
         if instance is None:
             return
@@ -235,7 +240,8 @@ class Episode:
         return Reply(self.key, Step(done=True), (), problem, mistake, prompt)
 
     def _failed(self, problem: str) -> Reply:
-        """What `on_error` makes of a `step` that failed."""
+        """Return the reply to a `step` that failed: as `on_error` says, the episode goes on with a
+        message about the problem, or is over."""
         if self.limits.on_error != "observe" or self.lost:
             return self._over(problem)
         message = {"role": "user", "content": str({"error": problem})}

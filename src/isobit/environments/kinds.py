@@ -1,11 +1,11 @@
-"""What a worker has loaded: its tools, and the kinds of environments that it can make.
+"""The kinds of environments that a worker can make, and their tools.
 
-A factory is TRL's `environment_factory`: called without arguments it gives an object whose `reset`
-begins an episode and whose other public methods are tools; with a `get_reward` it scores the
+A factory is TRL's `environment_factory`: called without arguments it returns an object whose
+`reset` begins an episode and whose other public methods are tools; a method `get_reward` scores the
 episode. A dict of factories has one for each value of the column `environment`. Three kinds of
-objects are told apart: one whose `step` takes a `turn` is an `Environment` (`base.py`) and answers
-turns itself, one with OpenEnv's `_step_payload` is a client of its (`openenv.py`), every other is
-TRL's. An object is made once and reset often, as TRL does.
+objects are told apart: an object whose `step` takes a `turn` is an `Environment` (`base.py`) and
+answers turns itself, an object with OpenEnv's `_step_payload` is a client of OpenEnv
+(`openenv.py`), and every other object is TRL's. An object is made once and reset often, as in TRL.
 """
 
 import inspect
@@ -21,14 +21,14 @@ from isobit.errors import IsobitError, brief
 from isobit.workers.loading import find_object, last_line, split_reference
 
 RESERVED = ("reset", "get_reward")
-"""Methods that are no tools."""
+"""Methods that are not tools."""
 _FACTORY = "environment.factory"
 
 
 @dataclass
 class Instance:
-    """One environment: the object (None: an episode with tools alone), where its code runs, and its
-    tools."""
+    """An environment: the object (None: an episode with tools alone), the home in which its code
+    runs, and its tools."""
 
     value: Any
     home: Home
@@ -36,14 +36,14 @@ class Instance:
 
     @property
     def answers_turns(self) -> bool:
-        """Whether it is an `Environment` of its own, which answers turns itself."""
+        """Whether the object is an `Environment`, which answers turns itself."""
         return answers_turns(self.value)
 
 
 @dataclass
 class Kind:
-    """Environments of one name, and those of them that wait for an episode. `schemas` of the tools
-    that an episode shows to the model."""
+    """Environments of one name, and those of them (`idle`) that wait for an episode. `schemas`: the
+    schemas of the tools that an episode shows to the model."""
 
     name: str | None
     factory: Callable[[], Any] | None
@@ -53,14 +53,15 @@ class Kind:
     idle: list[Instance] = field(default_factory=list)
     schemas: Sequence[Mapping[str, Any]] = ()
     reward: str | None = None
-    """The name of its own reward: that of the class."""
+    """The name of the environment's own reward: the name of its class."""
     answers_turns: bool = False
-    """Whether its objects are `Environment`s of their own."""
+    """Whether the objects of this kind are `Environment`s, which answer turns themselves."""
     worked: set[str] = field(default_factory=set)
-    """The methods and tools that have come back once."""
+    """The methods and tools that have come back at least once."""
 
     async def probe(self, until: float) -> None:
-        """Make the first one, and look at what it is. Raises IsobitError."""
+        """Make the first environment of this kind before the time `until` (of the event loop), and
+        keep its schemas and the name of its reward. Raises IsobitError, and Late."""
         instance = await self.instance(until)
         self.idle.append(instance)
         value, shown = instance.value, instance.tools.values()
@@ -76,7 +77,8 @@ class Kind:
             self.reward = getattr(value, "label", type(value).__name__)
 
     async def instance(self, until: float) -> Instance:
-        """One that waits, or a new one. Raises IsobitError where the factory fails, and Late."""
+        """Return an environment that waits for an episode, or make a new one before the time
+        `until` (of the event loop). Raises IsobitError if the factory fails, and Late."""
         if self.idle:
             return self.idle.pop()
         home = Home()
@@ -110,7 +112,7 @@ def _client(value: Any) -> tuple[openenv.Client, list[Tool]]:
 
 
 def answers_turns(value: Any) -> bool:
-    """Whether an object is an `Environment`: its `step` takes a `turn`, and nothing else."""
+    """Return whether an object is an `Environment`: its `step` takes a `turn`, and nothing else."""
     step = getattr(type(value), "step", None)
     if not inspect.isfunction(step):
         return False
@@ -120,8 +122,8 @@ def answers_turns(value: Any) -> bool:
 def load_kinds(
     factory: str | Mapping[str, str] | None, shared: Sequence[Tool]
 ) -> dict[str | None, Kind]:
-    """The kinds by the value of the column `environment`, or one under None. Raises IsobitError
-    where a factory cannot be found."""
+    """Return the kinds by the value of the column `environment`, or a single kind under None.
+    Raises IsobitError if a factory cannot be found."""
     if factory is None:
         return {None: Kind(None, None, "environment.tools", "", shared)}
     named: Mapping[str | None, Any]

@@ -4,7 +4,7 @@ Each worker starts its own server, once, for all its episodes; one that has ende
 by the next call. Messages are JSON-RPC 2.0, one a line (specification of 2025-06-18, "Transports",
 "Lifecycle" and "Tools"). A line that cannot be read fails the one call that it answers. What a
 server writes to stderr goes where the worker's own output goes. Left out: HTTP, resources, prompts,
-and what a server asks of its client.
+and requests of a server to its client.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ from isobit.errors import IsobitError, brief
 PROTOCOL = "2025-06-18"
 _MOST_BYTES = 1 << 28  # of a message
 _MOST_TOOLS = 1024
-_END_S = 1.0  # from the end of its output to its own
-_BEGINNING = 1024  # of a line, and its end, in which its number is looked for
+_END_S = 1.0  # from the end of a server's output to the end of its process
+_BEGINNING = 1024  # bytes at each end of a line in which a call's number is looked for
 _NUMBER = re.compile(rb'"id"\s*:\s*(\d{1,18})\b')
 _NO_METHOD = {"code": -32601, "message": "Method not found"}
 
@@ -35,11 +35,11 @@ _Waiting = dict[int, asyncio.Future[Any]]
 
 
 class ServerError(Exception):
-    """What a server answered instead of a result, or how it ended."""
+    """An error that a server answered instead of a result, or the server's end."""
 
 
 class Server:
-    """One server, from `start` to the end of the worker, which kills it."""
+    """A server, from its first request to the end of the worker, which kills it."""
 
     def __init__(self, settings: McpServer) -> None:
         self._settings = settings
@@ -51,7 +51,8 @@ class Server:
         self._starting = asyncio.Lock()
 
     async def tools(self, deadline_s: float) -> list[Tool]:
-        """Start it, and what it offers. Raises IsobitError."""
+        """Start the server, and return the tools that it offers. Raises IsobitError, also if the
+        server does not answer within `deadline_s` seconds."""
         try:
             return await asyncio.wait_for(self._tools(), deadline_s)
         except ServerError as error:
@@ -97,7 +98,8 @@ class Server:
         )
 
     async def _asked(self, method: str, params: Mapping[str, Any]) -> Any:
-        """The result of a request to a server that runs."""
+        """Send a request to the server, started again if it has ended; return the result. Raises
+        ServerError."""
         async with self._starting:
             ended = self._process is None or self._process.returncode is not None
             if ended or self._reading is None or self._reading.done():
@@ -126,7 +128,7 @@ class Server:
         }
         try:
             await self._request("initialize", hello)
-        except BaseException:  # half begun it would answer nothing; the next call starts another
+        except BaseException:  # half begun it would not answer; the next call starts another
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)
             self._process = None
@@ -155,8 +157,8 @@ class Server:
         self._process.stdin.write(json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n")
 
     async def _read(self, process: asyncio.subprocess.Process, waiting: _Waiting) -> None:
-        """Give what the server writes to the calls that wait for it, until it ends. Then it is
-        dead, and no call waits for it."""
+        """Pass what the server writes to the calls that wait for it, until its output ends or
+        cannot be read. Then end the server, and fail the calls that still wait."""
         assert process.stdout is not None
         wrote: str | None = None
         try:
@@ -165,7 +167,7 @@ class Server:
         except ValueError:
             wrote = f"a line of more than {_MOST_BYTES:,} bytes"
         except ServerError:
-            pass  # it is gone
+            pass  # the server is gone
         except Exception as error:
             wrote = f"what cannot be read: {type(error).__name__}"
         status = await _ended(process, 0 if wrote is not None else _END_S)
@@ -175,7 +177,8 @@ class Server:
                 future.set_exception(ServerError(f"the server {ended}"))
 
     def _take(self, line: bytes, waiting: _Waiting) -> None:
-        """Take a line. One that is not JSON is what a server prints, unless it answers a call."""
+        """Read a line of the server: answer its request, or end the call that the line answers. A
+        line that is not JSON is the server's printed output, unless it answers a call."""
         try:
             message = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -201,8 +204,8 @@ class Server:
 
 
 def _unreadable(line: bytes, error: Exception, waiting: _Waiting) -> None:
-    """Fail the call that a line answers, if it begins like an answer; nested too deep, also the
-    only one that waits."""
+    """Fail the call that an unreadable line answers, by its number, if the line begins like JSON. A
+    line nested too deep without a number fails the only call that waits, if just one waits."""
     numbers = map(int, _NUMBER.findall(line[:_BEGINNING] + b" " + line[-_BEGINNING:]))
     answered = [waiting[number] for number in numbers if number in waiting]
     deep = isinstance(error, RecursionError)
@@ -214,7 +217,8 @@ def _unreadable(line: bytes, error: Exception, waiting: _Waiting) -> None:
 
 
 async def _ended(process: asyncio.subprocess.Process, wait_s: float) -> int:
-    """The exit code of a server that says nothing more; one that goes on for so long is killed.
+    """Return the exit code of a server whose output has ended or cannot be read further; kill a
+    server that has not ended after `wait_s` seconds.
 
     Not by `process.kill()`, which reaps a process that has just ended before its status is read.
     """
@@ -227,7 +231,7 @@ async def _ended(process: asyncio.subprocess.Process, wait_s: float) -> int:
 
 
 def _text(part: Mapping[str, Any]) -> str:
-    """A part of a result as text."""
+    """Return a part of a tool's result as text; a note for a part that is not text."""
     if part.get("type") == "text":
         return str(part.get("text", ""))
     inner = part.get("resource")

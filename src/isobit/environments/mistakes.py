@@ -1,5 +1,5 @@
-"""Mistakes of an environment's program: what would go wrong in every episode, whatever the model
-wrote. They end the run; what goes wrong in an episode is for `environment.on_error`.
+"""Mistakes of an environment's program: errors that every episode would have, whatever the model
+wrote. A mistake ends the run; an error of one episode is for `environment.on_error`.
 """
 
 import inspect
@@ -14,14 +14,15 @@ from isobit.workers.loading import lacks_variable
 
 
 class Mistake(IsobitError):
-    """A mistake of an environment's program, the same in every episode."""
+    """A mistake of an environment's program, which every episode would have."""
 
 
 def check_call(method: Callable[..., Any], arguments: Mapping[str, Any], name: str) -> None:
-    """Raise Mistake where a method does not take these keyword arguments."""
+    """Raise Mistake if `method`, called `name` in the message, does not take the keyword
+    `arguments`."""
     try:
         signature = inspect.signature(method)
-    except (TypeError, ValueError):  # a builtin without one
+    except (TypeError, ValueError):  # a builtin without a signature
         return
     try:
         signature.bind(**arguments)
@@ -32,7 +33,8 @@ def check_call(method: Callable[..., Any], arguments: Mapping[str, Any], name: s
 
 
 def place_of(method: Callable[..., Any]) -> str:
-    """Return the file and line of a method, in parentheses behind a blank; empty without any."""
+    """Return the file and line of a method, in parentheses after a space; an empty text for a
+    method without Python code."""
     code = getattr(inspect.unwrap(method), "__code__", None)
     if code is None:
         return ""
@@ -40,13 +42,13 @@ def place_of(method: Callable[..., Any]) -> str:
 
 
 def is_mistake(error: BaseException, owner: Any, file: str) -> bool:
-    """Return whether an error is one of the program in `file`, whatever the model wrote: a name,
-    module or environment variable that it lacks, an attribute that its object `owner` or a module
-    lacks, a Step made with arguments that it does not have. Not what code raises that a model wrote
-    (`eval`)."""
+    """Return whether an error is a mistake of the program in `file`, whatever the model wrote: a
+    name, module or environment variable that the program lacks, an attribute that its object
+    `owner` or a module lacks, or a Step made with arguments that Step does not have. An error
+    raised by code that a model wrote (`eval`) is not a mistake."""
     frames = traceback.extract_tb(error.__traceback__)
     if lacks_variable(error):
-        frames.pop()  # of os itself
+        frames.pop()  # the frame of os itself
     at = os.path.realpath(frames[-1].filename) if frames else ""
     folder = os.path.dirname(os.path.realpath(file))
     if isinstance(error, TypeError):

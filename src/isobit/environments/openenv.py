@@ -24,7 +24,7 @@ _NOT_SEEN = ("reward", "done", "metadata")
 
 
 def is_client(value: Any) -> bool:
-    """Whether an object is a client of OpenEnv, or its synchronous form."""
+    """Return whether an object is a client of OpenEnv, or its synchronous form."""
     return callable(getattr(value, "_step_payload", None)) and callable(
         getattr(value, "reset", None)
     )
@@ -44,20 +44,21 @@ class Client:
 
     @property
     def label(self) -> str:
-        """The name of its reward: the class of the client."""
+        """The name of the client's reward: the name of its class."""
         return self._kind.__name__
 
     def reset(self, prompt: Any = None, **columns: Any) -> str | None:
-        """Begin an episode; the first observation, if it says anything."""
+        """Begin an episode. Return the first observation as text, or None if it is empty."""
         self._reward, self.over = None, False
         return self._seen(self._client.reset(**columns)) or None
 
     def get_reward(self) -> float | None:
-        """The sum of the rewards so far; None where the server gave none."""
+        """Return the sum of the episode's rewards so far; None if the server gave none."""
         return self._reward
 
     def tools(self) -> list[Tool]:
-        """What the model may call. Raises IsobitError where there is nothing."""
+        """Return the tools that the model may call. Raises IsobitError if the server has none, or
+        lists something else."""
         if self._lists_tools:
             listed = self._client.list_tools()
             if not listed:
@@ -101,7 +102,8 @@ class Client:
         return callable(getattr(self._kind, "list_tools", None))
 
     def _watch(self, client: Any) -> None:
-        """Keep reward and end of the steps of which `call_tool` returns what a tool says alone."""
+        """Replace the client's `step` by one that also keeps the reward and the end of each step,
+        since `call_tool` returns only the tool's answer."""
         step = client.step
 
         async def watched(*arguments: Any, **named: Any) -> Any:
@@ -122,7 +124,7 @@ class Client:
         return self._seen(self._client.step(_action(**fields)))
 
     def _seen(self, result: Any) -> str:
-        """A result's observation as text; its reward and end are kept."""
+        """Return a result's observation as text, and keep the result's reward and end."""
         self._keep(result)
         seen = result.observation
         if hasattr(seen, "model_dump"):
@@ -133,7 +135,8 @@ class Client:
         return "" if seen is None else str(seen)
 
     def _keep(self, result: Any) -> None:
-        """Keep the reward and the end of a result. Raises TypeError for another object."""
+        """Add a result's reward to the episode's, and keep whether the episode is over. Raises
+        TypeError for an object that is not a result."""
         if not (hasattr(result, "reward") and hasattr(result, "observation")):
             raise TypeError(
                 f"the client of {self.label} returned {type(result).__name__}, expected a result "
@@ -146,7 +149,8 @@ class Client:
 
 
 def _action(kind: type) -> Any:
-    """The class of actions that a client's type names, as in `EnvClient[EchoAction, ...]`."""
+    """Return the class of actions that a client's type names, as in `EnvClient[EchoAction, ...]`;
+    None if it names none."""
     for base in kind.__mro__:
         for each in getattr(base, "__orig_bases__", ()):
             for argument in get_args(each)[:1]:

@@ -1,8 +1,8 @@
 """The environments of a run, as a rollout asks them: in worker processes, many episodes in each.
 
-Every question is answered within `environment.turn_deadline_s` and a grace for the process; what an
-environment raises, hangs on or dies of is in the reply. Under `on_error: stop` it ends the run.
-Left out: a cage. A tool runs as the user and with what the user may do.
+Every question is answered within `environment.turn_deadline_s` and a grace for the process; if an
+environment raises, hangs or dies, the reply says so. Under `on_error: stop` that ends the run. Left
+out: a cage. A tool runs as the user, with all that the user may do.
 """
 
 import json
@@ -28,9 +28,9 @@ from isobit.workers.process import Process
 from isobit.workers.variables import check_names, hint
 
 PATIENCE_S = 5.0
-"""How long a worker may load something before that is said."""
+"""Seconds after which a line on stderr says what a worker is still loading."""
 Row = tuple[str, Prompt, Mapping[str, Any]]
-"""Of the data: its place, its prompt and its other columns."""
+"""A row of the data: its place, its prompt and its other columns."""
 _TRIED = -1
 """The key of an episode of `tried`."""
 _COLUMN = "environment"
@@ -40,9 +40,9 @@ _VARIABLES = "environment.variables"
 class EnvironmentPool:
     """Environments in worker processes, from `start` to `close`; see `base.Environments`.
 
-    `called_here`: the labels of those of the `rewards` that ask for `environments` and so are
-    called in the environments' processes, on one episode at a time. `answers_turns`: some of the
-    environments have a `step` of their own. What environments print goes to `output`.
+    `called_here`: the labels of the `rewards` that ask for `environments` and so are called in the
+    environments' processes, on one episode at a time. `answers_turns`: some of the environments
+    answer turns themselves, in their `step`. The output of environments goes to `output`.
     """
 
     def __init__(self, config: EnvironmentConfig, rewards: Sequence[RewardSpec] = ()) -> None:
@@ -73,8 +73,8 @@ class EnvironmentPool:
         self.close()
 
     def start(self) -> None:
-        """Start the workers, and look at tools and factories. Raises IsobitError, in one line,
-        where one cannot be used."""
+        """Start the workers, which load and check tools and factories. Raises IsobitError, in one
+        line, if one of them cannot be used."""
         if self._workers:
             return
         load = json.dumps({"load": self._load()}).encode() + b"\n"
@@ -93,7 +93,8 @@ class EnvironmentPool:
         self._pump = Pump(self._workers, self.config.turn_deadline_s)
 
     def _take_up(self, loaded: Mapping[str, Any]) -> None:
-        """What a worker has found. Raises IsobitError where two rewards have one name."""
+        """Keep what a worker has loaded: kinds, tools, and names and weights of rewards. Raises
+        IsobitError if two rewards have the same name."""
         self._required = dict(loaded["called_here"])
         self.called_here = tuple(self._required)
         weights: dict[str, float] = {}
@@ -132,8 +133,8 @@ class EnvironmentPool:
         }
 
     def _loaded(self, worker: Worker) -> dict[str, Any]:
-        """Return what a worker says once it has loaded everything; say on stderr what it waits for,
-        where that takes long. Raises IsobitError."""
+        """Return the message of a worker that has loaded everything; print a line on stderr about
+        what takes long to load. Raises IsobitError."""
         process, received, loading = worker.process, b"", "its code"
         end = time.monotonic() + START_DEADLINE_S
         due = time.monotonic() + PATIENCE_S
@@ -172,8 +173,8 @@ class EnvironmentPool:
                 loading, due = message["loading"], time.monotonic() + PATIENCE_S
 
     def check_row(self, where: str, columns: Mapping[str, Any]) -> None:
-        """Raise IsobitError where a row names no environment that there is, or lacks a column that
-        a reward function called here takes."""
+        """Raise IsobitError if a row does not name one of the environments, or lacks a column that
+        a reward function called in the environments' processes takes."""
         self._kind(columns, where)
         for label, names in self._required.items():
             if lacks := [name for name in names if name not in columns]:
@@ -183,7 +184,7 @@ class EnvironmentPool:
                 )
 
     def first_rows(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """Yield the first of the rows of each kind of environment."""
+        """Yield the first row of each kind of environment."""
         kinds = set(self._kinds)
         for row in rows:
             if (kind := self._kind(row[2], row[0])) in kinds:
@@ -210,7 +211,8 @@ class EnvironmentPool:
         return name
 
     def begin(self, key: int, prompt: Prompt, columns: Mapping[str, Any]) -> None:
-        """Open an episode. Raises IsobitError for a row that names no environment."""
+        """Open an episode on a row. Raises IsobitError for a row that does not name one of the
+        environments."""
         assert key not in self._open
         kind = self._kind(columns, "a row")
         serial = next(self._serials)
@@ -220,9 +222,9 @@ class EnvironmentPool:
         self._ask(key, {"begin": begin, "kind": kind}, first=True)
 
     def tried(self, where: str, prompt: Prompt, columns: Mapping[str, Any]) -> Prompt:
-        """Return a row's prompt as its environment begins it, in an episode that is ended at once;
-        say on stderr where that takes long. Raises IsobitError where it cannot begin, which is a
-        `Mistake` where no episode can."""
+        """Return a row's prompt with what its environment's reset adds, in an episode that is ended
+        at once; print a line on stderr if that takes long. Raises IsobitError if the episode cannot
+        begin, and its subclass `Mistake` if no episode can."""
         reply: Reply | None = None
         due = time.monotonic() + PATIENCE_S
         self.begin(_TRIED, prompt, columns)
@@ -241,7 +243,7 @@ class EnvironmentPool:
         return prompt if reply.prompt is None else reply.prompt
 
     def turn(self, key: int, turn: Turn) -> None:
-        """Ask what follows this turn."""
+        """Ask the environment of an episode what follows this turn."""
         self._ask(key, {"turn": turn_message(turn)})
 
     def finish(self, key: int, arguments: Mapping[str, Any]) -> None:
@@ -249,7 +251,7 @@ class EnvironmentPool:
         self._ask(key, {"finish": dict(arguments)})
 
     def end(self, key: int) -> None:
-        """Free an episode; safe at any time, no reply follows."""
+        """End an episode and free its environment; safe at any time, no reply follows."""
         if key not in self._open:
             return
         self._ask(key, {"end": True}, last=True)
@@ -266,9 +268,10 @@ class EnvironmentPool:
         self._pump.ask(Question(serial, body, first, last))
 
     def poll(self, wait_s: float) -> list[Reply]:
-        """Replies that have come; waits at most so many seconds for the first. Raises RunFailed
-        for a mistake of the program, and for every problem where `on_error` is stop; IsobitError
-        where a worker that died cannot be replaced; and whatever else ended the pump's thread."""
+        """Return the replies that have come; wait at most `wait_s` seconds for the first. Raises
+        RunFailed for a mistake of the program, and for every problem if `on_error` is stop;
+        IsobitError if a worker that died cannot be replaced; and any other error that ended the
+        pump's thread."""
         replies = self._replies(wait_s)
         for reply in replies:
             if reply.problem is not None and (reply.mistake or self.config.on_error == "stop"):
@@ -288,7 +291,7 @@ class EnvironmentPool:
                 raise arrived
             reply, died = arrived
             key = self._keys.get(reply.key)
-            if key is None:  # it was ended meanwhile
+            if key is None:  # the episode was ended meanwhile
                 continue
             kind = self._kind_of[key]
             rewards = dict.fromkeys(self._names[kind]) if died else reply.rewards
@@ -296,20 +299,20 @@ class EnvironmentPool:
             replies.append(replace(reply, key=key, tools=tools, rewards=rewards))
 
     def explained(self, problem: str) -> str:
-        """Return a problem as a message: with the variable that seems to lack, and where to read
-        what the workers have printed."""
+        """Return a problem as a message, with the variable that seems to be missing and the file
+        with the workers' output."""
         self.pass_output_on()
         printed = f"; what it printed: {self.output.path}" if self.output.written else ""
         return f"environment: {problem}{hint(problem, self._variables, option=_VARIABLES)}{printed}"
 
     def pass_output_on(self) -> None:
-        """What the workers have printed goes to `output`; when no episode is open, so that nobody
-        waits for it."""
+        """Add the workers' new output to `output`; called when no episode is open, so that no
+        episode waits meanwhile."""
         for worker in self._workers:
             self.output.add(*worker.process.new_output(MAX_AT_ONCE), "environments")
 
     def close(self) -> None:
-        """Kill the workers and everything that they started. May be called again."""
+        """Kill the workers and all processes that they started. May be called again."""
         if self._pump is not None:
             self._pump.close()
             self._pump = None

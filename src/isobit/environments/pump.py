@@ -1,10 +1,11 @@
-"""What runs between a rollout and its environments' processes: a thread that passes questions on,
-takes replies, and kills a process that does not come back.
+"""The thread between a rollout and its environments' processes: it passes questions on, takes
+replies, and kills a process that does not come back.
 
-An episode stays with one worker. Which one, and when a reply comes, depends on time; the replies do
-not. A worker answers what is late itself; where it says nothing for GRACE_S more, dies, or writes
-what is not a reply, each of its episodes is told so and another takes its place. Whatever else ends
-the thread is raised where replies are taken. Left out: what questions and replies mean.
+An episode stays with one worker. The choice of the worker and the time of a reply depend on timing;
+the contents of replies do not. A worker itself answers a question that is late; if a worker is
+silent for GRACE_S seconds more, dies, or writes something that is not a reply, each of its episodes
+gets a reply with this problem, and another worker replaces it. Any other error ends the thread, and
+is raised where replies are taken. Left out: what questions and replies mean.
 """
 
 import contextlib
@@ -24,14 +25,15 @@ from isobit.workers.process import Process
 
 START_DEADLINE_S = 300.0  # importing an environment may import a large library
 GRACE_S = 5.0
-"""How long after its deadline a worker may still answer by itself."""
+"""Seconds after its deadline in which a worker may still answer by itself."""
 
 
 @dataclass
 class Worker:
-    """A process, the episodes that are open in it, and the questions that it owes: by serial
-    number, when they are due. `ready`: it has loaded everything; `lost`: a call in it has not come
-    back, so that it gets new episodes last, and ends when it has none."""
+    """A process, the episodes that are open in it, and the questions that it has not answered:
+    `owed` has their deadlines by serial number. `ready`: the process has loaded everything; `lost`:
+    a call in it has not come back, so that it gets new episodes last, and is replaced when it has
+    no episodes."""
 
     process: Process
     load: bytes
@@ -44,13 +46,13 @@ class Worker:
 
     @property
     def due(self) -> float | None:
-        """When it is late, if it owes anything."""
+        """The time (`time.monotonic`) after which the worker is late; None if it owes nothing."""
         if not self.ready:
             return self.started + START_DEADLINE_S
         return min(self.owed.values()) + GRACE_S if self.owed else None
 
     def restart(self) -> None:
-        """Kill it and start another in its place. Raises IsobitError."""
+        """Kill the process and start another in its place. Raises IsobitError."""
         self.process.kill()
         self.open, self.owed, self.lost, self.ready = set(), {}, False, False
         self.started = time.monotonic()
@@ -61,7 +63,8 @@ class Worker:
 
 @dataclass(frozen=True)
 class Question:
-    """About an episode, by its serial number; `first`: it opens it, `last`: it ends it."""
+    """A question about the episode with a serial number. `first`: the question opens the episode;
+    `last`: it ends the episode."""
 
     serial: int
     body: bytes
@@ -70,9 +73,9 @@ class Question:
 
 
 class Pump:
-    """The thread, from its making to `close`. `replies`: each under its serial number as key, and
-    whether it is in the place of one from a worker that has died; an exception is how the thread
-    ended."""
+    """The thread, from its making to `close`. `replies`: pairs of a reply, whose key is the serial
+    number, and whether it replaces the reply of a worker that has died; an exception: the error
+    that ended the thread."""
 
     def __init__(self, workers: Sequence[Worker], deadline_s: float) -> None:
         self.replies: SimpleQueue[tuple[Reply, bool] | BaseException] = SimpleQueue()
@@ -86,7 +89,7 @@ class Pump:
         self._thread.start()
 
     def ask(self, question: Question) -> None:
-        """Pass a question on. Returns at once."""
+        """Pass a question on to its worker. Returns at once."""
         self._questions.append(question)
         self._signal()
 
@@ -101,7 +104,7 @@ class Pump:
         os.close(self._woken)
 
     def _signal(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: it will wake
+        with contextlib.suppress(BlockingIOError):  # the pipe is full: the thread will wake
             os.write(self._wake, b"+")
 
     def _run(self) -> None:
@@ -114,8 +117,8 @@ class Pump:
             self.replies.put(error)
 
     def _wait(self) -> None:
-        """Until there is something to do; take what the workers say, and kill those that are
-        late."""
+        """Wait until there is something to do; read what the workers write, and kill workers that
+        are late."""
         poll, owners = select.poll(), dict[int, Worker]()
         poll.register(self._woken, select.POLLIN)
         for worker in self._workers:
@@ -137,7 +140,7 @@ class Pump:
                 self._died(worker, f"{said} and was killed{worker.process.last_output()}")
 
     def _take(self, worker: Worker) -> None:
-        """Take what a worker has said: whole lines, each byte looked at once."""
+        """Read what a worker has written and handle its whole lines; each byte is searched once."""
         try:
             arrived = worker.process.receive()
         except EOFError:
@@ -153,13 +156,14 @@ class Pump:
                 raise ValueError("too long")
             for line in lines:
                 self._heard(worker, line)
-        except ValueError:  # what it runs wrote into the pipe
+        except ValueError:  # code in the worker wrote into the pipe
             wrote = "its process wrote what is not a reply into the pipe of its replies"
             self._died(worker, f"{wrote}, and was killed{worker.process.last_output()}")
 
     def _heard(self, worker: Worker, line: bytes) -> None:
-        """Pass a line of a worker on. Raises ValueError for what is not a reply, and IsobitError
-        where one that was started again cannot load what it must."""
+        """Handle a line of a worker: put its reply among `replies`, or note that it has loaded.
+        Raises ValueError for a line that is not a reply, and IsobitError if a worker that was
+        started again cannot load its code."""
         message = message_of(line)
         if worker.ready:
             reply, lost = reply_of(message)
@@ -176,8 +180,9 @@ class Pump:
             raise ValueError("not a reply")
 
     def _died(self, worker: Worker, why: str) -> None:
-        """Tell its episodes, those that wait for an answer at once and the others when they ask;
-        start another. Raises IsobitError where it died before it had loaded everything."""
+        """Start another worker in the place of a dead one, and put a reply with the reason `why`
+        for each episode that waits; its other episodes get theirs when they ask. Raises IsobitError
+        if the worker died before it had loaded everything."""
         if not worker.ready:
             raise IsobitError(f"environment: {why} while it was loaded")
         for serial in worker.open:

@@ -1,8 +1,7 @@
-"""What is said over the pipes of a worker of environments, as JSON: turns one way, replies the
-other.
+"""The JSON messages in the pipes of a worker of environments: turns one way, replies the other.
 
-The pipe of replies is open in a process that runs a user's code, so a line is read as a stranger's:
-what is no reply raises ValueError, whatever it is.
+The pipe of replies is open in a process that runs a user's code, so its lines are not trusted: any
+line that is not a reply raises ValueError.
 """
 
 import json
@@ -13,22 +12,22 @@ from typing import Any
 from isobit.environments.base import Call, Reply, Step, ToolUse, Turn
 
 MOST_BYTES = 1 << 26
-"""Of a reply."""
+"""The most bytes of a reply."""
 
 
 def turn_message(turn: Turn) -> dict[str, Any]:
-    """Return a turn as plain values."""
+    """Return a turn as plain values, for JSON."""
     return asdict(turn)
 
 
 def turn_of(message: Mapping[str, Any]) -> Turn:
-    """Return the turn of a message."""
+    """Return the turn that a message of `turn_message` holds."""
     calls = tuple(Call(**each) for each in message["calls"])
     return Turn(**{**message, "calls": calls, "problems": tuple(message["problems"])})
 
 
 def reply_message(reply: Reply, lost: bool) -> dict[str, Any]:
-    """Return a reply as plain values; `lost`: a call of its episode has not come back."""
+    """Return a reply as plain values, for JSON; `lost`: a call of its episode has not come back."""
     return {
         "key": reply.key,
         "step": [list(reply.step.messages), reply.step.reward, reply.step.done],
@@ -42,7 +41,7 @@ def reply_message(reply: Reply, lost: bool) -> dict[str, Any]:
 
 
 def message_of(line: bytes) -> dict[str, Any]:
-    """Return the JSON object of a line. Raises ValueError."""
+    """Return the JSON object in a line. Raises ValueError for another line."""
     try:
         message = json.loads(line)
     except RecursionError:
@@ -53,8 +52,8 @@ def message_of(line: bytes) -> dict[str, Any]:
 
 
 def reply_of(message: Mapping[str, Any]) -> tuple[Reply, bool]:
-    """Return the reply of a message, under its worker's key and without tools, and whether a call
-    of its episode has not come back. Raises ValueError for what is not a reply."""
+    """Return the reply that a message holds, under its worker's key and without tools, and whether
+    a call of its episode has not come back. Raises ValueError for a message that is not a reply."""
     try:
         messages, reward, done = message["step"]
         rewards = message["rewards"]

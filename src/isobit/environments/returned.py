@@ -1,7 +1,8 @@
-"""What an environment's code returns, checked where it comes in: a `Step`, and what `reset` adds.
+"""Checks of the values that an environment's code returns: a `Step`, and what `reset` adds.
 
-What is of a type that is never right is a `Mistake`. What is only too much (MOST_MESSAGES,
-MOST_TEXT) is an IsobitError. Left out: what tools return, which is text whatever it is (`tools.py`).
+A value of a type that is never right raises `Mistake`. A value that is only too large
+(MOST_MESSAGES, MOST_TEXT) raises IsobitError. Left out: results of tools, which all become text
+(`tools.py`).
 """
 
 import json
@@ -16,18 +17,19 @@ from isobit.errors import IsobitError, brief
 from isobit.rewards.functions import checked_values
 
 MOST_MESSAGES = 256
-"""Of one step, and of what reset adds."""
+"""The most messages of one step, and the most that reset adds."""
 MOST_TEXT = 8 * MOST_CHARACTERS
-"""Characters of all of them together."""
+"""The most characters of all these messages together."""
 _FOLLOWING = ("tool", "user")
 _BEGINNING = ("system", "developer", "user", "assistant", "tool")
 _MESSAGE = '{"role": "user", "content": "..."}'
 
 
 def step_of(returned: Any, where: str) -> Step:
-    """Return what `step` returned, its messages as text; `where` the method stands. Raises
-    IsobitError for a reward that is not finite or messages beyond the limits, and Mistake for what
-    is not a Step or has fields of other types."""
+    """Return the Step that `step` returned, with the contents of its messages as text; `where`:
+    file and line of the method, for errors. Raises IsobitError for a reward that is not finite and
+    for messages beyond the limits, and Mistake for a value that is not a Step or has fields of
+    wrong types."""
     if not isinstance(returned, Step):
         raise Mistake(
             f"step{where} returned {type(returned).__name__}, expected a Step, such as "
@@ -38,7 +40,7 @@ def step_of(returned: Any, where: str) -> Step:
         raise Mistake(f"step{where}: its reward {wrong[0]}")
     try:
         over = returned.done in (False, True)
-    except Exception:  # an array of several
+    except Exception:  # an array of several values
         over = False
     if not over:
         kind = type(returned.done).__name__
@@ -51,8 +53,8 @@ def step_of(returned: Any, where: str) -> Step:
 
 
 def joined(prompt: Prompt, observation: Any, where: str) -> Prompt:
-    """Return a prompt with what reset returned: a text behind the content of its last message, as
-    TRL does; messages behind it. Raises as `step_of`."""
+    """Return a prompt with what reset returned: text is added to the content of the prompt's last
+    message, as TRL does; messages are added after the prompt. Raises as `step_of`."""
     if observation is None or (isinstance(observation, list | tuple) and not observation):
         return prompt
     parts = isinstance(observation, list) and all(
@@ -74,7 +76,7 @@ def joined(prompt: Prompt, observation: Any, where: str) -> Prompt:
 
 
 def _messages(given: Any, roles: Sequence[str], what: str) -> tuple[Message, ...]:
-    """Return messages whose content is text. Raises as `step_of`."""
+    """Return the `given` messages with their contents as text. Raises as `step_of`."""
     if not isinstance(given, list | tuple):
         raise Mistake(
             f"{what}: its messages are {type(given).__name__}, expected a tuple of messages, such "
@@ -113,5 +115,5 @@ def _message(given: Any, roles: Sequence[str], what: str) -> dict[str, Any]:
         raise Mistake(f"{what} has keys that are not text")
     if not isinstance(given.get("name", ""), str):
         raise Mistake(f"{what} has the name {type(given['name']).__name__}, expected text")
-    text = str.__str__(content) if isinstance(content, str) else content  # also of a subclass
+    text = str.__str__(content) if isinstance(content, str) else content  # a subclass of str too
     return {**given, "role": str.__str__(role), "content": result_text(text)}

@@ -1,10 +1,11 @@
-"""Tools: what a model may call, its arguments as the model wrote them, and the message that answers
-a call.
+"""Tools: functions that a model may call, their arguments as the model wrote them, and the message
+that answers a call.
 
-An answer is what TRL makes of it: `str(result)`, and of what a tool raised `str({"error": ...})`.
-An unknown name, or arguments that the tool does not take, are the model's mistake, and always such
-a message; a tool that raises or is late is a `problem` besides, for `environment.on_error`. What is
-longer than MOST_CHARACTERS is cut, with a note. Left out: images in results.
+The text of an answer is the same as TRL's: `str(result)`, or `str({"error": ...})` for a tool that
+raised. An unknown name, or arguments that the tool does not take, are the model's mistake and give
+such an error message; a tool that raises or is late is also a `problem`, for
+`environment.on_error`. A text longer than MOST_CHARACTERS is cut, with a note. Left out: images in
+results.
 """
 
 import asyncio
@@ -26,14 +27,14 @@ from isobit.workers.loading import find_function, last_line
 
 MOST_CHARACTERS = 32_768
 UNKNOWN = "unknown"
-"""The name in the message that answers what looked like a call and was none, as TRL's; and the one
-under which calls of tools that there are not are counted."""
+"""The name in the message that answers a text that looks like a call but is not a call, as in TRL;
+calls of tools that do not exist are counted under this name too."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that a model may call, by its name. `file` it comes from, for messages; the
-    signature of a `remote` one, whose code is elsewhere, says nothing."""
+    """A function that a model may call by its `name`. `file`: the source file of the function, for
+    messages; `remote`: the function's code runs elsewhere, so that its signature says nothing."""
 
     name: str
     schema: Mapping[str, Any]
@@ -44,8 +45,8 @@ class Tool:
 
 @dataclass(frozen=True)
 class Answer:
-    """What follows a call: the message, how it was used, and the problem where the tool failed;
-    `mistake`: what it raised may be one of the program."""
+    """The answer to a call: the message, the use of the tool, and the problem if the tool failed;
+    `mistake`: the error may be a mistake of the program."""
 
     message: Message
     use: ToolUse | None = None
@@ -54,16 +55,17 @@ class Answer:
 
     @property
     def worked(self) -> bool:
-        """Whether the tool came back."""
+        """Whether the tool returned a result."""
         return self.use is not None and self.use.error is None
 
 
 class _BadCall(Exception):
-    """The model's mistake, in words for it."""
+    """A mistake of the model in a call, in words for the model."""
 
 
 def function_tool(reference: str) -> Tool:
-    """The tool of a function that a user names. Raises IsobitError where it cannot be one."""
+    """Return the tool of a function that a user names. Raises IsobitError if the function cannot be
+    a tool."""
     what = f"environment.tools {brief(reference, 300)!r}"
     function, file = find_function(reference, "environment.tools")
     schema = tool_schema(function, what)
@@ -71,8 +73,8 @@ def function_tool(reference: str) -> Tool:
 
 
 def method_tools(instance: Any, kept: Sequence[str], what: str) -> list[Tool]:
-    """The tools of an environment: its public methods but those `kept`, as TRL finds them, without
-    looking at properties. Raises IsobitError where one cannot be a tool."""
+    """Return the tools of an environment: its public methods except those in `kept`, as TRL finds
+    them; properties are not read. Raises IsobitError if a method cannot be a tool."""
     file = inspect.getsourcefile(type(instance)) or ""
     found = []
     for name, _ in inspect.getmembers(type(instance), predicate=inspect.isfunction):
@@ -85,7 +87,7 @@ def method_tools(instance: Any, kept: Sequence[str], what: str) -> list[Tool]:
 
 
 def by_name(tools: Sequence[Tool], what: str) -> dict[str, Tool]:
-    """Tools by their names. Raises IsobitError where two have one name."""
+    """Return tools by their names. Raises IsobitError if two tools have the same name."""
     found: dict[str, Tool] = {}
     for tool in tools:
         if tool.name in found:
@@ -97,8 +99,8 @@ def by_name(tools: Sequence[Tool], what: str) -> dict[str, Tool]:
 async def answers(
     calls: Sequence[Call], tools: Mapping[str, Tool], home: Home, until: float
 ) -> list[Answer]:
-    """Carry out the calls of a turn, those that are not `async` one after another and then the
-    others at once, as TRL does; their answers in the order of the calls."""
+    """Carry out the calls of a turn, as TRL does: first those whose tools are not `async`, one
+    after another, then the others at once. Return the answers in the order of the calls."""
     found: dict[int, Answer] = {}
     rest = []
     for i, call in enumerate(calls):
@@ -113,7 +115,7 @@ async def answers(
 
 
 def unparsed(problem: str) -> Answer:
-    """The answer to what looked like a call and was none."""
+    """Return the answer to a text that looks like a call but is not a call."""
     return Answer(_message(UNKNOWN, {"error": problem}))
 
 
@@ -143,7 +145,7 @@ async def _answer(call: Call, tool: Tool | None, home: Home, until: float) -> An
 
 
 def _arguments(call: Call, tool: Tool) -> dict[str, Any]:
-    """The arguments of a call. Raises _BadCall where they are not what the tool takes."""
+    """Return the arguments of a call. Raises _BadCall if the tool does not take them."""
     try:
         given = parse_json(call.arguments)
     except BadJson as error:
@@ -161,7 +163,8 @@ def _arguments(call: Call, tool: Tool) -> dict[str, Any]:
 
 
 def _check_names(tool: Tool, given: Mapping[str, Any]) -> None:
-    """The same of names alone, by the schema of a tool whose code is elsewhere."""
+    """Check the names of arguments against the schema of a tool whose code runs elsewhere. Raises
+    _BadCall for a name that is missing or unknown."""
     schema = tool.schema["function"]["parameters"]
     for name in schema.get("required", ()):
         if name not in given:
@@ -173,7 +176,7 @@ def _check_names(tool: Tool, given: Mapping[str, Any]) -> None:
 
 
 def _said(outcome: Outcome) -> str:
-    """What an exception says, or its class where it says nothing."""
+    """Return the text of the outcome's exception, or the name of its class if it has no text."""
     try:
         text = str(outcome.error)
     except Exception:
@@ -182,10 +185,10 @@ def _said(outcome: Outcome) -> str:
 
 
 def _shown(result: Any) -> Outcome:
-    """A result as text, or why it cannot be."""
+    """Return an outcome with a result as text, or with the reason why it cannot be shown."""
     try:
         return Outcome(result_text(result))
-    except Exception as error:  # of its own __str__
+    except Exception as error:  # raised by the result's __str__
         return Outcome(error=TypeError(f"its result cannot be shown: {type(error).__name__}"))
 
 
@@ -194,8 +197,8 @@ def _message(name: str, result: Mapping[str, Any]) -> Message:
 
 
 def result_text(result: Any) -> str:
-    """A result as text that every tokenizer takes: parts of text are joined, everything else is
-    `str(result)`."""
+    """Return a result as text that every tokenizer takes: parts of text are joined, everything
+    else is `str(result)`."""
     parts = result if isinstance(result, list) else None
     if parts and all(isinstance(each, dict) and each.get("type") == "text" for each in parts):
         result = "".join(str(each.get("text", "")) for each in parts)
@@ -208,7 +211,7 @@ def result_text(result: Any) -> str:
 
 
 def schema_of(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of a tool whose parameters are a JSON schema already. What a template cannot
-    print is dropped."""
+    """Return the schema of a tool whose parameters are a JSON schema already. Values that are not
+    JSON become text, so that a template can print the schema."""
     function = {"name": name, "description": description, "parameters": dict(parameters)}
     return {"type": "function", "function": json.loads(json.dumps(function, default=str))}

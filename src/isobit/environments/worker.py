@@ -1,9 +1,9 @@
 """The process that runs environments: `python -m isobit.environments.worker REQUESTS REPLIES
 LIFELINE` (pipe numbers).
 
-One JSON object a line, each way. One event loop serves all episodes for the process's whole life,
-each question in a task of its own, so that replies come in any order. What an environment prints
-goes to stderr.
+Requests and replies are JSON objects, one a line. One event loop serves all episodes for the
+process's whole life, each question in a separate task, so that replies come in any order. The
+output of environments goes to stderr.
 
     {"load": {...}}                                  -> {"loading": what}, more of it, and then
                                                         {"loaded": {...}} or {"error": line}
@@ -12,9 +12,9 @@ goes to stderr.
     {"key": k, "finish": {...}}                      -> a reply
     {"key": k, "end": true}                          -> nothing
 
-A reply is that of `replies.py`. A question that is late is answered here; where the loop itself
-does not come back, the parent kills the process. The end of the request pipe ends the process and
-its whole process group.
+`replies.py` says what a reply holds. A question that is late is answered here; if the loop itself
+hangs, the parent kills the process. The end of the request pipe ends the process and its whole
+process group.
 """
 
 import asyncio
@@ -43,7 +43,8 @@ _ASKS_FOR = "environments"
 
 
 class Worker:
-    """The episodes of this process, and what they are made of."""
+    """The episodes of this process, with the kinds of environments, the reward functions and the
+    limits that they use."""
 
     def __init__(self, replies: int) -> None:
         self._replies = replies
@@ -55,7 +56,7 @@ class Worker:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self, requests: int) -> None:
-        """Answer requests until their pipe ends."""
+        """Answer requests until the pipe with the number `requests` ends."""
         reader = asyncio.StreamReader(limit=_MOST_BYTES)
         pipe = open(requests, "rb", buffering=0)  # noqa: SIM115
         await asyncio.get_running_loop().connect_read_pipe(
@@ -72,7 +73,7 @@ class Worker:
         end_group()
 
     def _open(self, message: Mapping[str, Any]) -> None:
-        """Answer a question in a task of its own."""
+        """Start a task that answers a question about an episode."""
         key = message["key"]
         if "begin" in message:
             kind, several = self._kinds[message["kind"]], message["kind"] is not None
@@ -84,11 +85,12 @@ class Worker:
             return {"loaded": await self._load(given)}
         except IsobitError as error:
             return {"error": str(error)}
-        except BaseException as error:  # what a user's code may raise on the way
+        except BaseException as error:  # raised by a user's code
             return {"error": f"environment: {last_line(error, '')}"}
 
     async def _load(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What there is: each kind's tools and reward, and which reward functions are called here.
+        """Load tools, servers, factories and reward functions. Return each kind's name, tools and
+        reward, and the reward functions that are called here with the columns that they need.
         Raises IsobitError."""
         shared = list[Tool]()
         for reference in given["tools"]:
@@ -132,7 +134,7 @@ class Worker:
         key = episode.key
         try:
             reply = await self._asked(episode, message)
-        except Exception as error:  # an environment's value that cannot be handled: of its episode
+        except Exception as error:  # an environment's value ends its episode
             text = f"environment: {last_line(error, episode.kind.file)}"
             reply = Reply(key, Step(done=True), problem=text)
         try:
@@ -146,7 +148,7 @@ class Worker:
         self._tasks.pop(key, None)
         if key in self._episodes:
             self._write(line)
-        else:  # it was ended meanwhile
+        else:  # the episode was ended meanwhile
             episode.release()
 
     async def _asked(self, episode: Episode, message: Mapping[str, Any]) -> Reply:
@@ -166,17 +168,17 @@ class Worker:
         self._write(json.dumps(message))
 
     def _write(self, line: str) -> None:
-        if os.getpid() != self._process:  # a tool forked and came back from both
+        if os.getpid() != self._process:  # a tool forked, and this is the child
             os._exit(0)
         write(self._replies, line.encode() + b"\n")
 
 
 def main() -> None:
-    """Serve requests until their pipe ends."""
+    """Serve requests until the pipe of requests ends."""
     requests, replies = open_pipes()
     try:
         asyncio.run(Worker(replies).serve(requests))
-    except OSError as error:  # its parent sees that it ends
+    except OSError as error:  # the parent sees that this process ends
         sys.exit(f"a pipe of this process cannot be used any more: {error.strerror}")
 
 

@@ -1,4 +1,4 @@
-"""Which reward functions a run has: `RewardSpec`, and how a command line writes one."""
+"""The reward functions of a run: `RewardSpec`, and its form on a command line."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from isobit.rewards import named
 from isobit.rewards.by_name import parse_reference, reference
 
 OBJECT = "<python>:"
-"""Begins the name of what a run was given as an object of Python: a reward function, or rows."""
+"""The beginning of the name of a reward function, or of rows, given to a run as a Python object."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,17 @@ class RewardSpec:
 
     @property
     def label(self) -> str:
-        """The name in metrics: the given one, else the function's."""
+        """The name in metrics: the given name, else the function's."""
         return self.name if self.name is not None else self.function.rpartition(":")[2]
 
     @property
     def is_object(self) -> bool:
-        """Whether it is an object of this process, which no worker can import."""
+        """Whether the function is an object of this process, which workers cannot import."""
         return self.function.startswith(OBJECT)
 
     @property
     def by_name(self) -> bool:
-        """Whether it is meant as one of `isobit.rewards.named`: a bare name, right or wrong."""
+        """Whether the function is a bare name, right or wrong, of `isobit.rewards.named`."""
         return self.function.isidentifier()
 
     @property
@@ -55,8 +55,8 @@ class RewardSpec:
         return reference(self.function, self.options)
 
     def build(self, deadline_s: float) -> named.NamedReward | None:
-        """The reward by name, or None for a function; `deadline_s` counts unless it has its own.
-        Raises OptionError."""
+        """Build the reward for a name; return None for a function. `deadline_s`: seconds, used
+        unless the spec has its own. Raises OptionError."""
         if self.by_name:
             return named.build(self.function, self.options, self.deadline_s or deadline_s)
         if self.options and self.is_object:
@@ -67,10 +67,10 @@ class RewardSpec:
 
 
 def parse_reward(text: str) -> RewardSpec:
-    """The reward of a command line: a function or a name, also with options, `name:{"option":
+    """Parse a reward of a command line: a function or a name, also with options, `name:{"option":
     value}`.
 
-    Raises IsobitError if the options are no JSON.
+    Raises IsobitError if the options are not JSON.
     """
     name, options = parse_reference(text)
     return RewardSpec(name, options=options)

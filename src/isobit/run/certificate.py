@@ -1,14 +1,14 @@
-"""`certificate.jsonl`: a chain of hashes over what a run recorded, a row for each step, the first
-of step 0.
+"""`certificate.jsonl`: a chain of hashes over the records of a run, with a row for each step; the
+first row is of step 0.
 
-A row has the SHA-256 of the row before it (`previous`) and of what belongs to its step: `weights`
-after it (`training/saving/certificate.py`), the `rollouts` as their lines in completions.jsonl.gz,
-the `metrics` without times and without an evaluation's (`of_an_evaluation` in metrics.py), the
-`config` without what a resume may change, and the `build` of isobit. `hash` is the SHA-256 of all
-of these. So a row that is changed, deleted, repeated or moved anywhere breaks the chain there, and
-a checkpoint, which has the hash of its step's row, shows rows that are missing at the end. Whoever
-rewrites a run can compute its chain anew: what was said then is known by who kept its last hash
-(tests/commands/test_forgeries.py).
+A row has the hash of the row before it (`previous`) and the SHA-256 of the records of its step: the
+`weights` after the step (`training/saving/certificate.py`), the `rollouts` as their lines in
+completions.jsonl.gz, the `metrics` without times and without those of an evaluation
+(`of_an_evaluation` in metrics.py), and the `config` without the values that a resume may change;
+and the `build` of isobit. `hash` is the SHA-256 of all of these. So a row that is changed, deleted,
+repeated or moved anywhere breaks the chain there, and a checkpoint, which has the hash of its
+step's row, shows rows that are missing at the end. A rewritten run can have a new chain, whose last
+hash differs from a copy kept of the old one (tests/commands/test_forgeries.py).
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from isobit.run.source import source_digest
 
 CERTIFICATE = "certificate.jsonl"
 GENESIS = "0" * 64
-"""What stands for the hash of a row before the first."""
+"""The `previous` of the first row, which has no row before it."""
 _INFINITE = (float("inf"), float("-inf"))
 _LONGEST = 4096
 _KEYS = ("step", "previous", "weights", "rollouts", "metrics", "config", "build")
@@ -34,7 +34,8 @@ _KEYS = ("step", "previous", "weights", "rollouts", "metrics", "config", "build"
 
 @dataclass(frozen=True)
 class Facts:
-    """What a row says of its step: hashes; None for `rollouts` of which nothing was recorded."""
+    """The hashes of a step in its row, and the build of isobit; `rollouts` is None for a step
+    without recorded rollouts."""
 
     weights: str
     rollouts: str | None
@@ -44,25 +45,26 @@ class Facts:
 
 
 def row_of(step: int, previous: str, facts: Facts) -> dict[str, Any]:
-    """The row of a step, with its `hash`."""
+    """Return the row of a step, with its `hash`."""
     values: dict[str, Any] = {"step": step, "previous": previous, **vars(facts)}
     return {**values, "hash": digest(values)}
 
 
 def digest(value: Any) -> str:
-    """SHA-256 of a value as JSON has it."""
+    """Return the SHA-256, in hexadecimal, of a value as JSON text with sorted keys."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def of_rollouts(lines: Iterable[bytes]) -> str:
-    """SHA-256 of a step's lines of completions.jsonl.gz, which have no line ends here."""
+    """Return the SHA-256 of a step's lines of completions.jsonl.gz, given without line ends."""
     return hashlib.sha256(b"".join(line + b"\n" for line in lines)).hexdigest()
 
 
 def of_metrics(values: Mapping[str, Any]) -> str:
-    """Of a step's metrics, as they were measured or as metrics.jsonl has them: without those of the
-    machine, and those of an evaluation, which a run that is extended may lose."""
+    """Return the SHA-256 of a step's metrics, the same for measured values and for a row of
+    metrics.jsonl. Left out: metrics of the machine, and metrics of an evaluation, which a run that
+    is extended may lose."""
     lasting = {
         name: value
         for name, value in values.items()
@@ -77,14 +79,14 @@ def of_metrics(values: Mapping[str, Any]) -> str:
 
 
 def build() -> str:
-    """The version of isobit and the SHA-256 of its source."""
+    """Return the version of isobit and the digest of its source, as text."""
     return f"isobit {__version__}, source {source_digest()}"
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The rows of a certificate, by step, and what is wrong with them, in words; `head` is the last
-    row's hash."""
+    """The rows of a certificate, by step, and their problems, in words; `head` is the last row's
+    hash."""
 
     rows: Mapping[int, Mapping[str, Any]]
     problems: tuple[str, ...] = ()
@@ -103,8 +105,8 @@ class Chain:
 
 
 def read_chain(path: Path) -> Chain | None:
-    """The chain in a file; None where there is no file. Every row must be whole, have the hash of
-    what it says, and follow the one before it."""
+    """Return the chain in a file; None if there is no file. Its problems name the rows that are not
+    whole, that do not have the hash of their values, or that do not follow the row before."""
     rows: dict[int, Mapping[str, Any]] = {}
     problems: list[str] = []
     try:
@@ -143,7 +145,7 @@ def _parsed(path: Path) -> Iterator[Any]:
 
 
 def _wrong(row: Any) -> str | None:
-    """Why a row is none, or None."""
+    """Return why a value is not a row of a certificate; None for a sound row."""
     if isinstance(row, str):
         return row
     if not isinstance(row, dict) or row.keys() != {*_KEYS, "hash"}:

@@ -1,9 +1,9 @@
 """`completions.jsonl.gz`: the completions of a run, one member of gzip for each step.
 
 Members that follow one another are one file to `zcat`, pandas and Python's gzip (RFC 1952, 2.2):
-JSONL, a row for each completion. Each says its own length in an extra field of its header
-(2.3.1.1), so a step is found without unpacking those before it, appended, and cut off again,
-exactly. Left out: what is in a row (`training/recording/rows.py`).
+JSONL, a row for each completion. Each member has its own length in an extra field of its header
+(2.3.1.1), so a step is found without unpacking earlier steps, and is appended and cut off again
+exactly. Left out: the contents of a row (`training/recording/rows.py`).
 """
 
 import hashlib
@@ -22,9 +22,10 @@ from isobit.run.rows import LARGEST
 
 COMPLETIONS = "completions.jsonl.gz"
 HELD_OUT = "held_out.jsonl.gz"
-"""The same of the evaluations of held-out prompts: a member for each."""
+"""The completions of the evaluations of held-out prompts, in the same format: a member for each
+evaluation."""
 SAME = "same"
-"""What stands for `policy_logprobs` that are `rollout_logprobs`, bit for bit."""
+"""The value of `policy_logprobs` in a row if they equal `rollout_logprobs` bit for bit."""
 _LEVEL = 3
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _HEAD = struct.Struct(
@@ -32,21 +33,21 @@ _HEAD = struct.Struct(
 )  # magic with method and flags, time, level, system, extra: length, name, size
 _MAGIC, _SYSTEM, _FIELD = b"\x1f\x8b\x08\x04", 255, b"IB"
 _PREFIX = _HEAD.pack(_MAGIC, 0, 0, _SYSTEM, 12, _FIELD, 8, 0)[:-8]
-"""Begins every member."""
+"""The bytes with which every member begins."""
 _MOST_RATIO = 400
-_TAIL = struct.Struct("<II")  # CRC-32 and length of what is packed
+_TAIL = struct.Struct("<II")  # CRC-32 and length of the unpacked bytes
 
 
 class Member(NamedTuple):
-    """Where a step begins in the file, and its length in bytes."""
+    """The place of a step in the file: its first byte and its length in bytes."""
 
     start: int
     length: int
 
 
 def pack(rows: Iterable[Mapping[str, Any]], digest: "hashlib._Hash | None" = None) -> bytes:
-    """The member of a step, the same bytes for the same rows; nothing for no rows. `digest` is
-    given its lines."""
+    """Return the member of a step, the same bytes for the same rows; no bytes for no rows. `digest`
+    is updated with the lines."""
     squeeze = zlib.compressobj(_LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
     parts, checksum, length = list[bytes](), 0, 0
     for row in rows:
@@ -66,8 +67,8 @@ def pack(rows: Iterable[Mapping[str, Any]], digest: "hashlib._Hash | None" = Non
 
 
 def members(path: Path, start: int = 0) -> Iterator[Member]:
-    """The members from a place on; one that is not whole yet, or that a kill left half-written,
-    ends them. Where bytes are damaged, what lies between the members before and after them is one,
+    """Yield the members of a file from the byte `start` on, up to a member that is not whole yet or
+    that a kill left half-written. Damaged bytes between two members are yielded as one member,
     which `lines` refuses.
 
     Raises IsobitError for a file that is not a run's, or that may not be read.
@@ -90,7 +91,8 @@ def members(path: Path, start: int = 0) -> Iterator[Member]:
 
 
 def _end(file: IO[bytes], start: int, size: int) -> int | None:
-    """Where the member that begins at a place ends; None where it is not whole."""
+    """Return the byte at which the member that begins at the byte `start` ends; None if the member
+    is not whole. `size`: the bytes of the file."""
     file.seek(start)
     head = file.read(_HEAD.size)
     said = start + int(_HEAD.unpack(head)[7]) if head.startswith(_PREFIX) else 0
@@ -112,7 +114,8 @@ def _end(file: IO[bytes], start: int, size: int) -> int | None:
 
 
 def _begins(file: IO[bytes], place: int, size: int) -> bool:
-    """Whether a member begins at a place, or as much of one as there is."""
+    """Return whether a member begins at the byte `place`, or, at the end of the file, the beginning
+    of a member."""
     file.seek(place)
     found = file.read(len(_PREFIX))
     return (
@@ -123,13 +126,13 @@ def _begins(file: IO[bytes], place: int, size: int) -> bool:
 
 
 def end(path: Path) -> int:
-    """Where the last whole member ends; 0 without a file."""
+    """Return the byte at which the last whole member ends; 0 without a file."""
     return max((sum(member) for member in members(path)), default=0)
 
 
 def cut_off(path: Path) -> str | None:
-    """A line where the file ends with less than a whole member; None where it does not, or is not
-    there."""
+    """Return a line of text about a file that ends with less than a whole member; None if the file
+    ends with a whole member or does not exist."""
     size = path.stat().st_size if exists(path) else 0
     if (whole := end(path)) >= size:
         return None
@@ -140,7 +143,8 @@ def cut_off(path: Path) -> str | None:
 
 
 def has_its_header(path: Path, member: Member) -> bool:
-    """Whether a member begins as one and says its own length: what is seen without unpacking it."""
+    """Return whether a member has the header of a member, with its own length; nothing is
+    unpacked."""
     with path.open("rb") as file:
         file.seek(member.start)
         return _is_header(file.read(_HEAD.size), member.length)
@@ -151,8 +155,8 @@ def _is_header(head: bytes, length: int) -> bool:
 
 
 def lines(path: Path, member: Member) -> list[bytes]:
-    """The rows of a step, unparsed. Raises IsobitError if they are damaged, or more than a run
-    would write."""
+    """Return the rows of a step, as lines that are not parsed. Raises IsobitError if they are
+    damaged, or longer than a run would write."""
     with path.open("rb") as file:
         file.seek(member.start)
         packed = file.read(member.length)
@@ -176,8 +180,8 @@ def lines(path: Path, member: Member) -> list[bytes]:
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """A row, its log-probabilities as they were: text of a float32 is short, and reads back as that
-    float32. Raises IsobitError for what is no row of completions."""
+    """Parse a row, with exact log-probabilities: the short text of a float32 becomes that float32
+    again. Raises IsobitError for a line that is not a row of completions."""
     try:
         row = json.loads(
             line
@@ -200,8 +204,8 @@ def parse(line: bytes) -> dict[str, Any]:
 
 
 def conversation(messages: Iterable[Any]) -> str:
-    """Messages as text: a line that begins with the role for each; what is no text, such as parts
-    or calls of tools, as JSON."""
+    """Return messages as text: for each a line that begins with its role; values that are not text,
+    such as parts or calls of tools, as JSON."""
     said = []
     for message in messages:
         if not isinstance(message, Mapping):
@@ -214,7 +218,8 @@ def conversation(messages: Iterable[Any]) -> str:
 
 
 def is_reward(value: Any) -> bool:
-    """Whether a row's reward is one: a number that is finite, or None."""
+    """Return whether a value can be the reward of a row: a finite number of at most `LARGEST` in
+    absolute value, or None."""
     number = (
         isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
     )
@@ -222,14 +227,14 @@ def is_reward(value: Any) -> bool:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """All rows, in order; of a step of which part is missing none."""
+    """Yield all rows of a file, in order; no rows of a step that is not whole."""
     for member in members(path):
         yield from map(parse, lines(path, member))
 
 
 class CompletionTail(Iterator[dict[str, Any]]):
-    """The rows of a file that grows; stops where there are no more, and goes on from there. What is
-    damaged is left out."""
+    """An iterator over the rows of a file that grows. It stops after the last row, and goes on from
+    there when there are more. Damaged rows and steps are left out."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._place = path, 0

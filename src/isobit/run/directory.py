@@ -50,17 +50,18 @@ RESOLVED = "resolved.json"
 INPUTS = "inputs.json"
 ROLLOUTS_FROM = "rollouts_from.txt"
 NOTHING_WRITTEN = {METRICS: 0, COMPLETIONS: 0, HELD_OUT: 0, QUANTIZATION: 0, CERTIFICATE: 0}
-"""Lengths of the files of a new run that grow."""
+"""The lengths, in bytes, of the files that grow, for a new run."""
 LOCK, BEST = ".lock", "best"
 _MOST_BYTES = 1 << 24
 _OF_ITS_BEGINNING = (CONFIG, MACHINE, RESOLVED, INPUTS)
 REWARDS_LOG, ENVIRONMENTS_LOG = "rewards.log", "environments.log"
-"""What reward functions and environments print; they grow over a resume."""
+"""The output of reward functions and of environments; these files grow over a resume."""
 
 
 class Lock:
-    """A run directory, or what else it is `called`, that no second process works on. Raises
-    IsobitError where one does, or where nothing can be written."""
+    """A lock on a run directory, so that no second process works on it; `called`: the word for
+    another kind of directory in errors. Raises IsobitError if another process has the lock, or if
+    the directory cannot be written."""
 
     def __init__(self, directory: Path, called: str = "run directory") -> None:
         self._path = directory / LOCK
@@ -84,12 +85,12 @@ class Lock:
             return False
 
     def close(self) -> None:
-        """Let others in."""
+        """Release the lock, so that other processes may work on the directory."""
         self._file.close()
 
 
 def in_use(directory: Path) -> bool:
-    """Whether a process holds the run's lock."""
+    """Return whether a process holds the run's lock."""
     try:
         with _own_file(directory / LOCK, os.O_RDONLY) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -101,8 +102,8 @@ def in_use(directory: Path) -> bool:
 
 
 def _own_file(path: Path, flags: int) -> IO[bytes]:
-    """A file of a run: a regular one, and no link to what is elsewhere, which a stranger's
-    directory could have in its place. Raises OSError."""
+    """Open a file of a run: a regular file, not a link, since a directory from elsewhere could have
+    a link to another file in its place. Raises OSError."""
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -127,8 +128,9 @@ class RunDirectory:
         config_text: str | None = None,
         lock: Lock | None = None,
     ) -> None:
-        """`config_text` takes the place of what `config.yaml` says: a resumed run may be a longer
-        one. `lock`, if it was taken before, is given up with the rest."""
+        """Open the files that grow, each cut to the length in `offsets`, in bytes. `config_text`
+        replaces the contents of `config.yaml`, since a resumed run may be longer. `lock`: the lock,
+        if it was taken before; it is released with the files."""
         self.directory = directory
         self._lock = lock or Lock(directory)
         if config_text is not None:  # first: without its config nothing has begun
@@ -146,8 +148,9 @@ class RunDirectory:
     def create(
         directory: Path, config_text: str, rollouts_from: Path | None = None
     ) -> "RunDirectory":
-        """A new run, which may learn from the rollouts of another; IsobitError if the directory
-        exists and holds anything but a run that has learned nothing."""
+        """Create the directory of a new run, which may learn from the rollouts of another run.
+        Raises IsobitError if the directory exists and holds anything but a run that has learned
+        nothing."""
         refuse_existing(directory)
         lock = None
         try:
@@ -179,8 +182,9 @@ class RunDirectory:
         self._lock.close()
 
     def record_machine(self, facts: Mapping[str, object]) -> list[str]:
-        """Keep what the run is computed by; returns a line where nobody knows what it began with.
-        Raises IsobitError where the run would go on by another `backend`, with other bits."""
+        """Record the backend and the versions that compute the run. Returns a warning if those with
+        which the run began are not known. Raises IsobitError if the run would go on with other
+        bits: with another `backend`, order of sums, or format."""
         path = self.directory / MACHINE
         before = object_in(path)
         if before is None or "backend" not in before:
@@ -215,7 +219,7 @@ class RunDirectory:
         return []
 
     def write_object(self, name: str, values: Mapping[str, object]) -> None:
-        """A small file of JSON, put in the place of the one before."""
+        """Write a small file of JSON, which replaces the file of that name."""
         self._replace(name, json.dumps(values, indent=1) + "\n")
 
     @property
@@ -223,13 +227,14 @@ class RunDirectory:
         return self.directory / CHECKPOINTS
 
     def written(self) -> dict[str, Any]:
-        """What the files that grow hold, part of a checkpoint's state: `rows` of metrics.jsonl,
-        whose times have no fixed length, and `offsets`, the bytes of the others."""
+        """Return the lengths of the files that grow, for a checkpoint's state: `rows`, the number
+        of rows of metrics.jsonl, whose times have no fixed length, and `offsets`, the bytes of the
+        other files."""
         offsets = {name: file.tell() for name, file in self._files.items() if name != METRICS}
         return {"rows": self._rows, "offsets": offsets}
 
     def flush(self) -> None:
-        """Have the disk take what was written, before a checkpoint counts on it."""
+        """Flush the files that grow to the disk, before a checkpoint relies on them."""
         self._require_here()
         try:
             for file in self._files.values():
@@ -244,19 +249,19 @@ class RunDirectory:
         self._rows += 1
 
     def write_completions(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
-        """The completions of one step; called once for each. Returns the SHA-256 of their lines,
-        None for no rows."""
+        """Append the completions of a step; called once for each step. Returns the SHA-256 of their
+        lines, None for no rows."""
         digest = hashlib.sha256()
         member = pack(rows, digest)
         self._append(COMPLETIONS, member)
         return digest.hexdigest() if member else None
 
     def write_held_out(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """The completions of one evaluation of held-out prompts."""
+        """Append the completions of an evaluation of held-out prompts."""
         self._append(HELD_OUT, pack(rows))
 
     def write_certificate(self, row: Mapping[str, Any]) -> str:
-        """The row of one step; returns its hash."""
+        """Append the row of a step to the certificate. Returns the row's hash."""
         self._write(CERTIFICATE, [row])
         return str(row["hash"])
 
@@ -269,8 +274,8 @@ class RunDirectory:
         )
 
     def _require_here(self) -> None:
-        """Raise RunFailed where a checkpoint would come to lie elsewhere than the files that are
-        open."""
+        """Raise RunFailed if the directory was moved, so that a checkpoint would be written to
+        another place than the open files."""
         if not self._lock.holds:
             raise RunFailed(
                 f"run directory {self.directory} was moved or removed while the run worked, or the "
@@ -326,8 +331,8 @@ class FollowedDirectory(RunDirectory):
 
 
 def refuse_existing(directory: Path) -> None:
-    """Raises IsobitError unless the directory is missing or empty. Only a run is something to go on
-    with."""
+    """Raise IsobitError if the directory is occupied (`occupied`); the message for a run says how
+    to go on with it."""
     if what := occupied(directory):
         again = (
             f", or go on with it: isobit train --resume {directory}" if what == "is a run" else ""
@@ -339,8 +344,8 @@ def refuse_existing(directory: Path) -> None:
 
 
 def occupied(directory: Path) -> str | None:
-    """What a directory, where something new is to be written, holds already; None if it is missing
-    or empty, or a run that ended before its first step."""
+    """Return in words what a directory for something new holds already; None if it is missing or
+    empty, or holds a run that ended before its first step."""
     if not directory.exists():
         return None
     if not directory.is_dir():
@@ -360,7 +365,7 @@ def occupied(directory: Path) -> str | None:
 
 
 def _learned_nothing(directory: Path) -> bool:
-    """Whether a run, on which no process works, has no step, and no checkpoint of one."""
+    """Return whether a run on which no process works has no step, and no checkpoint of a step."""
     found = (path.name for path in (directory / CHECKPOINTS).glob("step-*"))
     if in_use(directory) or any(name != "step-000000" for name in found):
         return False
@@ -371,7 +376,8 @@ def _learned_nothing(directory: Path) -> bool:
 
 
 def rollouts_from(directory: Path) -> Path | None:
-    """The run whose rollouts a run learns from; None if it samples its own."""
+    """Return the directory of the run whose rollouts a run learns from; None if the run samples its
+    own rollouts. Raises IsobitError if that is recorded but cannot be read."""
     path = directory / ROLLOUTS_FROM
     if not exists(path):
         return None
@@ -382,13 +388,13 @@ def rollouts_from(directory: Path) -> Path | None:
 
 
 def began_by(directory: Path) -> dict[str, Any]:
-    """What a run is computed by, as `RunDirectory.record_machine` kept it when it began; empty if
-    that is not known."""
+    """Return the backend and versions that compute a run, as `RunDirectory.record_machine` recorded
+    them when it began; empty if they are not known."""
     return object_in(directory / MACHINE) or {}
 
 
 def object_in(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file: empty if there is something else in it, or nothing that can be
+    """Return the JSON object in a file: an empty one if the file holds something else or cannot be
     read; None without a file."""
     try:
         found = parse_json(read_bytes(path, _MOST_BYTES).decode("utf-8"))
@@ -415,15 +421,15 @@ def _open_at(path: Path, offset: int) -> IO[bytes]:
 
 
 def read_jsonl(path: Path, say: Say = warn) -> Iterator[dict[str, Any]]:
-    """The rows of metrics.jsonl, or of quantization.jsonl; what is none is left out, and `say` is
-    told in a line at the end. Raises IsobitError where there is no file, or none that may be
-    read."""
+    """Yield the rows of metrics.jsonl, or of quantization.jsonl. Lines that are not rows are left
+    out; at the end `say` is called with a line about them. Raises IsobitError if the file does not
+    exist or cannot be read."""
     return read_rows(path, quantization_row if path.name == QUANTIZATION else metric_row, say)
 
 
 def require_run(directory: Path) -> None:
-    """Raises IsobitError unless this is the directory of a run, in the format that this version
-    reads. Whatever opens a run asks here."""
+    """Raise IsobitError unless this is the directory of a run, in a format that this version reads.
+    All code that opens a run calls this first."""
     if not (exists(directory / CONFIG) and (directory / CONFIG).is_file()):
         raise IsobitError(f"{directory} is not a run directory: it has no {CONFIG}")
     check_format(directory)
@@ -434,8 +440,8 @@ def newest_checkpoint(
     problem: checkpoints.Problem | None = None,
     ranks: checkpoints.Ranks = checkpoints.ONE,
 ) -> Path:
-    """The newest checkpoint of a run that is whole, and of which `problem` has none to tell; newer
-    ones are named on stderr, by the first rank."""
+    """Return the newest checkpoint of a run that is whole and in which `problem` finds no problem.
+    The first rank names newer checkpoints on stderr."""
     path, warnings = checkpoints.newest(directory / CHECKPOINTS, problem, ranks)
     for warning in warnings if ranks.rank == 0 else []:
         print(f"isobit: {warning}", file=sys.stderr)
@@ -443,8 +449,9 @@ def newest_checkpoint(
 
 
 def model_directory(path: Path, best: bool = False) -> Path:
-    """The newest checkpoint, or the `best` model, where `path` is a run directory; else the path
-    itself, a Hugging Face directory. Raises IsobitError for a run that has neither."""
+    """Return the newest checkpoint, or the `best` model, if `path` is a run directory; else the
+    path itself, a Hugging Face directory. Raises IsobitError for a run without the one asked
+    for."""
     if not (path / CONFIG).is_file():
         return path
     require_run(path)

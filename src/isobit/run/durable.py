@@ -1,8 +1,8 @@
-"""Writes that a power cut leaves undone or done: flushed to the disk before anything counts on
-them.
+"""Writes that are either done or undone after a power cut: they are flushed to the disk before
+anything relies on them.
 
-A file's bytes are on the disk after an fsync of the file, its name after one of the directory. Left
-out: what order of writes makes a run whole (`checkpoints.py`, `directory.py`).
+A file's bytes are on the disk after an fsync of the file, its name after an fsync of its directory.
+Left out: the order of writes that keeps a run whole (`checkpoints.py`, `directory.py`).
 """
 
 import errno
@@ -14,8 +14,8 @@ from isobit.errors import IsobitError, brief
 
 
 def check_new_file(path: Path, option: str) -> None:
-    """Raise IsobitError where no file could be written at a path, which an `option` names, before
-    what it is for has been computed."""
+    """Raise IsobitError if no file can be written at a path, which an `option` names; called before
+    the contents of the file are computed."""
     said = f"{option} {brief(path, 300)}"
     if path.is_dir():
         raise IsobitError(f"{said}: a directory; give the name of a file in it")
@@ -29,8 +29,8 @@ def check_new_file(path: Path, option: str) -> None:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether something is there that is neither a file nor a directory: a rename over it would
-    remove a device."""
+    """Return whether the path is something else than a file, a directory or a link, such as a
+    device, which a rename over it would remove."""
     try:
         mode = path.lstat().st_mode
     except OSError:
@@ -39,8 +39,8 @@ def _is_special(path: Path) -> bool:
 
 
 def check_new_folder(path: Path, option: str) -> None:
-    """Raise IsobitError unless a path, which an `option` names, is free: nothing there, or an empty
-    directory, which is replaced."""
+    """Raise IsobitError unless a path, which an `option` names, is free: it does not exist, or is
+    an empty directory, which is replaced."""
     said = f"{option} {brief(path, 300)}"
     if path.is_symlink():
         raise IsobitError(f"{said}: a link; give the directory itself")
@@ -56,7 +56,7 @@ def check_new_folder(path: Path, option: str) -> None:
 
 
 def flush(path: Path) -> None:
-    """Have the disk take a file's bytes, or a directory's names."""
+    """Flush a file's bytes, or a directory's names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -65,7 +65,7 @@ def flush(path: Path) -> None:
 
 
 def flush_tree(folder: Path) -> None:
-    """Have the disk take everything in a folder, and the folder."""
+    """Flush all files in a folder, its subfolders and the folder to the disk."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
             flush(Path(parent, name))
@@ -73,8 +73,8 @@ def flush_tree(folder: Path) -> None:
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
-    """Make a directory and its parents, unless they are there. Raises OSError, which names what is
-    in their way."""
+    """Make a directory and its parents, unless they exist. Raises OSError, which names a file or
+    link in their place."""
     if not path.is_dir():
         lost = path.is_symlink() and not path.exists()
         # asked again: another process may have made it meanwhile
@@ -87,15 +87,16 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
 
 
 def put_in_place(folder: Path, to: Path) -> None:
-    """Rename a folder to `to`, which is empty or not there, when the disk has all that is in it."""
+    """Rename a folder to `to`, which is empty or does not exist, after flushing the folder's
+    contents to the disk."""
     flush_tree(folder)
     folder.rename(to)
     flush(to.parent)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that there is the old one or the new one, whole, at any moment; where it
-    cannot be written, the old one alone. Raises OSError."""
+    """Write a file so that at any moment the path has either the old file or the new one, whole; if
+    the new file cannot be written, the old one stays. Raises OSError."""
     if _is_special(path):
         raise OSError(0, "not a regular file; expected no pipe, socket or device")
     partial = path.with_name(f".{path.name}.partial")

@@ -1,8 +1,8 @@
-"""Where the files that grow are cut when a run goes on from a checkpoint, and what of them was lost
-or damaged.
+"""The lengths to which the files that grow are cut when a run goes on from a checkpoint, and the
+losses and damage in these files.
 
-Weights are sound or not by their own checksums: what became of a log costs its rows, and is said in
-a line each.
+Weights have their own checksums: a loss in a log costs only the log's rows, and gives a line of
+text.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,9 +24,9 @@ _UNPACKED = 1 << 27
 
 
 def ends(directory: Path, state: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
-    """Where each file is to be cut for a run that goes on from a checkpoint of this `state` (what
-    `RunDirectory.written` says, the `step`, and whether its metrics are `unrecorded`), and what has
-    been lost since, a line for each file."""
+    """Return the byte at which each file is cut when a run goes on from a checkpoint, and lines
+    about what the files have lost since. `state`: the checkpoint's, with the values of
+    `RunDirectory.written`, the `step`, and `unrecorded` if its metrics are not recorded yet."""
     found, lost = NOTHING_WRITTEN | state["offsets"], list[str]()
     last = state["step"] - (state.get("unrecorded") is not None)
     found[METRICS], rows = kept_until(directory / METRICS, last)
@@ -49,10 +49,10 @@ def ends(directory: Path, state: Mapping[str, Any]) -> tuple[dict[str, int], lis
 
 
 def damaged_steps(path: Path, until: int) -> list[str]:
-    """A line about the steps whose completions cannot be read any more, up to a byte; none where
-    all can. The newest `_UNPACKED` bytes are unpacked, which finds a bit that has changed; of what
-    is before them the headers are read: a long run would have nothing else to do for hours, and
-    `isobit verify` reads all of it."""
+    """Return a line about the steps before the byte `until` whose completions cannot be read; no
+    line if all can. The newest `_UNPACKED` bytes are unpacked, which finds a changed bit; of
+    earlier steps only the headers are read, since unpacking all steps of a long run would take
+    hours; `isobit verify` does that."""
     members = list(takewhile(lambda one: one.start < until, completions.members(path)))
     found, last = list[str](), -1
     for number, member in enumerate(members):
@@ -74,7 +74,7 @@ def damaged_steps(path: Path, until: int) -> list[str]:
 
 
 def _step_of(path: Path, member: completions.Member) -> int | None:
-    """The step of a member that is sound."""
+    """Return the step of a member; None if the member is damaged."""
     try:
         return int(completions.parse(completions.lines(path, member)[0])["step"])
     except (IsobitError, IndexError):
@@ -82,7 +82,7 @@ def _step_of(path: Path, member: completions.Member) -> int | None:
 
 
 def last_step(directory: Path) -> int:
-    """The last step that any file of a run has recorded; 0 if none has."""
+    """Return the last step that any file of a run has recorded; 0 if none has."""
     steps = [0]
     if exists(directory / METRICS):
         steps += [int(row["step"]) for row in read_jsonl(directory / METRICS, lambda line: None)]
@@ -90,14 +90,14 @@ def last_step(directory: Path) -> int:
     steps += [] if chain is None else chain.rows
     for member in reversed(list(completions.members(directory / COMPLETIONS))):
         step = _step_of(directory / COMPLETIONS, member)
-        steps.append(1 if step is None else step)  # it is one, though nobody can read which
+        steps.append(1 if step is None else step)  # a damaged member is a step too
         if step is not None:
             break
     return max(steps)
 
 
 def cut_short(directory: Path) -> str | None:
-    """A line where the metrics of a run on which no process works end before its newest
+    """Return a line if the metrics of a run on which no process works end before its newest
     checkpoint, or are not those of its certificate; else None."""
     path, saved = directory / METRICS, all_checkpoints(directory / CHECKPOINTS)
     if not saved or not exists(path) or in_use(directory):
@@ -118,17 +118,18 @@ def _other_metrics(path: Path, rows: Iterable[Mapping[str, Any]]) -> str | None:
 
 
 def other_completions(directory: Path) -> str | None:
-    """A line where the completions of a run are not those of its certificate; else None."""
+    """Return a line if the completions of a run are not those of its certificate; else None."""
     path, found = directory / COMPLETIONS, dict[int, str]()
     for member in completions.members(path):
-        with suppress(IsobitError, IndexError):  # a step that is damaged is said by who reads it
+        with suppress(IsobitError, IndexError):  # reading a damaged step raises elsewhere
             lines = completions.lines(path, member)
             found[int(completions.parse(lines[0])["step"])] = certificate.of_rollouts(lines)
     return _another(path, found, "rollouts")
 
 
 def _another(path: Path, found: Mapping[int, str], what: str) -> str | None:
-    """A line about the first step whose hash is not the one that the certificate has."""
+    """Return a line about the first step whose hash in `found` is not that of the certificate; None
+    if there is no such step. `what`: the name of the hash in a row of the certificate."""
     chain = certificate.read_chain(path.parent / CERTIFICATE)
     held = {} if chain is None else {step: row[what] for step, row in chain.rows.items() if step}
     other = next((step for step in found if step in held and held[step] != found[step]), None)
@@ -141,8 +142,8 @@ def _another(path: Path, found: Mapping[int, str], what: str) -> str | None:
 
 
 def row_at(path: Path, offset: int) -> tuple[dict[str, Any], int] | None:
-    """The row of metrics.jsonl that begins at a byte, and where it ends; None if no whole one
-    does."""
+    """Return the row of metrics.jsonl that begins at the byte `offset`, and the byte at which it
+    ends; None if no whole row begins there."""
     if not path.is_file():
         return None
     with path.open("rb") as file:

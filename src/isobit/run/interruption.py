@@ -1,4 +1,4 @@
-"""How a run is interrupted: by a signal, after the step that it is at."""
+"""The interruption of a run by a signal, after the current step."""
 
 import os
 import signal
@@ -8,8 +8,9 @@ from typing import Any
 
 
 class Interruption:
-    """SIGINT, SIGTERM and SIGHUP, unless it is ignored as under nohup, set a flag, which the
-    training loop reads between steps; a second signal ends the process."""
+    """A context in which SIGINT, SIGTERM and SIGHUP (unless SIGHUP is ignored, as under nohup) set
+    a flag, `signal`, that the training loop reads between steps; a second signal ends the
+    process."""
 
     def __init__(self) -> None:
         self.signal: int | None = None

@@ -252,23 +252,23 @@ has other ones, or none, in a longer run."""
 
 
 def check(metrics: Mapping[str, float]) -> None:
-    """Assert that every name is defined."""
+    """Assert that the name of every metric is defined."""
     unknown = [name for name in metrics if not _matches(name, tuple(METRICS))]
     assert not unknown, f"metrics without a definition: {unknown}"
 
 
 def member(name: str) -> str:
-    """A name that others gave, such as a tool's, as the last part of a metric's."""
+    """Return a name from elsewhere, such as a tool's, as the last part of a metric's name."""
     return re.sub(r"[^\w.-]", "_", name)
 
 
 def is_timing(name: str) -> bool:
-    """Whether a metric may differ between a run and its exact repetition."""
+    """Return whether a metric may differ between a run and its exact repetition."""
     return _matches(name, TIMINGS)
 
 
 def of_an_evaluation(name: str) -> bool:
-    """Whether a metric is measured by an evaluation, and not by the step."""
+    """Return whether a metric is measured by an evaluation, and not by the step."""
     return _matches(name, EVALUATED)
 
 
@@ -278,18 +278,18 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
 
 
 def of_the_machine(name: str) -> bool:
-    """Whether a metric is a time or memory, which differ between machines, and between numbers of
-    ranks."""
+    """Return whether a metric is a time or memory, which differ between machines and between
+    numbers of ranks."""
     return is_timing(name) or name.startswith("memory/")
 
 
 def plain(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """For JSON, which has no NaN: a value that is not finite becomes null."""
+    """Return metrics for JSON, which has no NaN: a value that is not finite becomes None (null)."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def markdown() -> str:
-    """The text of docs/metrics.md."""
+    """Return the text of docs/metrics.md."""
     rows = [
         f"| `{name}` | {meaning.replace('|', chr(92) + '|')} |" for name, meaning in METRICS.items()
     ]

@@ -1,8 +1,8 @@
-"""Whether a folder is this user's alone, with all the steps of its path: in a folder that others may
-write to, they may put another one in its place.
+"""Whether only this user may replace a folder or a step of its path: in a folder that other users
+may write to, they may put another folder in its place.
 
-A path is followed as the system does, link by link. Root and the owner of `/` may do what they
-like. Left out: groups, which are as in `ssh` of people who trust each other, and access lists.
+A path is followed as the system does, link by link. Root and the owner of `/` are trusted. Left
+out: groups, whose members are taken to trust each other, as `ssh` does, and access lists.
 """
 
 import errno
@@ -16,8 +16,8 @@ _MOST_LINKS = 40  # as Linux follows
 
 def replaceable(path: Path) -> Path | None:
     """Return the first step on the way to `path` that another user may replace, links followed;
-    None if there is none. The last one need not be there. Raises OSError where another is not, and
-    for links in a circle."""
+    None if there is no such step. The last step may be missing. Raises OSError if another step is
+    missing, and for links in a circle."""
     trusted = {0, os.getuid(), os.stat("/").st_uid}
     at, links = Path("/"), 0
     steps = deque(path.absolute().parts[1:])

@@ -1,5 +1,6 @@
-"""What the environment of a process says: folders of the user's, in which isobit keeps what is no
-run, and numbers. Left out: what is kept there, and who may write to it (`own_folder.py`)."""
+"""Settings from a process's environment: numbers, and the user's folders for files of isobit that
+do not belong to a run. Left out: the contents of these folders, and which users may write to them
+(`own_folder.py`)."""
 
 import os
 import tempfile
@@ -9,10 +10,10 @@ from isobit.errors import IsobitError, brief
 
 
 def folder_of_user(variable: str, *inside: str) -> Path:
-    """Return $`variable`, or the folder `inside` the home directory, or where that can be neither
-    found nor made, as in a container for a user that its system does not know, the same in a
-    folder of this user's under the temporary directory. Raises IsobitError where nothing at all can
-    be written."""
+    """Return the folder that the environment variable `variable` names; without it, the folder
+    `inside` the home directory. If that can be neither written nor made, as in a container whose
+    system does not know the user, return the folder `inside` this user's folder under the temporary
+    directory. Raises IsobitError if there is no temporary directory either."""
     if given := os.environ.get(variable):
         return Path(given)
     folder = in_home(*inside)
@@ -20,7 +21,7 @@ def folder_of_user(variable: str, *inside: str) -> Path:
 
 
 def in_home(*inside: str) -> Path | None:
-    """Return a folder in the home directory; None where that is not known."""
+    """Return the folder `inside` the home directory; None if the home directory is not known."""
     try:
         home = Path.home()
     except RuntimeError:
@@ -29,8 +30,8 @@ def in_home(*inside: str) -> Path | None:
 
 
 def in_temporary(variable: str, *inside: str) -> Path:
-    """Return a folder in that of this user's under the temporary directory. Raises IsobitError
-    where there is none."""
+    """Return the folder `inside` this user's folder under the temporary directory. Raises
+    IsobitError, which names `variable`, if there is no temporary directory."""
     try:
         return Path(tempfile.gettempdir(), f"isobit-{os.getuid()}", *inside)
     except OSError:
@@ -41,7 +42,7 @@ def in_temporary(variable: str, *inside: str) -> Path:
 
 
 def writable(folder: Path) -> bool:
-    """Return whether this user may write to a folder, or make it where it is not there."""
+    """Return whether this user may write to a folder, or make it if it does not exist."""
     try:
         while not folder.exists() and folder != folder.parent:
             folder = folder.parent
@@ -51,8 +52,8 @@ def writable(folder: Path) -> bool:
 
 
 def number_in(variable: str) -> int:
-    """The whole number in an environment variable; 0 where it is not set. Raises IsobitError for
-    what is none."""
+    """Return the whole number in an environment variable; 0 if the variable is not set. Raises
+    IsobitError for a value that is not a whole number."""
     given = os.environ.get(variable) or "0"
     if not given.isascii() or not given.isdecimal():
         raise IsobitError(

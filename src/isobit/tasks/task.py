@@ -1,5 +1,5 @@
-"""`Task`: examples to train on and to hold out, how they are scored, and what a supervised warm
-start learns from.
+"""`Task`: examples to train on and to hold out, the rewards that score them, and the column that a
+supervised warm start learns from.
 
 A task's options are a frozen dataclass (`isobit.options`).
 """
@@ -104,13 +104,14 @@ class TaskSettings:
         "options of a built-in task, such as digits of arithmetic or instruction of gsm8k",
     ] = field(default_factory=dict)
     seed: NotAnOption[int] = 0
-    """The run's, which decides the order of training examples and nothing else. Which examples
-    there are, and which are held out, depends on the option `seed` of the task, so that runs of
-    different seeds share one held-out split."""
+    """The seed of the run, which decides the order of training examples and nothing else. The
+    examples, and the choice of those held out, depend on the option `seed` of the task, so that
+    runs of different seeds share one held-out split."""
     rows: NotAnOption[Mapping[str, Sequence[Mapping[str, Any]]]] = field(default_factory=dict)
     """Rows given as objects, by the path that stands for them."""
     supervised: NotAnOption[bool] = False
-    """The rows hold right answers, in any of the columns that `data/given_rows.py` knows."""
+    """Whether the rows hold right answers, in any of the columns that `data/given_rows.py`
+    knows."""
 
     def __post_init__(self) -> None:
         for key in ("path", "held_out_path"):
@@ -136,12 +137,12 @@ class TaskSettings:
 
 @dataclass(frozen=True)
 class Task:
-    """A loaded task. `rewards` are its own, used where the user names none (a user's file has
-    none).
+    """A loaded task. `rewards`: the task's own rewards, used if the user names none (a user's file
+    has none).
 
     `gold`: the column with the right completion, which supervised training learns, or None.
     `alphabet`: every character of prompts and right completions, for a character tokenizer, or None
-    where the text is open.
+    if the text is open.
     """
 
     name: str
@@ -164,19 +165,19 @@ _Options = TypeVar("_Options")
 
 
 def task_options(schema: type[_Options], settings: TaskSettings) -> _Options:
-    """The task's own options, as its frozen dataclass. Raises IsobitError for a wrong name, type or
-    value."""
+    """Return the options of a task as its frozen dataclass `schema`. Raises IsobitError for a wrong
+    name, type or value."""
     return read(schema, settings.options, ("task", "options"))
 
 
 def alphabet_of(characters: str) -> str:
-    """Each character once, in the order in which they first come."""
+    """Return each of the characters once, in the order in which they first come."""
     return "".join(dict.fromkeys(characters))
 
 
 def refuse_file_settings(settings: TaskSettings) -> None:
-    """A task that makes its own data has no use for the settings of a file: raise IsobitError if
-    one is given."""
+    """Raise IsobitError if a setting of a data file is given, which a task that makes its own data
+    cannot use."""
     unused = TaskSettings()
     for name in (
         "path",
@@ -197,7 +198,8 @@ def refuse_file_settings(settings: TaskSettings) -> None:
 
 
 def held_out_size(settings: TaskSettings, default: int) -> int:
-    """The size of the held-out split. Raises IsobitError when negative."""
+    """Return the number of examples of the held-out split. Raises IsobitError if it is
+    negative."""
     size = default if settings.held_out_size is None else settings.held_out_size
     if size < 0:
         raise IsobitError(f"task.held_out_size must be at least 0, got {size}")
@@ -205,8 +207,8 @@ def held_out_size(settings: TaskSettings, default: int) -> int:
 
 
 def draws_of(seed: int, stream: int = SPLIT_STREAM) -> Iterator[int]:
-    """Philox words without end, others for each stream. Modulo a small bound their bias is below
-    2^-40."""
+    """Yield Philox words without end, different ones for each stream. Modulo a small bound their
+    bias is below 2^-40."""
     size = 1 << 14
     start = 0
     while True:

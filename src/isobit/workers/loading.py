@@ -1,8 +1,8 @@
-"""What a user names, found and imported in a worker: `path/to/file.py:name` or
-`package.module:name`; and what it raised, in one line.
+"""The import of objects that a user names, `path/to/file.py:name` or `package.module:name`, in a
+worker; and errors of their code in one line.
 
-A file is imported under a name of its own, and may import its neighbours. Left out: what the thing
-found must be, which its user checks.
+A file is imported under a module name made for it, and may import its neighbours. Left out: the
+required type of the object, which the caller checks.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ from typing import Any
 from isobit.data.foreign import exists
 from isobit.errors import IsobitError, brief, listed
 
-# Frames that say nothing to the author of a function: the import system, and its callers here. What
-# is below `rewards/named` is a reward's own code.
+# Frames that do not help the author of a function: the import system, and the callers in isobit.
+# Files below `rewards/named` are a reward's own code.
 _ISOBIT = os.path.dirname(os.path.dirname(__file__))
 _OURS = (
     "workers/",
@@ -45,13 +45,14 @@ _MACHINERY = (
 
 
 _MODULE = re.compile(r"^(?:isobit\.[a-z_.]+\.|isobit_reward_\w+_[0-9a-f]{8}\.)")
-"""The module of a class that is isobit's, or of the file that it imported."""
+"""The module of a class of isobit, or of a file that isobit imported."""
 _ENVIRON = ("<frozen os>", os.__file__)
 
 
 def split_reference(reference: str, what: str = "reward function") -> tuple[str, str]:
-    """(file or module, function) of `path/to/file.py:function` or `package.module:function`; `what`
-    it is, in errors."""
+    """Return (file or module, function) of `path/to/file.py:function` or
+    `package.module:function`. `what`: the word for the reference in errors. Raises IsobitError for
+    another text."""
     home, colon, function = reference.rpartition(":")
     named = home.endswith(".py") or all(part.isidentifier() for part in home.split("."))
     if not colon or not named or not function.isidentifier():
@@ -63,8 +64,8 @@ def split_reference(reference: str, what: str = "reward function") -> tuple[str,
 
 
 def check_reference(reference: str, what: str = "reward function") -> tuple[str, str]:
-    """`split_reference`, without importing anything. Raises IsobitError also for a file that is not
-    there."""
+    """Return a reference as `split_reference` does, without importing anything. Raises IsobitError
+    also for a file that does not exist."""
     home, function = split_reference(reference, what)
     if home.endswith(".py") and not (exists(Path(home)) and Path(home).is_file()):
         raise IsobitError(f"{what} {brief(reference, 300)!r}: no file {home}")
@@ -72,8 +73,8 @@ def check_reference(reference: str, what: str = "reward function") -> tuple[str,
 
 
 def find_function(reference: str, what: str = "reward function") -> tuple[Callable[..., Any], str]:
-    """(the function that a reference names, its file), imported. Raises IsobitError for whatever
-    goes wrong on the way; `what` it is, in errors."""
+    """Import and return (the function that a reference names, its file). `what`: the word for the
+    reference in errors. Raises IsobitError for every error on the way."""
     function, file = find_object(reference, what, "function")
     if not callable(function) or isinstance(function, type):
         home, name = split_reference(reference, what)
@@ -85,7 +86,8 @@ def find_function(reference: str, what: str = "reward function") -> tuple[Callab
 
 
 def find_object(reference: str, what: str, kind: str) -> tuple[Any, str]:
-    """(what a reference names, its file), imported; of any kind, which only errors name."""
+    """Import and return (the object that a reference names, its file). The object may be of any
+    type; `kind`: the word for it in errors. Raises IsobitError for every error on the way."""
     home, name = check_reference(reference, what)
     try:
         module = _import_file(Path(home)) if home.endswith(".py") else _import_module(home)
@@ -108,8 +110,8 @@ def find_object(reference: str, what: str, kind: str) -> tuple[Any, str]:
 
 
 def last_line(error: BaseException, file: str) -> str:
-    """The last line of the traceback, with the place in `file` that it came from, else the
-    innermost place."""
+    """Return the last line of an error's traceback, with the place in `file` where it arose, or
+    else the innermost place outside of isobit and the import system."""
     if isinstance(error, SyntaxError):
         place = f"{os.path.basename(error.filename or file)}, line {error.lineno}"
         return f"{type(error).__name__}: {error.msg} ({place})"
@@ -126,14 +128,14 @@ def last_line(error: BaseException, file: str) -> str:
 
 
 def lacks_variable(error: BaseException) -> bool:
-    """Return whether an error says that an environment variable was looked for in vain."""
+    """Return whether an error says that an environment variable is not set."""
     frames = traceback.extract_tb(error.__traceback__)
     return isinstance(error, KeyError) and bool(frames) and frames[-1].filename in _ENVIRON
 
 
 def _of_variable(error: BaseException) -> str:
-    """Say which environment variable was looked for in vain, where that is what an error, or one
-    that it was made of, is about (`variables.hint`)."""
+    """Return the end of a message (read by `variables.hint`) for an error that says that an
+    environment variable is not set, or that was caused by such an error; else an empty text."""
     cause: BaseException | None = error
     for _ in range(8):
         if cause is None:

@@ -1,9 +1,10 @@
-"""The environment of workers' processes: small, and named where a user's code fails for want of a
-variable.
+"""The environment variables of workers' processes: few, and named in the message if a user's code
+fails because it lacks one.
 
-It holds what finds programs, libraries and the network (PATH, proxies, certificates), what an
-option such as `rewards.environment` names, and no hash randomization: a key of a judge is passed on where that is
-asked, and to nothing else. Left out: the environment of programs that a model wrote (`sandbox/`).
+A worker has the variables with which programs, libraries and the network are found (PATH, proxies,
+certificates), those that an option such as `rewards.environment` names, and no hash randomization:
+a key of a judge is passed on only to workers whose option names it. Left out: the environment of
+programs that a model wrote (`sandbox/`).
 """
 
 import os
@@ -35,7 +36,7 @@ _KEY = re.compile(r"(?:_KEY|_TOKEN|_SECRET|_PASSWORD)$")
 
 
 def environment(names: Sequence[str]) -> dict[str, str]:
-    """The variables that a worker's process gets; `names`: those besides the usual
+    """Return the variables that a worker's process gets; `names`: those in addition to the usual
     ones."""
     kept = {name: os.environ[name] for name in (*PASSED_ON, *names) if name in os.environ}
     kept.update({name: value for name, value in os.environ.items() if name.startswith("LC_")})
@@ -45,8 +46,8 @@ def environment(names: Sequence[str]) -> dict[str, str]:
 
 
 def check_names(names: Sequence[str], option: str = OF_REWARDS) -> None:
-    """Raise IsobitError for what is no variable's name; say on stderr which of them are not set
-    here, since whoever named them counts on them."""
+    """Raise IsobitError for a text that is not the name of a variable; print a warning on stderr
+    for each variable that is not set here, since its user counts on it."""
     for name in names:
         if not _NAME.fullmatch(name):
             raise IsobitError(
@@ -63,8 +64,9 @@ def hint(
     here: Mapping[str, str] = os.environ,
     option: str = OF_REWARDS,
 ) -> str:
-    """The end of a message about a function that failed, where it seems to lack a variable; else
-    empty. `option`: where more `names` are given."""
+    """Return the end of a message about a function that failed, if it seems to lack a variable;
+    else an empty text. `names`: the variables that are passed on already in addition to the usual
+    ones; `here`: the variables of this process; `option`: the option that gives more names."""
     passed = {*PASSED_ON, *names}
     held_back = sorted(name for name in here if name not in passed and not name.startswith("LC_"))
     words, looked_for = set(_NAME.findall(error)), set(_LOOKED_FOR.findall(error))

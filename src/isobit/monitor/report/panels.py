@@ -1,4 +1,4 @@
-"""Which charts a report has, by section. A chart whose metrics a run does not have is left out."""
+"""The charts of a report, by section. A chart whose metrics a run does not have is left out."""
 
 from isobit.monitor.report.charts import Panel
 from isobit.monitor.report.series import Series, points
@@ -233,12 +233,12 @@ COST = (
 
 ALL = (*OUTCOME, *LEARNING, *TURNS, MISMATCH_FIGURE, *MISMATCH, *QUANTIZATION, *COST)
 DERIVED = ("mismatch/token_mult_prob_error-1", "mismatch/differing_fraction")
-"""Metrics that a report makes of a row's (`with_derived`)."""
+"""Metrics that a report computes from the metrics of a row (`with_derived`)."""
 POSITIONS = "mismatch/kl_k3_from_"
 
 
 def with_derived(row: dict[str, float | None]) -> dict[str, float | None]:
-    """A row of metrics.jsonl with DERIVED, where it has what they are made of."""
+    """Return a row of metrics.jsonl with those metrics of DERIVED that its metrics allow."""
     error = row.get("mismatch/token_mult_prob_error")
     differing, compared = (row.get(f"mismatch/{name}_tokens") for name in ("differing", "compared"))
     found = dict(row)
@@ -250,8 +250,8 @@ def with_derived(row: dict[str, float | None]) -> dict[str, float | None]:
 
 
 def by_position(run: Series) -> Series:
-    """The run's BY_POSITION: a row for each power of two, its place in the completion, in place of
-    a step."""
+    """Return the run's series for BY_POSITION: a row for each power of two, whose `step` is that
+    position in the completion."""
     names = {name for row in run.rows for name in row if name.startswith(POSITIONS)}
     known = [name for name in names if name.removeprefix(POSITIONS).isdecimal()]
     values = {int(name.removeprefix(POSITIONS)): points(run.rows, name)[1] for name in known}

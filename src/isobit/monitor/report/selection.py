@@ -1,8 +1,8 @@
 """The completions that a page shows: their choice, within a byte budget, and their tokens.
 
-If not all fit: steps evenly spread from first to last, of each the best, the worst, and others
-evenly spread. Token texts come from the tokenizer of the run's newest checkpoint; without one a
-completion is shown without tokens.
+If not all fit, a page shows steps evenly spread from first to last, and of each step the best
+completion, the worst, and others evenly spread. Token texts come from the tokenizer of the run's
+newest checkpoint; without a tokenizer a completion is shown without tokens.
 """
 
 import json
@@ -18,7 +18,7 @@ from isobit.monitor.report.rollouts import RolloutIndex
 from isobit.run.completions import conversation
 from isobit.run.directory import CHECKPOINTS
 
-_STEP_ROWS = 8  # shown of a step, at least, before further steps are
+_STEP_ROWS = 8  # the least rows of a step before rows of further steps
 _LONGEST_PROMPT, _LONGEST_TEXT, _MOST_TOKENS = 4000, 8000, 2000
 _CONTEXT = 6  # tokens before the completion that its first token's text may depend on
 
@@ -26,10 +26,11 @@ Data = dict[str, Any]
 
 
 def sample_completions(rollouts: RolloutIndex, directory: Path, budget: int) -> Data:
-    """For the page's browser: `rows`, and `prompts` and `pieces` (token texts) that rows refer to
-    by number; `total` is how many completions there are, `steps` of how many steps; `recorded`:
-    whether their tokens are, which held-out completions' are not. About `budget` bytes as JSON, at
-    most."""
+    """Return the completions for a page's browser, at most about `budget` bytes as JSON: `rows`,
+    and `prompts` and `pieces` (token texts) that rows refer to by number; `special`: the numbers of
+    special tokens' texts; `total`: the number of all completions; `steps`: the number of their
+    steps; `recorded`: whether the tokens of the rows are recorded, which those of held-out
+    completions are not."""
     tokens, prompts = _Pieces(directory), _Numbered()
     rows: list[Data] = []
     spent, recorded = 0, False
@@ -58,7 +59,8 @@ def sample_completions(rollouts: RolloutIndex, directory: Path, budget: int) -> 
 
 
 def coarse_to_fine(items: Sequence[int]) -> Iterator[int]:
-    """All items: the ends first, then the middle of what is between, and so on."""
+    """Yield all items: the two ends first, then the middle between them, then the middles of both
+    halves, and so on."""
     seen: set[int] = set()
     parts = 1
     while len(seen) < len(items):
@@ -71,7 +73,7 @@ def coarse_to_fine(items: Sequence[int]) -> Iterator[int]:
 
 
 def _places(rollouts: RolloutIndex, budget: int) -> list[int]:
-    """Places of rows in the order in which they are wanted."""
+    """Return the places of rows, those to be shown first at the front."""
     if not rollouts.steps:
         return []
     # a row of the page takes about half of its line in the file, unpacked
@@ -87,8 +89,8 @@ def _places(rollouts: RolloutIndex, budget: int) -> list[int]:
 
 
 def best_worst_and_between(rewards: Sequence[float], count: int) -> list[int]:
-    """Which `count` completions of a step to show, by number: the best, the worst, and others
-    evenly spread. A NaN is no reward."""
+    """Return the numbers of `count` completions of a step to show: the best, the worst, and others
+    evenly spread. A NaN is not counted as a reward."""
     scored = [i for i, reward in enumerate(rewards) if not math.isnan(reward)]
     order = (
         [max(scored, key=rewards.__getitem__), min(scored, key=rewards.__getitem__)]
@@ -136,7 +138,8 @@ def _row(row: Mapping[str, Any], prompts: "_Numbered", tokens: "_Pieces") -> Dat
 
 
 def _text(row: Mapping[str, Any]) -> str:
-    """What a completion without tokens says: all turns of an episode, and what was asked of it."""
+    """Return the text of a completion without tokens: all messages of an episode, or else the
+    completion's text."""
     episode = row.get("episode")
     messages = episode.get("messages") if isinstance(episode, dict) else None
     if isinstance(messages, list) and messages:
@@ -145,7 +148,8 @@ def _text(row: Mapping[str, Any]) -> str:
 
 
 def _happened(episode: Any) -> str | None:
-    """Turns and calls of tools of an episode, in words."""
+    """Return the numbers of turns and of calls of tools of an episode, in words; None for a value
+    that is not a recorded episode."""
     if not isinstance(episode, dict) or type(turns := episode.get("turns")) is not int:
         return None
     uses = episode.get("uses")
@@ -173,7 +177,8 @@ class _Numbered:
         self._numbers: dict[tuple[str, bool], int] = {}
 
     def number(self, text: str, special: bool = False) -> int:
-        """The text's number; a special token's name is another text than the same characters."""
+        """Return the text's number, a new one for a new text; the name of a special token has
+        another number than the same characters."""
         if (text, special) not in self._numbers:
             self._numbers[text, special] = len(self.texts)
             self.texts.append(text)
@@ -181,8 +186,8 @@ class _Numbered:
 
 
 class _Pieces:
-    """Token ids to the texts that they add one after the other, numbered; `special` are numbers of
-    special tokens."""
+    """The numbered texts that token ids add one after the other; `special`: the numbers of special
+    tokens' texts."""
 
     def __init__(self, directory: Path) -> None:
         self.numbered, self.special = _Numbered(), set[int]()
@@ -193,10 +198,10 @@ class _Pieces:
         }
 
     def of(self, prompt: Sequence[int], completion: Sequence[int]) -> list[int] | None:
-        """The numbers of a completion's token texts; None without a tokenizer.
+        """Return the numbers of a completion's token texts; None without a tokenizer.
 
-        A token's text is what it adds to the text before. Of tokens that make a character only
-        together, the last one has it, and the others are empty.
+        A token's text is the text that it adds to the text before it. If several tokens make one
+        character together, the last one has the character, and the texts of the others are empty.
         """
         if self._tokenizer is None:
             return None
@@ -223,6 +228,6 @@ def _tokenizer(directory: Path) -> Tokenizer | None:
         try:
             check_readable(path)
             return Tokenizer.from_file(str(path))
-        except Exception:  # tokenizers raises plain Exception; the page then does without
+        except Exception:  # tokenizers raises plain Exception; the page has no tokens then
             continue
     return None

@@ -15,8 +15,8 @@ Line = Callable[[MetricRows], str]
 
 
 def about(config: str) -> str:
-    """What a run was, in a line: what its configuration says of model, task, algorithm and
-    precision."""
+    """Return a line about a run: the model, task, algorithm, precision, seed and rank of an adapter
+    in its configuration."""
     found = flattened(config, CONFIG)
     names = (
         "model.path",
@@ -34,7 +34,8 @@ def about(config: str) -> str:
 
 
 def _span(*metrics: str) -> Line:
-    """From the first value to the mean of the last tenth, of the first metric that there is."""
+    """Return a line that shows the first value and the mean of the last tenth, for the first of the
+    metrics that a run has."""
 
     def line(rows: MetricRows) -> str:
         values = next(filter(None, (points(rows, name)[1] for name in metrics)), [])
@@ -67,7 +68,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 _WIDE = 24
-"""Characters of a figure that takes the room of two."""
+"""The most characters of a figure of single width; a longer one takes the room of two."""
 _LINES: tuple[tuple[str, Line], ...] = (
     ("steps", _single("step", max)),
     ("reward, first step → last tenth", _span("reward/mean")),
@@ -86,13 +87,13 @@ _LINES: tuple[tuple[str, Line], ...] = (
 
 
 def headline(runs: Sequence[Series]) -> str:
-    """The one sentence that people come for, of each run; and a warning of each that learned
-    nothing."""
+    """Return as HTML, for each run, the sentence about tokens that differ between rollout and
+    learner, after a warning if the run's newest steps taught nothing."""
     return "".join(_no_progress(run, len(runs) > 1) + _headline(run, len(runs) > 1) for run in runs)
 
 
 def summary(runs: Sequence[Series]) -> str:
-    """A table with a column per run; of a single run, figures side by side."""
+    """Return as HTML a table with a column for each run; for a single run, figures side by side."""
     cells = [["", *(run.name for run in runs)]]
     for name, line in _LINES:
         values = [line(run.rows) for run in runs]
@@ -109,7 +110,8 @@ def summary(runs: Sequence[Series]) -> str:
 
 
 def _no_progress(run: Series, several: bool) -> str:
-    """Where the run stands: how its newest steps taught nothing."""
+    """Return as HTML a warning that the run's newest steps taught nothing; empty if they taught
+    something."""
     verdict = reduce(NoProgress.after, run.rows, NoProgress()).verdict
     name = f"{escaped(run.name)}: " if several else ""
     return "" if verdict is None else f"<p class='headline bad'>{name}{escaped(verdict)}.</p>"
@@ -136,7 +138,7 @@ def _headline(run: Series, several: bool) -> str:
             f"bits{where}.</p>"
         )
     _, errors = points(run.rows, "mismatch/token_mult_prob_error")
-    # a ratio that overflows is no number in the metrics
+    # a ratio that overflows is null in the metrics
     largest = f"; largest mean probability ratio error {max(errors):.4f}" if errors else ""
     return f"<p class='headline'>{total}{largest}.</p>"
 

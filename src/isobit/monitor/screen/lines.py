@@ -1,6 +1,6 @@
-"""What of a run is shown beside its progress: declared once, for the screen, the line that a run
-without a terminal prints, and a result in a notebook. A kind of run shows the lines whose metrics
-it has.
+"""The metrics of a run that are shown next to its progress: declared once, for the screen, for the
+line that a run without a terminal prints, and for a result in a notebook. A kind of run shows the
+lines whose metrics it has.
 """
 
 from collections.abc import Iterator
@@ -12,9 +12,11 @@ from isobit.run.metrics import SUPERVISED_LOSSES
 
 @dataclass(frozen=True)
 class Line:
-    """`names`: of the metrics, of which the first that the run has is shown; `note`: what stands
-    beside it, and of which metric; `said`: how it is said in a line, None if it is not. `zero`: a
-    metric that is 0 throughout is shown; if it is a name, where the run does not have this one."""
+    """A line with the newest value of a metric. `names`: metrics, of which the first that the run
+    has is shown; `note`: the format of the note next to the value, and the metric that the note
+    shows; `said`: the format of the value in a line of text, None if the line leaves it out.
+    `zero`: whether a metric that is 0 throughout is shown; the name of a metric: it is shown if the
+    run does not have that metric."""
 
     label: str
     names: tuple[str, ...]
@@ -24,7 +26,7 @@ class Line:
     zero: bool | str = True
 
     def name(self, history: History) -> str | None:
-        """The metric that is shown of a run, or None."""
+        """Return the name of the metric that is shown of a run, or None."""
         name = next((name for name in self.names if history.values(name)), None)
         if name is None or any(history.values(name)):
             return name
@@ -32,7 +34,8 @@ class Line:
         return name if zero else None
 
     def note_of(self, history: History, name: str) -> str:
-        """What stands beside the metric; empty where the run does not have it."""
+        """Return the note next to the metric `name`; empty if the line has no note, or the run does
+        not have the note's metric, or the note's metric is `name` itself."""
         value = None if self.note is None or self.note[1] == name else history.last(self.note[1])
         return "" if value is None or self.note is None else self.note[0].format(value)
 
@@ -79,7 +82,7 @@ LINES = (
         "accuracy {:.3f}",
     ),
 )
-"""What a run is made for, the most important first."""
+"""The lines about the aim of a run, the most important first."""
 WORK = (
     Line(
         "tokens/s",
@@ -98,20 +101,20 @@ WORK = (
         zero=False,
     ),
 )
-"""How it works, of any run."""
+"""The lines about the work of a run of any kind."""
 
 
 def lines_of(
     history: History, lines: tuple[Line, ...] = (*LINES, *WORK)
 ) -> Iterator[tuple[Line, str]]:
-    """The lines that a run has, each with its metric."""
+    """Yield the lines that a run has, each with the name of its metric."""
     for line in lines:
         if (name := line.name(history)) is not None:
             yield line, name
 
 
 def said(history: History, lines: tuple[Line, ...]) -> list[str]:
-    """The newest values, for a line of text."""
+    """Return the newest values of the run's metrics in words, for a line of text."""
     return [
         line.said.format(history.last(name))
         for line, name in lines_of(history, lines)

@@ -18,7 +18,7 @@ from isobit.monitor.screen.lines import LINES, WORK, lines_of, said
 
 BARS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 32
-_NOTES_FROM = 76  # columns: a narrower terminal has no room beside the sparklines
+_NOTES_FROM = 76  # columns: a narrower terminal has no room next to the sparklines
 _PHASE_STYLES = {
     "rollout": "blue",
     "score": "yellow",
@@ -30,12 +30,12 @@ _SOFT = "bright_black"
 _LEAST_SPARK = len("exactly zero")
 _GAP = 2
 _Row = tuple[str, str | Text, str | Text, str]
-"""A label, its value, the metric of the sparkline or what stands in its place, and a note."""
+"""A label, its value, the metric of the sparkline or a text in its place, and a note."""
 
 
 def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
-    """The values as bars between their smallest and largest; more than `width` are averaged in even
-    parts."""
+    """Return the values as bars between the smallest and the largest value; more than `width`
+    values are averaged in even parts."""
     if not values:
         return ""
     if len(values) > width:
@@ -50,7 +50,7 @@ def sparkline(values: Sequence[float], width: int = SPARK_WIDTH) -> str:
 
 
 def clock(seconds: float | None) -> str:
-    """3:07, or 2:03:07 from an hour on."""
+    """Return seconds as text: 3:07, 2:03:07 from an hour on, or -:-- for None."""
     if seconds is None:
         return "-:--"
     minutes, rest = divmod(int(seconds), 60)
@@ -59,13 +59,13 @@ def clock(seconds: float | None) -> str:
 
 
 def plain(text: str) -> str:
-    """One line without control characters, which a terminal would obey."""
+    """Return a text as one line without control characters, which a terminal would obey."""
     return "".join(c if c.isprintable() else "⏎" if c == "\n" else " " for c in text)
 
 
 def screen(history: History, width: int, height: int) -> RenderableType:
-    """The whole view, at most `width` columns and `height` lines; what matters least is left out
-    first."""
+    """Return the whole view, at most `width` columns and `height` lines; the least important lines
+    are left out first."""
     header = _header(history, width)
     rows = _metrics(history, width)
     parts: list[RenderableType] = [header, _progress(history, width)]
@@ -85,8 +85,8 @@ def screen(history: History, width: int, height: int) -> RenderableType:
 
 
 def _ranks(history: History, width: int) -> list[Text]:
-    """A line for each of several ranks; the one that has been longest in its phase is marked: the
-    others may wait for it."""
+    """Return a line for each of several ranks. The rank that has been in its phase for the longest
+    time is marked, since the others may wait for it."""
     if not history.ranks:
         return []
     now, oldest = time.time(), min(beat["since"] for beat in history.ranks)
@@ -108,7 +108,7 @@ def _ranks(history: History, width: int) -> list[Text]:
 
 
 def summary(history: History) -> str:
-    """The few numbers worth a glance, in one line."""
+    """Return the most important numbers of a run in one line."""
     differing = history.last("mismatch/differing_tokens")
     parts = [
         f"step {history.step}/{history.total}",
@@ -122,7 +122,8 @@ def summary(history: History) -> str:
 
 
 def _differing(history: History) -> str:
-    """Of the step, if all of its tokens are compared, else of the run, with how many that were."""
+    """Return a format for the tokens that differ: those of the step if all tokens are compared,
+    else those of the run with the number of compared tokens."""
     differing, compared, comparable = _compared(history)
     if compared >= comparable:
         return "differing tokens {:,.0f}"
@@ -130,7 +131,8 @@ def _differing(history: History) -> str:
 
 
 def _compared(history: History) -> tuple[float, float, float]:
-    """Tokens that differ, of those compared, of those that could have been."""
+    """Return the numbers of tokens of a run that differ, that were compared, and that could have
+    been compared."""
     differing, compared, comparable = (
         history.total_of(f"mismatch/{name}_tokens")
         for name in ("differing", "compared", "comparable")
@@ -162,8 +164,8 @@ def _progress(history: History, width: int) -> Text:
 
 
 def _metrics(history: History, width: int) -> Table:
-    """A row of each line: its value is never cut; a sparkline gives room to the notes, and they are
-    cut last."""
+    """Return a table with a row for each line. Values are never cut; a sparkline gives room to the
+    notes, which are cut only when the sparkline is shortest."""
     rows: list[_Row] = [
         (line.label, line.form.format(history.last(name)), name, line.note_of(history, name))
         for line, name in lines_of(history)
@@ -187,7 +189,8 @@ def _metrics(history: History, width: int) -> Table:
 
 
 def _turns(history: History) -> _Row | None:
-    """Of episodes with environments."""
+    """Return the row about turns, calls of tools and problems of episodes with environments; None
+    without such episodes."""
     if (turns := history.last("env/turns")) is None:
         return None
     calls, failed = (history.last(f"tools/{name}_frequency") for name in ("call", "failure"))
@@ -239,8 +242,8 @@ def _phases(history: History, width: int) -> Text | None:
 
 
 def _tools(history: History, width: int) -> Text | None:
-    """Of each tool the calls and failures an episode in the last step, and its seconds; those that
-    took longest first."""
+    """Return a line with each tool's seconds and share of failed calls in the last step, the tool
+    that took longest first; None without tools."""
     tools = history.members("tools/call_frequency/")
     if not tools:
         return None

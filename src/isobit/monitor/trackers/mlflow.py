@@ -1,9 +1,9 @@
 """MLflow: a server's address, a database, or plain files in the run directory.
 
-Plain files need nothing but the client; MLflow asks to be told that they are wanted
-(MLFLOW_ALLOW_FILE_STORE). There `tools/call_frequency/add` is called `tools/call_frequency.add`, for
-`tools/call_frequency` is a file. A row is written metric by metric there, so a run that goes on asks for
-the last step of each.
+Plain files need only MLflow's client, and a variable that allows them (MLFLOW_ALLOW_FILE_STORE).
+There `tools/call_frequency/add` is called `tools/call_frequency.add`, since `tools/call_frequency`
+is a file. A row is written metric by metric there, so a run that goes on reads the last step of
+each metric.
 """
 
 import importlib.util
@@ -22,18 +22,19 @@ _MOST_PARAMETERS = 100  # MLflow's limit of one call
 _LONGEST_VALUE = 6000
 _LONGEST_NAME = 120  # bytes; MLflow takes 250 characters, and a file's name has at most 255 bytes
 _STEMS = sorted((name[:-2] for name in METRICS if name.endswith("/*")), key=len, reverse=True)
-"""Of families of metrics, those inside others first."""
+"""The names of families of metrics, without `/*`; a family inside another comes first."""
 _STATUS = {0: "FINISHED", 130: "KILLED", 143: "KILLED", 137: "KILLED"}
 
 
 class MLflow:
-    """Metrics, the config's values as parameters, completions as JSON artifacts."""
+    """The tracker that sends metrics, the config's values as parameters, and completions as JSON
+    artifacts to MLflow."""
 
     def __init__(self) -> None:
         self._last: dict[str, int] = {}
 
     def check(self, settings: Mapping[str, Any]) -> None:
-        """Raises IsobitError for a database where only the client of MLflow is installed."""
+        """Raise IsobitError for a database if only the client of MLflow is installed."""
         uri = settings["uri"] or os.environ.get("MLFLOW_TRACKING_URI") or ""
         if (
             re.match(r"(sqlite|mysql|postgresql|mssql)\b", uri)
@@ -44,7 +45,7 @@ class MLflow:
             )
 
     def open(self, run: TrackedRun) -> Opened:
-        """Begin the run, or go on with the one whose id was kept."""
+        """Begin a run in MLflow, or go on with the run whose id was kept."""
         uri = run.settings["uri"] or os.environ.get("MLFLOW_TRACKING_URI")
         if uri is None:
             uri = run.directory.resolve().as_uri()
@@ -61,8 +62,8 @@ class MLflow:
             for name in names:
                 history = self._client.get_metric_history(self._run_id, name)
                 self._last[name] = max(metric.step for metric in history)
-            # the row of the last step may be in part: it is given again, and `log` leaves out what
-            # is there
+            # the row of the last step may be incomplete: it is given again, and `log` leaves out
+            # the metrics that are there
             return Opened(max(self._last.values(), default=0) - 1, run.kept)
         experiment = self._client.get_experiment_by_name(run.project)
         number = (
@@ -78,7 +79,7 @@ class MLflow:
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One batch a row."""
+        """Send the metrics of a step as one batch; metrics that were sent before are left out."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -91,20 +92,20 @@ class MLflow:
         self._client.log_batch(self._run_id, metrics=rows)
 
     def log_completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
-        """One artifact a step."""
+        """Send the completions of a step as one artifact."""
         table = [dict(zip(COMPLETION_COLUMNS, row)) for row in rows]
         self._client.log_dict(
             self._run_id, {"completions": table}, f"completions/step-{step:06}.json"
         )
 
     def close(self, exit_code: int) -> None:
-        """Say how the run ended."""
+        """End the run in MLflow, with the status for the process's exit code."""
         self._client.set_terminated(self._run_id, _STATUS.get(exit_code, "FAILED"))
 
 
 def metric_name(name: str) -> str:
-    """What MLflow calls a metric: each is a file there, so that none may be the folder of another,
-    and what others have named (a tool, a tag) is one part of a path."""
+    """Return the name of a metric in MLflow. Each metric is a file there, so that no metric may be
+    the folder of another, and a name from elsewhere (of a tool, a tag) is one part of a path."""
     for stem in _STEMS:
         if name.startswith(f"{stem}/"):
             member = re.sub(r"[^\w.: -]", "_", name[len(stem) + 1 :].replace("/", "."))
@@ -118,7 +119,7 @@ def metric_name(name: str) -> str:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """`key.sub` and its value as text, for every value that is not a section."""
+    """Return (`key.sub`, the value as text) for every value of a config that is not a section."""
     found: list[tuple[str, str]] = []
     for key, value in config.items():
         if isinstance(value, Mapping):

@@ -1,6 +1,7 @@
-"""The `tracking` section: which experiment trackers get a copy of a run's metrics, and how.
+"""The `tracking` section: the experiment trackers that get a copy of a run's metrics.
 
-A tracker is listed here: its library, its class, its options. Left out: what it does (its module).
+Each tracker is listed here with its library, its class and its options. Left out: the trackers
+themselves (their modules).
 """
 
 import importlib
@@ -19,9 +20,9 @@ from isobit.options.reading import OptionError
 
 @dataclass(frozen=True)
 class Entry:
-    """`library`: what is imported; `kind`: the class in `isobit.monitor.trackers.<name>`;
-    `credentials`: where they belong, if it takes any; `package`: what pip installs, if that is
-    called otherwise."""
+    """A tracker. `library`: the library that is imported; `kind`: the class in
+    `isobit.monitor.trackers.<name>`; `credentials`: the place for credentials, if the tracker takes
+    any; `package`: the package for pip, if its name is not that of the library."""
 
     library: str
     kind: str
@@ -43,16 +44,16 @@ TRACKERS = {
 
 
 _CREDENTIALS = re.compile(
-    r"://[^/?#]*:[^/?#]*@|https?://[^/?#]*@"  # of a database a name alone is none
+    r"://[^/?#]*:[^/?#]*@|https?://[^/?#]*@"  # for a database, a user's name alone is not one
     r"|[?&;#](?:[^=&;#]*(?:token|passw|pwd|secret|auth|signature|(?:api|access)[-_]?key)[^=&;#]*"
     r"|key|sig)=",
     re.IGNORECASE,
 )
-"""What in an address lets somebody in: before its host, and among its parameters."""
+"""The credentials in an address: before its host, and among its parameters."""
 
 
 def make_tracker(name: str) -> Tracker:
-    """The tracker of that name, not yet open. Raises IsobitError where its library is not
+    """Make the tracker of a name; it is not open yet. Raises IsobitError if its library is not
     installed."""
     entry = TRACKERS[name]
     if importlib.util.find_spec(entry.library) is None:
@@ -124,8 +125,8 @@ class TrackingConfig:
 
 
 def without_credentials(values: Any) -> Any:
-    """What is given for `tracking`, as it is. Raises IsobitError for credentials, which would land
-    in config.yaml."""
+    """Return the values of the `tracking` section unchanged. Raises IsobitError for credentials,
+    which would be written to config.yaml."""
     for name, entry in TRACKERS.items():
         section = values.get(name) if isinstance(values, Mapping) else None
         for key in section if isinstance(section, Mapping) else ():

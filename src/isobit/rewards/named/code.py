@@ -165,8 +165,9 @@ class Code(NamedReward):
 
 
 def examination(tests: Any, column: str) -> dict[str, Any]:
-    """What `sandbox/examiner.py` is given: the steps, the names that they take from the program, and the
-    modules that they do not import. Raises ValueError as `steps_of` does."""
+    """Return the input of `sandbox/examiner.py`: the steps, the names that they take from the
+    program, and the modules that they use without importing them. Raises ValueError as `steps_of`
+    does."""
     steps = steps_of(tests, column)
     sources = [step["source"] for step in steps]
     names, modules = names_of(sources, [s["source"] for s in steps if s["token"] is not None])
@@ -174,10 +175,10 @@ def examination(tests: Any, column: str) -> dict[str, Any]:
 
 
 def steps_of(tests: Any, column: str) -> list[dict[str, Any]]:
-    """The steps of the harness: sources, each with the number of its test, or None where it only
-    prepares.
+    """Return the steps of the examiner: sources, each with the number of its test, or None if it
+    only prepares.
 
-    Raises ValueError for tests that are no Python, or none at all.
+    Raises ValueError for tests that are not Python, and if there is no test.
     """
     if isinstance(tests, list) and all(isinstance(test, str) for test in tests):
         items = [(test, _parse(test, column).body) for test in tests]
@@ -219,8 +220,8 @@ def _parse(source: str, column: str) -> ast.Module:
 
 
 def _own_names(statements: list[ast.stmt]) -> set[str]:
-    """The names that are neither builtins nor modules: of the program, or defined by the tests; and
-    what runs their classes."""
+    """Return the names in the tests that are neither builtins nor modules: names of the program, or
+    defined by the tests; and, if the tests define classes, the names of `unittest.main`."""
     imported = {
         (alias.asname or alias.name).split(".")[0]
         for statement in statements
@@ -236,7 +237,7 @@ def _own_names(statements: list[ast.stmt]) -> set[str]:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     }
     own = read - imported - (bases & sys.stdlib_module_names) - vars(builtins).keys()
-    if any(isinstance(node, ast.ClassDef) for node in nodes):  # which it runs
+    if any(isinstance(node, ast.ClassDef) for node in nodes):  # unittest.main runs them
         own |= {"unittest.main"} | {
             alias.asname or alias.name
             for node in nodes
@@ -248,7 +249,8 @@ def _own_names(statements: list[ast.stmt]) -> set[str]:
 
 
 def _run_in(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements, with those of `if __name__ == "__main__"` in its place: tests are run as that."""
+    """Yield statements; an `if __name__ == "__main__"` is replaced by its body, since the tests run
+    as the module `__main__`."""
     for one in statements:
         if isinstance(one, ast.If) and ast.unparse(one.test) == "__name__ == '__main__'":
             yield from one.body
@@ -266,8 +268,8 @@ def _asserts(statement: ast.stmt) -> bool:
 
 
 def _calls(statement: ast.stmt, own: set[str]) -> bool:
-    """Whether it calls what could have to do with the program: something with one of these names,
-    or with an argument that has one."""
+    """Return whether a statement calls a function that may use the program: the function or an
+    argument has one of the names in `own`."""
     return not isinstance(statement, DEFINITIONS) and any(
         isinstance(node, ast.Call)
         and any(
@@ -307,8 +309,8 @@ def _input_output(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[list[
 
 
 def same_output(found: str, expected: str) -> bool:
-    """Whether two outputs have as many lines, each the same text or the same decimal numbers, white
-    space aside."""
+    """Return whether two outputs have the same number of lines, and each pair of lines the same
+    text or the same decimal numbers; white space at their ends is ignored."""
     ours, theirs = (
         [line.strip() for line in text.strip().split("\n")] for text in (found, expected)
     )
@@ -328,6 +330,6 @@ def _same_numbers(found: str, expected: str) -> bool:
 
 
 def _printed(text: str) -> str:
-    """As the cage reports a program that prints this text (`sandbox/jail.py`): one for one with the
-    bytes."""
+    """Return a text as the cage reports it if a program prints it (`sandbox/jail.py`): texts and
+    bytes correspond one to one."""
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "surrogateescape")

@@ -1,14 +1,14 @@
 """The names that tests of Python source take from the program, and the modules that they use
 without importing them.
 
-Read off the compiled tests, in the order in which they run: a name belongs to the program if the
-tests read it before they bind it, and to the tests from where they bind it on. What a function of
-the tests reads is read when the module has run, so a name that the tests bind anywhere is theirs in
-it. Builtins are never taken, except where there is no other name and all tests call the same one
-(`assert sum(1, 2) == 3`), nor are names like `__this__`.
+The names are found in the compiled tests, in the order in which they run: a name belongs to the
+program if the tests read it before they bind it, and to the tests after they bind it. A function of
+the tests reads its names when the module has run, so in a function a name that the tests bind
+anywhere belongs to the tests. Builtins are never taken, except if there is no other name and all
+tests call the same builtin (`assert sum(1, 2) == 3`); names like `__this__` are never taken.
 
-Left out: names that are only in text (`eval`, `globals()["f"]`), and what `from m import *` brings,
-which hides the program's when it is there (`sandbox/examiner.py`).
+Left out: names that are only in text (`eval`, `globals()["f"]`), and names that `from m import *`
+binds, which hide the program's names at run time (`sandbox/examiner.py`).
 """
 
 import ast
@@ -26,12 +26,12 @@ KNOWN = {"np": "numpy", "numpy": "numpy"}  # whose arrays cross, so that the tes
 
 
 def names_of(sources: Sequence[str], tests: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The names that the sources take from the program, and of others the module that each is, or
-    `module:name` of what is in one.
+    """Return the names that the sources take from the program, and for each name that means a
+    module, or an object in a module, that module or `module:name`.
 
-    A name of a module of the standard library, or of numpy, of which only attributes are used is
-    that module, whatever the program calls so; `library_names.py` has names in modules. `tests` are
-    those of the sources that score.
+    A name of a module of the standard library, or of numpy, means that module if only its
+    attributes are used, even if the program defines the name; `library_names.py` has names of
+    objects in modules. `tests`: those of the sources that score.
     """
     free = {name for name in _free(sources) if not (name.startswith("__") and name.endswith("__"))}
     nodes = [node for source in sources for node in ast.walk(ast.parse(source))]
@@ -70,8 +70,8 @@ def _free(sources: Sequence[str]) -> set[str]:
 
 
 def _events(code: CodeType) -> Iterator[tuple[bool, str, bool]]:
-    """Of a module, each reading (or else binding) of a global name, and whether it comes when the
-    module has run."""
+    """Yield each read (True) or binding (False) of a global name in a module's code: which of the
+    two, the name, and whether it happens only after the module has run."""
     for step in dis.get_instructions(code):
         if isinstance(step.argval, CodeType):
             at_once = step.argval.co_name in ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
@@ -82,7 +82,8 @@ def _events(code: CodeType) -> Iterator[tuple[bool, str, bool]]:
 
 
 def _inside(code: CodeType) -> Iterator[tuple[bool, str]]:
-    """The same of a function, or of the body of a class, whose own names are not global."""
+    """Yield each read (True) or binding (False) of a global name in the code of a function, or of
+    the body of a class, whose own names are not global."""
     own = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_NAME"}
     for step in dis.get_instructions(code):
         if isinstance(step.argval, CodeType):

@@ -1,11 +1,11 @@
 """Names of the standard library that tests use without importing them: `Counter(f(x))`,
-`isclose(f(x), y)`. Such a name is the library's, whatever the program calls so; else a program's
-own `class Counter`, equal to everything, would pass.
+`isclose(f(x), y)`. Such a name means the library's object, even if the program defines the name
+too; otherwise a program with a `class Counter` that is equal to everything would pass.
 
-It is the program's where a test asks for it: a test in which no other name of the program stands
-(`assert isclose(1, 1)`), or for a function one that hands its value to the program
-(`assert near(sqrt(4), 2)`). Left out: names that are tasks as often as helpers (`gcd`, `median`,
-`product`, `compress`), which are the program's.
+A name means the program's object if a test asks for it: a test that has no other name of the
+program (`assert isclose(1, 1)`), or, for a function, a test that passes the function's value to
+the program (`assert near(sqrt(4), 2)`). Left out: names that are tasks as often as helpers (`gcd`,
+`median`, `product`, `compress`), which are the program's.
 """
 
 import ast
@@ -46,8 +46,8 @@ _WHERE_DATA_IS = {name for names in _DATA.values() for name in names.split()}
 
 
 def library_names(free: Set[str], tests: Sequence[str]) -> dict[str, str]:
-    """Of the `free` names those that are the library's, each as `module:name`. `tests`: the sources
-    that score."""
+    """Return those of the `free` names that are the library's, each with its `module:name`.
+    `tests`: the sources that score."""
     own = free - _HOMES.keys()
     found = {*free} & _HOMES.keys()
     for test in tests:
@@ -60,7 +60,7 @@ def library_names(free: Set[str], tests: Sequence[str]) -> dict[str, str]:
 
 
 def _places(node: ast.AST, callers: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Each name in a tree, with the names of the functions in whose arguments it stands."""
+    """Yield each name in a tree, with the names of the functions in whose arguments it stands."""
     if isinstance(node, ast.Name):
         yield node.id, callers
     if not isinstance(node, ast.Call):

@@ -1,13 +1,13 @@
 """`math`: whether the last answer of a completion is equivalent to the right one, by math-verify.
 
-The answer is what is marked as such (`marks.py`), else what math-verify finds in the text.
+The answer is the text marked as such (`marks.py`), else the one that math-verify finds in the text.
 math-verify reads LaTeX and plain expressions and compares them with SymPy: 1/2 = 0.5 = \\frac{1}{2}
 (`math_compare.py`).
 
 SymPy can take arbitrarily long, as on 9^(9^9). One clock (SIGALRM, so in the main thread of a
-process, as the workers' is) is set over the whole comparison; where the time is out the completion
-is unscored and the reason said, never 0. A computation that holds the interpreter is ended with its
-worker, at the function's deadline.
+process, as the workers' is) is set over the whole comparison; if the time runs out, the completion
+is unscored, with the reason, and never 0. A computation that holds the interpreter is ended with
+its worker, at the function's deadline.
 """
 
 import signal
@@ -32,7 +32,8 @@ from isobit.rewards.named.text import right_answers
 
 
 class _TimeOut(BaseException):
-    """Not an Exception: math-verify and SymPy catch those."""
+    """The end of the clock's time. It is not an Exception, since math-verify and SymPy catch
+    those."""
 
 
 @dataclass(frozen=True)

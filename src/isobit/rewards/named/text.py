@@ -18,8 +18,8 @@ _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @dataclass(frozen=True)
 class Match(NamedReward):
-    """What `exact_match` and `fuzzy_match` share: the part of the completion that is compared, and
-    how."""
+    """The common options of `exact_match` and `fuzzy_match`: the part of the completion that is
+    compared, and how it is normalized."""
 
     answer: Annotated[str, "column of the right answer, or of a list of right answers"] = "answer"
     extract: Annotated[
@@ -42,7 +42,7 @@ class Match(NamedReward):
         right_answers(row, self.answer)
 
     def compared(self, text: str) -> str | None:
-        """The part of a completion that is compared, normalized; None if `extract` finds
+        """Return the part of a completion that is compared, normalized; None if `extract` finds
         nothing."""
         if self.extract is not None:
             found = list(re.finditer(self.extract, text))
@@ -59,7 +59,7 @@ class Match(NamedReward):
         return " ".join(text.split()) if self.ignore_space else text
 
     def answers(self, row: Mapping[str, Any]) -> list[str]:
-        """The right answers of a row, normalized."""
+        """Return the right answers of a row, normalized."""
         return [self.normalized(answer) for answer in right_answers(row, self.answer)]
 
 
@@ -126,7 +126,8 @@ class FormatReward(NamedReward):
 
 
 def compiled(key: str, pattern: str, flags: str = "") -> re.Pattern[str]:
-    """The pattern, from `re`'s cache. Raises OptionError if it is none."""
+    """Return the compiled pattern, from `re`'s cache. Raises OptionError for the option `key` if it
+    is not a regular expression."""
     try:
         return re.compile(pattern, _flags(flags))
     except re.error as error:
@@ -134,8 +135,8 @@ def compiled(key: str, pattern: str, flags: str = "") -> re.Pattern[str]:
 
 
 def right_answers(row: Mapping[str, Any], column: str) -> list[str]:
-    """The answers of a row as text: one, or a list of them. Raises ValueError where there is
-    none."""
+    """Return the answers of a row as text: one, or all of a list. Raises ValueError if there is no
+    answer."""
     value = row[column]
     several = isinstance(value, list) and not any(isinstance(each, Mapping) for each in value)
     try:

@@ -1,8 +1,8 @@
-"""Runs the tests of a row in a cage of their own: stdin holds them, stdout takes the number of each
-one that passed.
+"""Runs the tests of a row in a separate cage: the tests come on stdin, and the number of each test
+that passed goes to stdout.
 
 The program is in another cage, behind two pipes (`harness.py`). Names that the tests take from it
-stand beside the builtins, where the tests' own names hide them, as plain values, or as objects of
+stand next to the builtins, where the tests' own names hide them, as plain values, or as objects of
 class Remote where they are not plain. A call sends its arguments and takes back plain values, which
 are made anew here (`wire.py`), so that nothing the program defines or changes has a part in an
 assertion: builtins, modules and comparisons are this process's own. What a Remote compares equal
@@ -49,7 +49,7 @@ ENDS = (
     StopIteration,
     StopAsyncIteration,
     GeneratorExit,
-)  # what Python takes for an iterator's end, not for an error
+)  # Python takes these for an iterator's end, not for an error
 MIRRORED = ("__name__", "__qualname__", "__doc__", "__dict__", "__annotations__", "__wrapped__")
 FIXED = (str, int, float, complex, bytes)  # whose values do not change
 ITERATORS: tuple[Any, ...] = (types.GeneratorType, map, filter, zip, enumerate, reversed)
@@ -76,8 +76,8 @@ class Connection:
         self.contents: dict[int, Any] = {}
 
     def ask(self, operation: str, *given: Any, **named: Any) -> Any:
-        """Have the program's process do something. Raises what that raises, as an exception of this
-        process."""
+        """Send an operation with its arguments to the program's process, and return its result.
+        Raises the program's exception as an exception of this process."""
         arguments = [self.encode(value) for value in given]
         options = {name: self.encode(value) for name, value in named.items()}
         if operation != "content":
@@ -130,17 +130,18 @@ class Connection:
             return Exception(str(arguments))
 
     def _class(self, number: int, name: str, base: str) -> type[BaseException]:
-        """A stand-in for an exception class of the program."""
+        """Return the class of this process that stands for an exception class of the program."""
         kind = _exception(base)
         kind = RuntimeError if issubclass(kind, ENDS) else kind
         return self.errors.setdefault(int(number), type(str(name), (kind,), {}))
 
     def encode(self, value: Any) -> Any:
-        """As JSON."""
+        """Return a value of the tests as JSON, for the program. Raises TypeError for a value that
+        cannot be given to the program."""
         return wire.encode(value, self._foreign)
 
     def decode(self, body: Any) -> Any:
-        """Of JSON, from the program."""
+        """Return the value for JSON from the program."""
         return wire.decode(body, self._received)
 
     def _foreign(self, value: Any) -> Any:
@@ -193,7 +194,8 @@ def _bound(function: types.BuiltinFunctionType) -> bool:
 
 
 def _update(mine: Any, theirs: Any) -> None:
-    """Have an argument of the tests hold what the program has made of it."""
+    """Change an argument of the tests, a list, dict, set or bytearray, as the program has changed
+    its copy."""
     if (
         type(mine) is not type(theirs)
         or type(mine) not in (list, dict, set, bytearray)
@@ -208,8 +210,8 @@ def _update(mine: Any, theirs: Any) -> None:
 
 
 class Remote:
-    """An object of the program: what is done with it is done there, but for what is decided from
-    its plain content."""
+    """An object of the program: operations on it are done in the program's process, except those
+    that are decided here from its plain content."""
 
     __slots__ = ("_connection", "_number")
     _connection: Connection
@@ -223,13 +225,13 @@ class Remote:
         return self._connection.ask(operation, self, *given, **named)
 
     def _content(self) -> Any:
-        """Its plain content. Raises TypeError if it has none."""
+        """Return the object's plain content. Raises TypeError if it has none."""
         known = self._connection.contents
         if self._number not in known:
             content = self._ask("content")
             if type(content) not in wire.BASES:
                 raise TypeError("this object of the program has no plain value")
-            known = self._connection.contents  # what it has been asked may have emptied it
+            known = self._connection.contents  # asking may have replaced it
             known.setdefault(self._number, content)
         return known[self._number]
 
@@ -369,7 +371,7 @@ for _function in (float, int, complex, round, abs, operator.index, operator.neg)
 
 
 def _asked(name: str) -> property:
-    """An attribute that Remote has too, asked of the program's object."""
+    """Return a property that asks the program's object for an attribute that Remote has too."""
     return property(lambda self: self._ask("getattr", name))
 
 
@@ -378,7 +380,8 @@ for _name in ("__doc__", "__annotations__"):
 
 
 def _watch_runners(program: Connection) -> None:
-    """Have what unittest counts as a failure fail the test, though its runners raise nothing."""
+    """Make each failure that unittest counts fail the test, since unittest's runners do not
+    raise."""
     result: Any = importlib.import_module("unittest").TestResult
 
     def failing(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -395,8 +398,8 @@ def _watch_runners(program: Connection) -> None:
     make = runner.__init__
 
     def run(*given: Any, **named: Any) -> None:
-        """As `unittest.main`, whose arguments are not this process's, and which does not end it. No
-        test that is run is none that passes."""
+        """Run `unittest.main` without this process's arguments, and without ending the process. If
+        no test is run, none has passed."""
         values = begin.bind(*given, **named).arguments
         values |= {"argv": values.get("argv") or ["tests"], "exit": False}
         itself = values.pop("self")
@@ -407,7 +410,7 @@ def _watch_runners(program: Connection) -> None:
 
 
 def main() -> None:
-    """The tests, one after another; each is {"source": ..., "token": number or null}."""
+    """Run the tests one after another; each is {"source": ..., "token": number or null}."""
     given = json.load(sys.stdin)
     program = Connection(*map(int, sys.argv[1:3]))
     report, null = os.dup(1), os.open("/dev/null", os.O_RDWR)
@@ -445,15 +448,15 @@ def main() -> None:
 
 
 def _library(place: str) -> Any:
-    """A module, or what is in it: `math`, `math:isclose`."""
+    """Return a module, or an object in it: `math`, `math:isclose`."""
     module, _, name = place.partition(":")
     found = importlib.import_module(module)
     return getattr(found, name) if name else found
 
 
 def _take(program: Connection, names: list[str], beside: dict[str, Any]) -> None:
-    """Put what the program calls so now beside the builtins, and nothing where it has no such
-    name."""
+    """Put the program's present objects of these names next to the builtins; remove a name that the
+    program does not have."""
     found = program.ask("names", *names)
     if type(found) is not dict:
         raise wire.Gone
