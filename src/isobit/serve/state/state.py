@@ -62,9 +62,10 @@ class State(Store):
         """`owners`: the tables' names of tenants, by the names that requests have for them;
         `most_bytes`: of a tenant's checkpoints, None: its share of the disk's present room;
         `every`: the most optimizer steps of a run that are computed again after a kill; `model`:
-        the identity of the model (`identity.py`); `drops`: rows without their folders may be
-        dropped. Raises IsobitError for a folder that is not a state, that others may enter, or that
-        is in use, and for rows without their folders, unless it `drops` them."""
+        the identity of the model (`identity.py`); `drops`: rows without their folders, and
+        runs that cannot go on, may be dropped. Raises IsobitError for a folder that is not a state,
+        that others may enter, or that is in use, and for rows without their folders, unless it
+        `drops` them."""
         _check_tables(make_private(folder))
         super().__init__(folder, owners or {}, model)
         self.drops = drops

@@ -460,8 +460,7 @@ def _too_late(run: Run, number: int) -> str:
 def new_adapter_of(
     config: ModelConfig, rank: int, seed: int, trained: Mapping[str, bool]
 ) -> NewAdapter:
-    """Return a new run's adapter, whose factors are to be drawn. Raises IsobitError as
-    `targets_of`."""
+    """Return the description of a new run's adapter. Raises IsobitError as `targets_of`."""
     return NewAdapter(rank, ALPHA, targets_of(config, trained), seed)
 
 
