@@ -242,7 +242,7 @@ class ChoiceStream:
             self._add(self._text.kind, text)
 
     def take(self) -> dict[str, Any] | None:
-        """Return the piece of the tokens since the last piece; None: they have no certain text
+        """Return the piece of the tokens since the last piece; None: there is nothing to send
         yet."""
         shows_tokens = self._asked.logprobs or self._asked.token_ids
         if not self._certain and not (shows_tokens and self._tokens):

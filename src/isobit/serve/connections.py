@@ -28,7 +28,7 @@ _INVALID = BadRequest("the request is not valid HTTP")
 
 def most_connections(limits: Limits) -> int:
     """Return how many connections may be open: as many as the limits say, or fewer where the
-    process may not have so many descriptors. First the process' bound on descriptors is raised, as
+    process may not have enough descriptors. First the process' bound on descriptors is raised, as
     far as its hard bound allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limits.connections + REFUSED + _OWN

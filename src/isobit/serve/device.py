@@ -123,7 +123,7 @@ class Device:
     # the main thread's side
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread of the engine."""
         self._thread.start()
 
     def submit(self, job: SampleJob | WorkJob) -> None:

@@ -80,7 +80,7 @@ class OpenAI:
         self._vocabulary = gateway.model.config.vocab_size
 
     def routes(self) -> list[Route]:
-        """Return all routes."""
+        """Return OpenAI's and vLLM's routes."""
 
         def post(path: str, handler: Callable[[Request], Any]) -> Route:
             return Route(path, handler, methods=["POST"])

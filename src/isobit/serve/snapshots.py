@@ -98,8 +98,8 @@ class Snapshots:
         self.release(self._named.pop(name))
 
     def hold(self, name: str | Snapshot | None) -> Snapshot:
-        """Return the snapshot that a request by this name, or by this snapshot with holders,
-        computes with, held until it is released; None: the base. Raises IsobitError for an unknown
+        """Hold the snapshot with which a request by a name (None: the base), or by a snapshot that
+        has holders, computes, until it is released; return it. Raises IsobitError for an unknown
         name, a snapshot without holders, and one of weights that the model itself had before."""
         if isinstance(name, Snapshot):
             self.check(name)
