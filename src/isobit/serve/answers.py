@@ -18,15 +18,15 @@ from isobit.serve.scoring import Scores, Scoring
 from isobit.serve.streams import TextStream
 from isobit.serve.words import text_sizes, token_bytes, token_words
 
-_Shown = tuple[int, str, float]  # a token, how it is called, its log-probability
+_Shown = tuple[int, str, float]  # a token, its text or name, its log-probability
 
 
 @dataclass(frozen=True, eq=False)
 class Asked:
     """A request that is being answered. `chat`: messages, and not a text; `form`: how the model
-    writes messages and calls; `tools`: those that were given, whose calls are read; `told`: what of
-    its prompts, whose `texts` the client gave, None: their tokens; that alone, unless answers are
-    `sampled`; `salt`: of cached pages."""
+    writes messages and calls; `tools`: the tools of the request, whose calls are read; `told`: what
+    the answer tells of its prompts; `texts`: of the prompts, None for one that was given as tokens;
+    `sampled`: False where the answer tells of the prompts alone; `salt`: of cached pages."""
 
     model: str
     tokenizer: Tokenizer
@@ -46,7 +46,8 @@ class Asked:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def head(self, kind: str, version: int) -> dict[str, Any]:
-        """What every response begins with. The same `seed` and weights give the same answer."""
+        """Return the fields with which every response begins. The same `seed` and weights give the
+        same answer."""
         return {
             "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{self.id}",
             "object": kind,
@@ -58,16 +59,16 @@ class Asked:
 
     @property
     def _tops(self) -> int | None:
-        """How many of the likeliest tokens answers tell; None: no log-probabilities at all."""
+        """The number of likeliest tokens that answers tell; None: no log-probabilities at all."""
         return self.sampling.top_logprobs if self.logprobs else None
 
     def scorings(self) -> list[Scoring | None]:
-        """What is asked of each prompt itself."""
+        """Return the scores to compute of each prompt itself; None: none."""
         return self.told.scorings(self.prompts, self._tops, self.sampled)
 
     def front(self, prompt: int, scores: Scores | None) -> Front:
-        """What is told of a prompt by its `scores`, None: none were asked for. Slow where many
-        tokens are told."""
+        """Return what the answer tells of a prompt by its `scores`, None: none were asked for. Slow
+        where it tells of many tokens."""
         tokens, told = self.prompts[prompt], self.told
         text, logprobs, beside = "", None, dict[str, Any]()
         if told.echo:
@@ -84,7 +85,7 @@ class Asked:
         return Front(text, logprobs, beside)
 
     def nothing(self, prompt: int, version: int) -> list[Completion]:
-        """The answers to a prompt where none are sampled."""
+        """Return the answers to a prompt where none are sampled: `n` without tokens."""
         ids = list(self.prompts[prompt])
         samples = range(self.sampling.n)
         return [Completion(prompt, each, ids, [], "", [], "length", version) for each in samples]
@@ -93,16 +94,17 @@ class Asked:
         return token_words(self.tokenizer, before, [token], self.tokens_by_id)[0]
 
     def size(self, before: int, token: int) -> int:
-        """The characters that begin in a token behind another one."""
+        """Return the number of characters that begin in a token that follows another one."""
         words = token_words(self.tokenizer, before, [token], False)
         return text_sizes(self.tokenizer, [token], words)[0]
 
     def index(self, prompt: int, sample: int) -> int:
-        """Of a choice."""
+        """Return the index of a choice, by its prompt and sample."""
         return prompt * self.sampling.n + sample
 
     def usage(self, sampled: int, cached: int) -> dict[str, Any]:
-        """Tokens of all prompts, those of them that were found in the cache, and of all answers."""
+        """Return the usage: tokens of all prompts, tokens of these that were found in the cache,
+        and tokens of all answers."""
         prompt = sum(map(len, self.prompts))
         return {
             "prompt_tokens": prompt,
@@ -112,7 +114,7 @@ class Asked:
         }
 
     def choice(self, prompt: int, completion: Completion, front: Front) -> dict[str, Any]:
-        """A complete answer."""
+        """Return the choice of a complete answer."""
         found: dict[str, Any] = {"index": self.index(prompt, completion.sample_index)}
         reason, message = self.message(completion)
         found |= {"message": message} if self.chat else {"text": front.text + completion.text}
@@ -127,7 +129,7 @@ class Asked:
         return found if self.chat else found | front.beside
 
     def message(self, completion: Completion) -> tuple[str, dict[str, Any]]:
-        """(finish reason, the answer as a message), with its thoughts where it is written in
+        """Return (finish reason, the answer as a message), with its thoughts where it is written in
         channels, and the calls of tools that it makes."""
         reply = self._reply(completion)
         message = {"role": "assistant", "content": reply.content}
@@ -158,8 +160,8 @@ class Asked:
         tops: Sequence[Top],
         start: int,
     ) -> Any:
-        """Log-probabilities of tokens that follow the token `before`, at character `start` of an
-        answer, and of the likeliest ones in their places if they are asked for."""
+        """Return the log-probabilities of tokens that follow the token `before`, at character
+        `start` of an answer, with the likeliest tokens in their places if these were asked for."""
         by_id, tokenizer = self.tokens_by_id, self.tokenizer
         words = token_words(tokenizer, before, tokens, by_id)
         tops = tops if self.sampling.top_logprobs else ()
@@ -179,8 +181,8 @@ class Asked:
         }
 
     def _chat_logprobs(self, drawn: Iterable[_Shown], others: list[list[_Shown]]) -> dict[str, Any]:
-        """Those of the sampled tokens as chat answers have them, with the likeliest `others` in
-        their places. Of a token that is called by its id the bytes are not told."""
+        """Return the log-probabilities of sampled tokens in the form of chat answers, with the
+        likeliest `others` in their places. A token that is named by its id has no bytes."""
 
         def one(token: int, word: str, logprob: float) -> dict[str, Any]:
             known = None if self.tokens_by_id else token_bytes(self.tokenizer, token, word)
@@ -200,7 +202,8 @@ class Asked:
 
 
 def _by_word(shown: Sequence[_Shown]) -> dict[str, float]:
-    """The log-probabilities of the likeliest tokens; of several with one text that of the first."""
+    """Return the log-probabilities of the likeliest tokens by their texts; of several tokens with
+    one text that of the first."""
     return {word: logprob for _, word, logprob in reversed(shown)}
 
 
@@ -221,7 +224,7 @@ class ChoiceStream:
         self._before = asked.prompts[prompt][-1]
 
     def begin(self) -> dict[str, Any] | None:
-        """The first piece, with what is told of the prompt; None: nothing is."""
+        """Return the first piece, which tells of the prompt; None: there is nothing to tell."""
         front = self._front
         if self._asked.chat:
             return self._piece({"role": "assistant", "content": ""})
@@ -230,7 +233,7 @@ class ChoiceStream:
         return {**self._piece(front.text), "logprobs": front.logprobs, **front.beside}
 
     def feed(self, token: int, logprob: float, top: Top) -> None:
-        """One more token was sampled."""
+        """Add a token that was sampled."""
         self._tokens.append(token)
         self._logprobs.append(logprob)
         self._tops.append(top)
@@ -239,7 +242,8 @@ class ChoiceStream:
             self._add(self._text.kind, text)
 
     def take(self) -> dict[str, Any] | None:
-        """What the tokens since the last piece bring; None: nothing yet."""
+        """Return the piece of the tokens since the last piece; None: there is nothing to send
+        yet."""
         shows_tokens = self._asked.logprobs or self._asked.token_ids
         if not self._certain and not (shows_tokens and self._tokens):
             return None
@@ -249,7 +253,7 @@ class ChoiceStream:
         return self._piece(delta.get("content", ""))
 
     def end(self, completion: Completion) -> dict[str, Any]:
-        """The last piece: what was held back, and why the answer ends."""
+        """Return the last piece: text that was held back, and why the answer ends."""
         reason, message = self._asked.message(completion)
         for kind in ("reasoning_content", "content"):
             if rest := (message.get(kind) or "")[self._told.get(kind, 0) :]:
@@ -284,7 +288,7 @@ class ChoiceStream:
 
 
 def _text_of(asked: Asked, prompt: int) -> TextStream | ChannelStream:
-    """What tells the text of an answer."""
+    """Return the stream that decodes the text of an answer to a prompt."""
     sampling, form = asked.sampling, asked.form
     if form is not None and form.channels:
         return ChannelStream(asked.tokenizer, sampling.stop)
@@ -297,7 +301,7 @@ def _text_of(asked: Asked, prompt: int) -> TextStream | ChannelStream:
 
 
 def event(value: Mapping[str, Any] | str) -> bytes:
-    """A server-sent event."""
+    """Return a value as a server-sent event."""
     text = (
         value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
     )

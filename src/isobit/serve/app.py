@@ -1,7 +1,7 @@
-"""The server: routes put together, started and ended.
+"""The server: its routes, its start and its end.
 
 SIGTERM, or Ctrl-C, ends it: new requests are refused, open ones have `grace` seconds to end, and
-are then answered 503. Left out: TLS, which a proxy in front of it does.
+are then answered 503. Left out: TLS, which a proxy in front of the server does.
 """
 
 import asyncio
@@ -42,13 +42,13 @@ from isobit.serve.wire import Guard, error_response
 _MOST_HEADER_BYTES = 1 << 16
 _SECONDS_TO_START = 60.0
 KEEP_ALIVE_SECONDS = 60
-"""After so long an idle connection is closed. Clients close theirs sooner, httpx after 5 seconds:
-else a request would meet a connection that closes."""
+"""The time after which an idle connection is closed. Clients close theirs sooner, httpx after 5
+seconds: else a request would meet a connection that closes."""
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How a server works and ends."""
+    """Options of a server. `grace`: the seconds that open requests have at the end."""
 
     grace: float = 30.0
     tool_format: str = "auto"
@@ -56,8 +56,8 @@ class ServerOptions:
 
 
 def make_app(gateway: Gateway, tokens: tuple[str, ...]) -> Starlette:
-    """All routes of a gateway, for those who have one of the tokens; without Tinker's where the
-    weights change, since its sampling clients are pinned to theirs."""
+    """Return the application with all routes of a gateway, for clients with one of the tokens;
+    without Tinker's where the weights change, since its sampling clients are pinned to theirs."""
 
     async def health(request: Request) -> Response:
         if gateway.draining or not gateway.device.alive:
@@ -84,17 +84,17 @@ def make_app(gateway: Gateway, tokens: tuple[str, ...]) -> Starlette:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which lets open requests end within the grace."""
+    """uvicorn's server, which lets open requests end within the grace."""
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway, grace: float) -> None:
         super().__init__(config)
         self._gateway, self._grace = gateway, grace
         self.on_start: Callable[[int], None] = lambda port: None
-        """Called with the port once it listens."""
+        """Called with the port once the server listens."""
 
     async def startup(self, sockets: Any = None) -> None:
-        """Listen, and begin to work. Raises IsobitError where its state cannot go on, and RunFailed
-        where it is the server that cannot; a signal meanwhile ends it."""
+        """Listen, and start the gateway. Raises IsobitError where its state cannot go on, and
+        RunFailed where the server itself fails; a signal meanwhile ends the server."""
         await super().startup(sockets)
         try:
             await self._gateway.start()
@@ -110,19 +110,19 @@ class Server(uvicorn.Server):
             self.on_start(self.servers[0].sockets[0].getsockname()[1])
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to end: also where the device has failed."""
+        """Return whether to end, which is also so where the device has failed."""
         return await super().on_tick(counter) or self._gateway.device.failure is not None
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """A signal: end, and with the second one at once."""
+        """End after a signal; after a second one end at once."""
         self.force_exit = self.should_exit
         self.should_exit = True
-        if not self._gateway.ready.is_set():  # what it goes on with, the next server does
+        if not self._gateway.ready.is_set():  # the next server resumes the state
             self._gateway.draining = True
             self._gateway.device.stop()
 
     async def shutdown(self, sockets: Any = None) -> None:
-        """Let open requests end, then end all."""
+        """Let open requests end within the grace, then stop the gateway and the device."""
         self._gateway.draining = True
         ending = asyncio.get_running_loop().call_later(self._grace, self._gateway.stop)
         try:
@@ -134,7 +134,7 @@ class Server(uvicorn.Server):
 
 
 class Background:
-    """A server in a thread of its own, on a socket that listens, for whoever pumps its device; of
+    """A server in its own thread, on a socket that listens, for a caller that pumps its device; of
     `options` the grace is for connections alone, since the device is ended first."""
 
     def __init__(
@@ -153,18 +153,18 @@ class Background:
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start the thread, and wait until the server listens."""
         self._thread.start()
         self._started.wait(_SECONDS_TO_START)
 
     def seconds(self) -> float:
-        """Of the processor, that its event loop has taken."""
+        """Return the seconds of the processor that the server's event loop has taken."""
         if self._thread.ident is None or not self._thread.is_alive():
             return 0.0
         return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
 
     def stop(self) -> None:
-        """End; what the device has not answered is cut off."""
+        """End the server; requests that the device has not answered are cut off."""
         self._server.should_exit = True
         self._thread.join(_SECONDS_TO_START)
         self._socket.close()
@@ -205,7 +205,7 @@ def run(
 def server_config(
     gateway: Gateway, tokens: tuple[str, ...], options: ServerOptions
 ) -> uvicorn.Config:
-    """How uvicorn serves a gateway."""
+    """Return uvicorn's configuration for a gateway."""
     limits = gateway.limits
     return uvicorn.Config(
         make_app(gateway, tokens),

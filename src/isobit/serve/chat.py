@@ -1,4 +1,4 @@
-"""Messages and tools of OpenAI's protocol as chat templates take them, and calls as it has them.
+"""Messages and tools of OpenAI's protocol as chat templates take them, and calls in its form.
 
 Left out: how models write calls (`model/text/tool_formats/`), images, audio, and forcing a call
 (`tool_choice: required`), which takes constrained decoding.
@@ -23,7 +23,7 @@ Message = dict[str, Any]
 
 
 def messages_of(value: Any) -> list[Message]:
-    """A request's messages. Raises BadRequest for what no template takes."""
+    """Return a request's messages. Raises BadRequest for a value that no template takes."""
     if not isinstance(value, list) or not 0 < len(value) <= _MOST_MESSAGES:
         raise BadRequest(
             f"messages: expected a list of 1 to {_MOST_MESSAGES:,} messages", "messages"
@@ -63,7 +63,8 @@ def _content(where: str, value: Any) -> str:
 
 
 def _given_call(where: str, value: Any) -> dict[str, Any]:
-    """A call of an earlier turn; templates take its arguments as an object."""
+    """Return a call of an earlier turn with its arguments as an object, as templates take them.
+    Raises BadRequest."""
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRequest(f"{where}: expected objects with a function that has a name", "messages")
@@ -81,7 +82,7 @@ def _given_call(where: str, value: Any) -> dict[str, Any]:
 
 
 def variables_of(tools: Any, choice: Any, given: Any) -> dict[str, Any]:
-    """The template's variables by `tools`, `tool_choice` and `chat_template_kwargs`. Raises
+    """Return the template's variables by `tools`, `tool_choice` and `chat_template_kwargs`. Raises
     BadRequest."""
     if tools is not None and not (
         isinstance(tools, list)
@@ -121,7 +122,7 @@ def check_tools(
 
 
 def as_openai(calls: Sequence[Call]) -> list[dict[str, Any]]:
-    """Calls as a response has them."""
+    """Return calls in the form of OpenAI's responses."""
     return [
         {
             "id": f"call_{secrets.token_hex(12)}",

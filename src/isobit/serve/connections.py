@@ -1,8 +1,8 @@
-"""Connections within bounds, which uvicorn has no options for: how many there are (`crowd.py`), how
+"""Connections within bounds for which uvicorn has no options: how many there are (`crowd.py`), how
 long one may take for a request's first lines, and how long an answer may wait for its reader.
 
-What is one connection too many is answered 503, and closed. Left out: bodies, whose bounds are in
-`wire.py`, unless nobody reads them, and what a request costs.
+A connection that is one too many is answered 503, and closed. Left out: bodies that a route reads,
+whose bounds are in `wire.py`, and the cost of a request.
 """
 
 import asyncio
@@ -20,15 +20,16 @@ from isobit.serve.requests import BadRequest, Limits
 from isobit.serve.wire import CONNECTION, error_value
 
 h11 = h11_impl.h11  # uvicorn's own
-REFUSED = 64  # connections that are being told that they are too many
-_OWN = 256  # descriptors for files, a GPU, a run's own
+REFUSED = 64  # connections that are being answered that they are too many
+_OWN = 256  # descriptors for files, a GPU, and those of a run
 _TOO_MANY = Refused(503, "too many connections are open; close some, or come again later")
 _INVALID = BadRequest("the request is not valid HTTP")
 
 
 def most_connections(limits: Limits) -> int:
-    """As many as the limits say, and as the process may have descriptors, whose number is raised
-    where it may be."""
+    """Return how many connections may be open: as many as the limits say, or fewer where the
+    process may not have enough descriptors. First the process' bound on descriptors is raised, as
+    far as its hard bound allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limits.connections + REFUSED + _OWN
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -40,7 +41,7 @@ def most_connections(limits: Limits) -> int:
 
 
 class _Logger:
-    """uvicorn's log, whose warnings strangers cause: they are counted."""
+    """uvicorn's log with its warnings, which clients without a token can cause, counted."""
 
     def __init__(self, logger: Any, lines: CountedLines) -> None:
         self.level, self.log, self.error = logger.level, logger.log, logger.error
@@ -48,31 +49,31 @@ class _Logger:
 
 
 class Connection(h11_impl.H11Protocol):
-    """uvicorn's, one of a crowd."""
+    """A connection of uvicorn's that is a member of a crowd."""
 
     def __init__(self, *given: Any, limits: Limits, crowd: Crowd, **named: Any) -> None:
         super().__init__(*given, **named)
         self._limits, self.crowd = limits, crowd
         self.app_state = {**self.app_state, CONNECTION: self}
         self.logger: Any = _Logger(self.logger, crowd.lines)
-        self._head: asyncio.TimerHandle | None = None  # ends it unless what it waits for comes
-        self._waits = ""  # for what it waits
-        self._reader: asyncio.TimerHandle | None = None  # ends it unless an answer is read
+        self._head: asyncio.TimerHandle | None = None  # cuts, unless what `_waits` names comes
+        self._waits = ""  # what the timer waits for: "head", "body" or nothing
+        self._reader: asyncio.TimerHandle | None = None  # cuts, unless an answer is read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept or refuse it."""
+        """Accept the new connection, or refuse it where the crowd has no room for it."""
         super().connection_made(transport)
         if not self.crowd.join(self):
             self.app = _too_many
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Some of a request, or several."""
+        """Read bytes that came: a part of a request, or several requests."""
         super().data_received(data)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel its timers."""
+        """Leave the crowd, and cancel the timers."""
         self.crowd.leave(self)
         for timer in (self._head, self._reader):
             if timer is not None:
@@ -80,13 +81,13 @@ class Connection(h11_impl.H11Protocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The client does not read as fast as it is answered."""
+        """Start the reader's timer: the client reads more slowly than the answer is written."""
         super().pause_writing()  # type: ignore[no-untyped-call]
         if self._reader is None:
             self._reader = self.loop.call_later(self._limits.reader_seconds, self.cut)
 
     def resume_writing(self) -> None:
-        """The client has read: stop the timer."""
+        """Stop the reader's timer: the client has read."""
         if self._reader is not None:
             self._reader.cancel()
             self._reader = None
@@ -94,11 +95,12 @@ class Connection(h11_impl.H11Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether it answers no request."""
+        """Whether the connection is answering no request."""
         return self.cycle is None or self.cycle.response_complete
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP, in OpenAI's words; where another answer has begun, end that."""
+        """Answer bytes that are not HTTP with an error in OpenAI's form, and close the connection;
+        an answer that has begun is ended instead."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             content = json.dumps(error_value(_INVALID)[1]).encode()
             headers = [
@@ -109,21 +111,22 @@ class Connection(h11_impl.H11Protocol):
             response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
             for event in (response, h11.Data(data=content), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event))
-        if self.cycle is not None:  # whose body it was: nothing of it is written behind this
+        if self.cycle is not None:  # of the bad body: nothing of its answer is written behind this
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.close()
 
     def cut(self) -> None:
-        """End it at once."""
+        """End the connection at once."""
         self.transport.abort()
 
     def _unsupported_upgrade_warning(self) -> None:
         self.crowd.lines.add("an upgrade that is not offered")
 
     def _watch(self) -> None:
-        """Until the first lines of a request are whole their time runs on; and so does that of a
-        body that nobody reads, because its request is answered."""
+        """Start or stop the timer of what the client sends. It runs until the first lines of a
+        request are complete, and while a body comes whose request is answered already, which
+        therefore no route reads."""
         theirs, answered = self.conn.their_state, self.conn.our_state is h11.DONE
         waits = "head" if theirs is h11.IDLE else ""
         if theirs is h11.SEND_BODY and answered:

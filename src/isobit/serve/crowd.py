@@ -1,8 +1,9 @@
-"""What those may cost who have shown no token: connections, answers, lines of the log.
+"""Bounds on what clients without a token may cost: connections, answers, lines of the log.
 
-Where there is no room for one more connection, one that has shown no token goes, the oldest first;
-where all have, an idle one of the tenant that has most. So nobody without a token keeps anybody out
-who has one, and no tenant another. Left out: how long a connection may do nothing (`connections.py`).
+Where there is no room for one more connection, the oldest one that has shown no token is ended;
+where all have shown one, the oldest idle connection of the tenant that has most connections. So a
+client without a token does not keep out a client with one, and no tenant keeps out another. Left
+out: how long a connection may do nothing (`connections.py`).
 """
 
 import logging
@@ -17,19 +18,19 @@ _SECONDS_OF_A_LINE = 60.0
 
 
 class Member(Protocol):
-    """An open connection."""
+    """An open connection of a crowd."""
 
     @property
     def idle(self) -> bool:
-        """Whether it answers no request."""
+        """Whether the connection is answering no request."""
 
     def cut(self) -> None:
-        """End it at once."""
+        """End the connection at once."""
 
 
 class Pace:
-    """Answers that are given `rate` times a second, after the first `burst`; more wait, at most
-    `longest` seconds."""
+    """A bound on a kind of answer: after the first `burst` answers, `rate` of them a second.
+    Answers beyond that wait, at most `longest` seconds each."""
 
     def __init__(
         self, rate: float, burst: int, longest: float, clock: Clock = time.monotonic
@@ -38,7 +39,8 @@ class Pace:
         self._next = clock()
 
     def wait(self) -> float | None:
-        """Seconds until the next answer; None: too many wait, and it is not given."""
+        """Return the seconds until the next answer may be given; None: too many answers wait, and
+        this one is not to be given."""
         now = self._clock()
         begins = max(self._next, now - self._burst * self._seconds) + self._seconds
         if begins - now > self._longest:
@@ -48,13 +50,14 @@ class Pace:
 
 
 class CountedLines:
-    """Lines of the log that strangers can cause: counted, and told once a minute."""
+    """Lines of the log that clients without a token can cause: counted, and logged together, at
+    most once a minute."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock, self._counts, self._next = clock, Counter[str](), clock()
 
     def add(self, what: str) -> None:
-        """One more of its kind."""
+        """Count one more line of the kind `what`, and log all counts if it is time."""
         self._counts[what] += 1
         if self._clock() >= self._next:
             self._next = self._clock() + _SECONDS_OF_A_LINE
@@ -64,22 +67,24 @@ class CountedLines:
 
 
 class Crowd:
-    """All open connections of a server, of which there may be `most`."""
+    """The open connections of a server, at most `most` of them."""
 
     def __init__(self, most: int, refused: int = 64, clock: Clock = time.monotonic) -> None:
-        """`refused`: of those that are too many, so many more are open until they are told so."""
+        """`refused`: how many refused connections, beyond `most`, may be open until each has its
+        refusal."""
         self.most, self._most_refused = most, refused
         self.lines = CountedLines(clock)
         self.refusals = Pace(rate=20, burst=100, longest=5, clock=clock)
-        """Of answers that a token is missing."""
+        """The pace of answers that say that a token is missing."""
         self.open_to_all = Pace(rate=200, burst=200, longest=5, clock=clock)
-        """Of answers that take no token."""
-        self._strangers = dict[Member, None]()  # the oldest first, as the others
+        """The pace of answers that need no token."""
+        self._strangers = dict[Member, None]()  # the oldest first, as in the next two
         self._known = dict[Member, str]()
         self._refused = dict[Member, None]()
 
     def join(self, member: Member) -> bool:
-        """Whether there is room for one more, perhaps because another one went."""
+        """Add a connection, for which another one may be ended; tell whether there is room for it.
+        One without room counts as refused, and may be open until it has its refusal."""
         if len(self._strangers) + len(self._known) >= self.most:
             leaves = next(iter(self._strangers), None) or self._idle()
             if leaves is None:
@@ -92,19 +97,20 @@ class Crowd:
         return True
 
     def shows(self, member: Member, tenant: str) -> None:
-        """A connection has shown the token of a tenant."""
+        """Note that a connection has shown the token of a tenant."""
         if member in self._strangers:
             del self._strangers[member]
             self._known[member] = tenant
 
     def leave(self, member: Member) -> None:
-        """A connection has ended."""
+        """Forget a connection, which has ended."""
         self._strangers.pop(member, None)
         self._known.pop(member, None)
         self._refused.pop(member, None)
 
     def _idle(self) -> Member | None:
-        """The oldest idle connection of the tenant that has most, where there are several."""
+        """Return the oldest idle connection of the tenant that has most connections; None: there is
+        no such connection, or only one tenant has connections."""
         counts = Counter(self._known.values())
         most = max(counts.values(), default=0)
         members = (one for one, tenant in self._known.items() if counts[tenant] == most)

@@ -1,11 +1,12 @@
-"""What strangers' texts cost the processor: bodies that are parsed, templates, tokens, long answers
-that are written.
+"""Processor time for texts of clients: parsing bodies, rendering templates, encoding tokens,
+writing long answers.
 
-It is done in a few threads beside the event loop, in turns of tenants, of whom none has all threads:
-eight long texts of one keep another waiting for one of them at most. Where the server shares its
-process with a run that trains, an `Account` says when the next piece may begin, and hears what each
-has taken. Left out: work that lets no other thread run meanwhile, which whoever does it avoids
-(`model/text/escape_special.py`, `data/foreign.py`).
+This work runs in a few threads next to the event loop, in turns of tenants. No tenant has all
+threads: eight long texts of one tenant delay another tenant by one of these texts at most. Where
+the server shares its process with a run that trains, an `Account` says when the next piece of work
+may begin, and is charged with the time of each piece. Left out: work that lets no other thread run
+meanwhile; the code that does such work avoids it itself (`model/text/escape_special.py`,
+`data/foreign.py`).
 """
 
 import asyncio
@@ -22,23 +23,24 @@ from isobit.serve.jobs import Turns
 
 _T = TypeVar("_T")
 _THREADS = 3
-_RETRY_SECONDS = 0.05  # after which an account is asked again
-_SLICE = 1 << 12  # entries of a list that are written at once
+_RETRY_SECONDS = 0.05  # until an account that is not open is checked again
+_SLICE = 1 << 12  # entries of a list of integers that are written at once
 LIGHT_BYTES = 1 << 14
-"""A body of so few is read in the event loop."""
+"""A body of at most this many bytes is read in the event loop."""
 SWITCH_SECONDS = 5e-4
-"""After so long in Python another thread has its turn: whoever computes needs the interpreter's lock
-for each of its products, and would wait ten times as long for it beside threads that read texts."""
+"""The time in Python after which another thread has its turn. A thread that computes needs the
+interpreter's lock for each of its products, and would wait ten times as long for the lock next to
+threads that read texts."""
 
 
 class Account(Protocol):
-    """Time that is given to strangers' texts."""
+    """Time that may be spent on texts of clients."""
 
     def open(self) -> bool:
-        """Whether a piece of work may begin."""
+        """Tell whether a piece of work may begin."""
 
     def charge(self, seconds: float) -> None:
-        """A piece has taken so long; in its own thread."""
+        """Add the time that a piece of work has taken. Called in the thread that did the work."""
 
 
 class Unbounded:
@@ -48,7 +50,7 @@ class Unbounded:
         return True
 
     def charge(self, seconds: float) -> None:
-        """Nothing is counted."""
+        """Do nothing: no time is counted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +61,8 @@ class _Piece:
 
 
 class Desk:
-    """Threads that work for tenants, `threads` of them; for the event loop's thread."""
+    """`threads` threads that work for tenants. Its methods are called in the event loop's
+    thread."""
 
     def __init__(
         self, threads: int = _THREADS, clock: Callable[[], float] = time.perf_counter
@@ -77,7 +80,8 @@ class Desk:
         return len(self._waiting)
 
     async def do(self, tenant: str, function: Callable[..., _T], *given: Any) -> _T:
-        """The result of a function, in the turn of a tenant."""
+        """Return the result of `function(*given)`, called in a thread when it is the tenant's turn.
+        Raises what the function raises, and the error of `end` once the desk has ended."""
         if self._ended is not None:
             raise self._ended
         result = asyncio.get_running_loop().create_future()
@@ -93,7 +97,7 @@ class Desk:
         return found
 
     def end(self, error: Exception) -> None:
-        """Answer all that is open, and all that comes, with an error."""
+        """Answer all open work, and all work that comes later, with an error."""
         self._ended = error
         for piece in self._open:
             if not piece.result.done():
@@ -101,7 +105,7 @@ class Desk:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self) -> None:
-        most = max(self._threads - 1, 1)  # of one tenant
+        most = max(self._threads - 1, 1)  # threads of one tenant
         while self._running.total() < self._threads and self._ended is None:
             if self._waiting and not self.account.open():
                 self._later()
@@ -115,7 +119,7 @@ class Desk:
             task.add_done_callback(self._tasks.discard)
 
     def _later(self) -> None:
-        """Begin again when the account may be open."""
+        """Call `_begin` again after a while, when the account may be open."""
         loop = asyncio.get_running_loop()
         if self._timer is None or self._timer.when() <= loop.time():
             self._timer = loop.call_later(_RETRY_SECONDS, self._begin)

@@ -1,4 +1,4 @@
-"""The device thread: it owns model and engine, and nothing else touches them.
+"""The device thread: it owns model and engine, and no other thread touches them.
 
 Jobs come in by a queue and wait in turns of their tenants (`jobs.py`). Between two steps of the
 engine the thread does one piece of work, if there is any that need not wait for samples, and gives
@@ -8,9 +8,9 @@ scores of its prompt has these first, a part between two steps (`scoring.py`). L
 parts, too: after each of them, samples have as much time as it took before the next one begins, and
 work of other tenants has its turn (tests/serve/test_turns.py).
 
-A step that fails because logits are not finite does not say whose they were. All open requests are
-then begun again, one at a time: results do not depend on what runs beside them, so each goes on
-where it was, and the one at fault fails alone (tests/serve/test_device.py).
+A step that fails because logits are not finite does not say of which request they were. All open
+requests are then begun again, one at a time: results do not depend on requests that run at the same
+time, so each goes on where it was, and the one at fault fails alone (tests/serve/test_device.py).
 """
 
 import logging
@@ -74,15 +74,15 @@ class _Open:
 
     @property
     def complete(self) -> bool:
-        """Whether all that was asked for is there."""
+        """Whether the scores and answers that the request asked for are all done."""
         scored = self.job.scoring is None or self.scores is not None
         return scored and len(self.done) == self.job.num_answers
 
 
 @dataclass
 class Totals:
-    """Of a tenant since the server began: tokens sampled, prompt tokens, those of them that were
-    found in the cache."""
+    """Counts of a tenant since the server began: tokens sampled, prompt tokens, and prompt tokens
+    that were found in the cache."""
 
     sampled: int = 0
     prompt: int = 0
@@ -90,8 +90,8 @@ class Totals:
 
 
 class Device:
-    """Runs an engine in a thread. `deliver` is called there with events and whom to post them to,
-    and brings them to the main thread."""
+    """An engine that runs in a thread. `deliver` is called there with pairs of a `post` and an
+    event, and brings them to the main thread."""
 
     weights_change = False
     """Whether the weights of the model itself change while it serves."""
@@ -103,14 +103,14 @@ class Device:
         self.snapshots = Snapshots(engine.model)
         self.totals = defaultdict[str, Totals](Totals)
         self.steps = 0
-        """Of the engine."""
+        """The number of steps that the engine has done."""
         self.failure: BaseException | None = None
-        """What ended the thread, if it was not `stop`: a fault of the server's own."""
+        """The error that ended the thread, if `stop` did not: a fault of the server's."""
         self._inbox: queue.SimpleQueue[SampleJob | WorkJob | _Cancel | _Stop] = queue.SimpleQueue()
         self._samples, self._work = Turns[SampleJob](), Turns[WorkJob]()
         self._open: dict[SampleJob, _Open] = {}
         self._by_request: dict[Request, _Open] = {}
-        self._scoring = deque[_Open]()  # whose prompts are scored, and take turns
+        self._scoring = deque[_Open]()  # requests whose prompts are scored, which take turns
         self._alone = deque[_Open]()  # to be run again, each without the others
         self._begun = dict[WorkJob, Generator[None, None, object]]()  # work, and what is left of it
         self._samples_until = 0.0  # no work begins before this time while there are samples
@@ -123,19 +123,20 @@ class Device:
     # the main thread's side
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the thread of the engine."""
         self._thread.start()
 
     def submit(self, job: SampleJob | WorkJob) -> None:
-        """Ask for something; its events are posted."""
+        """Give the thread a job, whose events are posted by its `post`."""
         self._inbox.put(job)
 
     def cancel(self, job: SampleJob) -> None:
-        """Nobody waits for a request any more: what it holds is freed with the next step."""
+        """Cancel a request for which no client waits any more; its memory is freed before the next
+        step."""
         self._inbox.put(_Cancel(job))
 
     def stop(self, failed: Failed = STOPPING) -> None:
-        """Answer all that is open or waits with `failed`, and end."""
+        """Answer all jobs that are open or wait with `failed`, and end the thread."""
         self._inbox.put(_Stop(failed))
 
     def join(self, seconds: float | None = None) -> None:
@@ -144,17 +145,17 @@ class Device:
 
     @property
     def alive(self) -> bool:
-        """Whether it works."""
+        """Whether the thread runs and has not failed."""
         return self._thread.is_alive() and self.failure is None
 
     @property
     def num_open(self) -> int:
-        """Requests in the engine."""
+        """The number of requests in the engine, or on their way to it."""
         return len(self._open)
 
     @property
     def num_waiting(self) -> int:
-        """Jobs that wait for their turn."""
+        """The number of jobs that wait for their turn."""
         return len(self._samples) + len(self._later) + len(self._work) + self._inbox.qsize()
 
     # the thread
@@ -175,7 +176,8 @@ class Device:
             self._end()
 
     def _receive(self, wait: bool) -> None:
-        """Take in what came; with nothing to do, and where it may, wait for something."""
+        """Take in the jobs that came; where there is nothing to do, and it may `wait`, wait for
+        one."""
         idle = wait and not (self._open or self._samples or self._work)
         while idle or not self._inbox.empty():
             job, idle = self._inbox.get(), False
@@ -200,7 +202,8 @@ class Device:
             self._close(found)
 
     def _do_work(self) -> None:
-        """Do a piece of work, or a part of one, unless samples have had less time than the last."""
+        """Do a piece of work, or a part of one, unless samples have had less time than the last
+        piece or part took."""
         if not self._work or self._stopped is not None:
             return
         sampling, began = bool(self._open or self._samples), self._clock()
@@ -225,7 +228,7 @@ class Device:
             self._later = []
 
     def _do(self, job: WorkJob) -> bool:
-        """Whether a piece of work is over, with its next part."""
+        """Do a piece of work, or its next part; return whether all of it is done."""
         try:
             result = self._begun.pop(job, None) or job.work()
             if isinstance(result, Generator):
@@ -242,7 +245,7 @@ class Device:
         return True
 
     def _admit(self) -> None:
-        """Give the engine what it can run at once."""
+        """Give the engine as many requests as it can run at once."""
         if self._stopped is not None:
             return
         if self._alone:
@@ -269,7 +272,7 @@ class Device:
                 self._post(job.post, Begun(found.snapshot.version))
 
     def _score(self) -> None:
-        """A part of the scores of one prompt; with the last one its request begins."""
+        """Compute a part of the scores of one prompt; after the last part, begin its request."""
         if self._stopped is not None or not self._scoring:
             return
         found = self._scoring.popleft()
@@ -289,7 +292,7 @@ class Device:
                 self._close(found)
 
     def _begin(self, found: _Open) -> bool:
-        """Whether the engine took a request; what it refuses is told."""
+        """Give the engine a request; return whether it took it. A refusal is posted."""
         job = found.job
         try:
             request = self.engine.submit(
@@ -337,7 +340,8 @@ class Device:
             self._post(found.job.post, Token(sample, token, logprob, top))
 
     def _isolate(self, error: NonFiniteError) -> None:
-        """Begin all open requests again, each alone; one that was alone already is at fault."""
+        """Begin all open requests again, each alone; a request that ran alone already is at fault,
+        and fails."""
         running = dict(self._by_request)
         if len(running) == 1:
             (found,) = running.values()
@@ -350,7 +354,7 @@ class Device:
             self._alone.append(found)
 
     def _close(self, found: _Open) -> None:
-        """A request is over."""
+        """Close a request: cancel it in the engine, and release its snapshot."""
         if found.request is not None:
             self.engine.cancel(found.request)
             self._by_request.pop(found.request, None)
@@ -369,7 +373,7 @@ class Device:
             self._outbox = []
 
     def _end(self) -> None:
-        """Answer all that is left."""
+        """Answer all jobs that are left with an error."""
         failed = self._stopped or STOPPING
         while not self._inbox.empty():
             job = self._inbox.get()
@@ -387,12 +391,13 @@ class Device:
 
 
 def _room_of(job: SampleJob) -> int:
-    """Of what runs at once, the part that a request takes."""
+    """Return how many of the sequences that run at once a request takes."""
     return max(job.num_answers, 1)
 
 
 def _failed(error: Exception) -> Failed:
-    """What the client of a request is told of an error that ended it."""
+    """Return the event for an error that ended a job; a fault of the server's is logged, and not
+    shown."""
     if isinstance(error, IsobitError):  # a full disk is not the client's
         return Failed(500 if isinstance(error, RunFailed) else 400, str(error))
     _LOG.error("a piece of work failed", exc_info=error)

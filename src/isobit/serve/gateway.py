@@ -1,7 +1,8 @@
-"""The main thread's side of a server: what routes need to ask the device, within the limits.
+"""The main thread's side of a server: routes ask the device through it, within the limits.
 
-A request is a few jobs whose events arrive in one queue. Who leaves the context, because all is
-done, because something failed or because the client went away, cancels what is still open.
+A request is a few jobs whose events arrive in one queue. Leaving the context of a request, because
+all is done, because something failed or because the client went away, cancels the jobs that are
+still open.
 """
 
 import asyncio
@@ -32,8 +33,7 @@ Indexed = tuple[int, Event]
 
 
 class Refused(Exception):
-    """The server does not do what was asked, though nothing is wrong with it: a `status` of
-    HTTP."""
+    """An error of a valid request that the server does not do, with a `status` of HTTP."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -41,9 +41,9 @@ class Refused(Exception):
 
 
 class Events:
-    """What happens to some requests, each event with the index of its prompt, until all are done.
-    `left`: how many answers of each prompt are to come, and its scores, if they are; `begun` is
-    called at the first token or answer."""
+    """The events of the jobs of a request, each with the index of its prompt, until all jobs are
+    done. `left`: by prompts, the number of answers that are to come, plus 1 where scores are;
+    `begun` is called at the first token or answer."""
 
     def __init__(
         self, queue: "asyncio.Queue[Indexed]", left: dict[int, int], begun: Callable[[], None]
@@ -53,7 +53,7 @@ class Events:
 
     @property
     def waiting(self) -> bool:
-        """Whether the next event is there already."""
+        """Whether the next event has arrived already."""
         return not self._queue.empty()
 
     def __aiter__(self) -> "Events":
@@ -75,8 +75,8 @@ class Events:
 
 
 class Gateway:
-    """One server: a device, made by `device`, the `name` of its model, and what all requests
-    share."""
+    """A server: a device, made by `device`, the `name` of its model, and the objects that all
+    requests share."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Gateway:
         state: State | None = None,
         device: Callable[[Engine, Deliver], Device] = Device,
     ) -> None:
-        """`state`: what training runs are kept in; None: nothing is trained."""
+        """`state`: the database that keeps training runs; None: nothing is trained."""
         self.device = device(engine, self._deliver)
         self.device.snapshots.most_bytes = limits.snapshot_bytes
         self.name, self.tools, self.limits, self.state = name, tools, limits, state
@@ -101,7 +101,7 @@ class Gateway:
         self.desk = Desk()
         self.sessions = Sessions()
         self.ready = asyncio.Event()
-        """Set when requests may come: what a state has kept of an earlier server is there again."""
+        """Set when requests may come: the runs that a state has kept of an earlier server go on."""
         self.resume: Callable[[], Awaitable[None]] | None = None
         self.started = int(time.time())
         self.draining = False
@@ -109,7 +109,8 @@ class Gateway:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
-        """Begin to work, in the running event loop, where an earlier server of this state ended."""
+        """Start the device in the running event loop, and go on where an earlier server of this
+        state ended."""
         self._loop = asyncio.get_running_loop()
         self.device.start()
         if self.resume is not None:
@@ -117,13 +118,14 @@ class Gateway:
         self.ready.set()
 
     def stop(self) -> None:
-        """Answer all that is open, in the event loop's thread, and end."""
+        """Answer all open requests with an error (503), and end. Called in the event loop's
+        thread."""
         self.device.stop()
         self.desk.end(Refused(STOPPING.status, STOPPING.message))
 
     def adapter_of(self, model: str | None) -> str | None:
-        """The adapter that a request's `model` names; None: the base. Raises BadRequest for
-        neither."""
+        """Return the adapter that a request's `model` names; None: it names the base. Raises
+        BadRequest (404) for a name of neither."""
         if model is None or model == self.name:
             return None
         if model in self.device.snapshots.names:
@@ -148,9 +150,11 @@ class Gateway:
         counted: bool = False,
         salt: bytes | None = None,
     ) -> "AsyncIterator[Events]":
-        """Ask for answers to some prompts: events, each with the index of its prompt. `scorings`: what
-        is asked of each prompt itself; that alone, unless answers are `sampled`. `counted`: they
-        have room already; `salt`: of their pages. Raises Refused and BadRequest, here or from the events."""
+        """Ask the device for answers to some prompts, in a context that gives their events, each
+        with the index of its prompt. `scorings`: the scores to compute of each prompt itself; only
+        these, unless answers are `sampled`. `counted`: the answers are counted as open already
+        (`room`). `salt`: of the prompts' cached pages. Raises Refused and BadRequest, here or from
+        the events."""
         scorings = scorings or [None] * len(prompts)
         count = 0 if counted else len(prompts) * (sampling.n if sampled else 1)
         if len(prompts) > 1 and self.device.weights_change:
@@ -185,8 +189,8 @@ class Gateway:
                 self.metrics.whole.observe(time.monotonic() - began)
 
     async def work(self, tenant: str, work: Callable[[], _T], alone: bool = False) -> _T:
-        """What the device thread makes of `work`, between two steps; `alone` as in `WorkJob`. Raises
-        Refused and BadRequest."""
+        """Return the result of `work`, which the device thread does between two steps; `alone` as
+        in `WorkJob`. Raises Refused and BadRequest."""
         self.check_room(tenant, 0)
         happened: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
 
@@ -203,12 +207,13 @@ class Gateway:
 
     @property
     def num_samples(self) -> int:
-        """Answers that are open, of all tenants."""
+        """The number of answers that are open, of all tenants."""
         return self._open_samples.total()
 
     @contextmanager
     def room(self, tenant: str, count: int) -> Iterator[None]:
-        """So many more answers of a tenant are open. Raises as `check_room`."""
+        """Count `count` more answers of a tenant as open while the context is. Raises as
+        `check_room`."""
         self.check_room(tenant, count)
         self._open_samples[tenant] += count
         try:
@@ -217,8 +222,8 @@ class Gateway:
             self._open_samples[tenant] -= count
 
     def check_room(self, tenant: str, count: int) -> None:
-        """Raise Refused or BadRequest unless `count` more answers of a tenant may be open. Who has
-        many open keeps nobody else from asking."""
+        """Raise Refused or BadRequest unless `count` more answers of a tenant may be open. Open
+        answers of one tenant do not keep another tenant from asking."""
         if self.draining or not self.device.alive:
             raise Refused(STOPPING.status, STOPPING.message)
         if count > self.limits.samples:
@@ -236,19 +241,19 @@ class Gateway:
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(_post_all, events)
-        except RuntimeError:  # the loop is closed: nobody waits any more
+        except RuntimeError:  # the loop is closed: no client waits any more
             return
 
 
 async def in_thread(function: Callable[..., _T], *given: Any) -> _T:
-    """What would keep the event loop from others, and is not for strangers' texts (`desk.py`): files
-    and a database."""
+    """Return the result of a function that reads or writes files or a database, called in a thread,
+    so that the event loop does not wait for it. Work on clients' texts is done in `desk.py`."""
     return await asyncio.get_running_loop().run_in_executor(None, partial(function, *given))
 
 
 async def unless_gone(receive: Callable[[], Awaitable[Any]], work: Awaitable[_T]) -> _T | None:
-    """The result of `work`, which is cancelled if the client goes away; then None. The request's
-    body must have been read."""
+    """Return the result of `work`, or None where the client goes away first, which cancels the
+    work. The request's body must have been read."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_until_gone(receive))
     try:

@@ -1,7 +1,7 @@
-"""What travels to the device thread and back, and whose turn it is.
+"""Jobs for the device thread, the events of jobs, and the turns of tenants.
 
-A job goes in, events come out: each is a frozen value with a `post`, a function of the main thread
-that is given the job's events in their order. Left out: who does a job (`device.py`).
+A job goes in, events come out. A job is a frozen value with a `post`, a function of the main thread
+that gets the job's events in their order. Left out: doing a job (`device.py`).
 """
 
 from collections import deque
@@ -43,22 +43,22 @@ class Token:
 
 @dataclass(frozen=True)
 class Done:
-    """A sample is complete, or a piece of work with its result. `cached`: of a sample's prompt, the
-    tokens that were found in the cache."""
+    """A sample is complete, or a piece of work, whose result is `value`. `cached`: the number of
+    tokens of a sample's prompt that were found in the cache."""
 
     value: Any
     cached: int = 0
 
     @property
     def completion(self) -> Completion:
-        """Of a sample."""
+        """The completion that is the value of a sample's event."""
         assert isinstance(self.value, Completion)
         return self.value
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A job is over without a result. `status`: of HTTP."""
+    """A job has ended without a result. `status`: of HTTP."""
 
     status: int
     message: str
@@ -70,10 +70,11 @@ Post = Callable[[Event], None]
 
 @dataclass(frozen=True, eq=False)
 class SampleJob:
-    """`sampling.n` answers to a prompt by an `adapter`, its name or a snapshot that is held, None:
-    the base alone; for a `tenant`. Each token is told where it is `streamed`. `scoring`: what is
-    asked of the prompt itself, None: nothing; nothing else is asked unless it is `sampled`. `salt`:
-    the request shares cached pages with the tenant's others of the same one."""
+    """A request for `sampling.n` answers to a prompt by an `adapter`, its name or a snapshot that
+    is held, None: the base alone; for a `tenant`. Each token has an event where it is `streamed`.
+    `scoring`: the scores to compute of the prompt itself, None: none; without `sampled`, only
+    these. `salt`: the request shares cached pages only with the tenant's others of the same
+    salt."""
 
     tenant: str
     prompt: tuple[int, ...]
@@ -87,18 +88,18 @@ class SampleJob:
 
     @property
     def num_answers(self) -> int:
-        """That are sampled."""
+        """The number of answers that are sampled."""
         return self.sampling.n if self.sampled else 0
 
 
 @dataclass(frozen=True, eq=False)
 class WorkJob:
-    """Something that is done between two steps of the engine, on its thread: an adapter that is
-    added, and what trains. Of one `tenant` in the order in which it was given. `work` that returns a
+    """Work that is done between two steps of the engine, on its thread: adding an adapter,
+    training. Jobs of one `tenant` are done in the order in which they came. `work` that returns a
     generator is done from one `yield` to the next; between these parts others have their turns, and
-    what it returns at its end is the result. `alone`: it changes the weights of the model itself, so
-    samples that came before it, and work that has begun, are finished first, and samples that come
-    later begin after it."""
+    the result is the generator's return value. `alone`: the job changes the weights of the model
+    itself, so samples that came before it, and work that has begun, are finished first, and samples
+    that come later begin after it."""
 
     tenant: str
     work: Callable[[], Any]
@@ -109,7 +110,7 @@ class WorkJob:
 class _OfTenant(Protocol):
     @property
     def tenant(self) -> str:
-        """Whose it is."""
+        """The tenant whose job this is."""
 
 
 _Job = TypeVar("_Job", bound=_OfTenant)
@@ -128,7 +129,7 @@ class Turns(Generic[_Job]):
         return (job for jobs in self._waiting.values() for job in jobs)
 
     def put(self, job: _Job) -> None:
-        """Add a job."""
+        """Add a job behind those of its tenant."""
         self._waiting.setdefault(job.tenant, deque()).append(job)
 
     def put_first(self, job: _Job) -> None:
@@ -136,15 +137,16 @@ class Turns(Generic[_Job]):
         self._waiting.setdefault(job.tenant, deque()).appendleft(job)
 
     def first(self) -> _Job:
-        """The next one, which stays."""
+        """Return the next job, which stays."""
         return next(iter(self._waiting.values()))[0]
 
     def take(self) -> _Job:
-        """The next one; its tenant goes to the end of the line."""
+        """Take out the next job, and return it; its tenant goes to the end of the line."""
         return self._take(next(iter(self._waiting)))
 
     def take_of(self, may: Callable[[str], bool]) -> _Job | None:
-        """The same of a tenant that `may` have a turn; None: there is none."""
+        """Take out the next job of a tenant that `may` have a turn, as `take` does; None: there is
+        no such job."""
         tenant = next(filter(may, self._waiting), None)
         return None if tenant is None else self._take(tenant)
 
@@ -156,7 +158,7 @@ class Turns(Generic[_Job]):
         return job
 
     def remove(self, job: _Job) -> bool:
-        """Take out a job wherever it waits; False: it does not."""
+        """Take out a job wherever it waits; return False where it does not wait."""
         jobs = self._waiting.get(job.tenant, deque())
         if job not in jobs:
             return False

@@ -1,8 +1,8 @@
 """The tokens by which clients may use a server: a file of mode 600 with one in each line, a tenant
 each.
 
-They are compared in constant time. Left out: what a tenant may do, which is the same for all, but
-that the first one sees what the server counts of all.
+They are compared in constant time. Left out: permissions, which are the same for all tenants,
+except that the first one sees the server's counters of all.
 """
 
 import hashlib
@@ -19,21 +19,21 @@ from isobit.run.own_folder import replaceable
 from isobit.run.surroundings import folder_of_user
 
 OPERATOR = "0"
-"""The tenant of the first token, who sees what the server counts of all."""
+"""The tenant of the first token, which sees the server's counters of all tenants."""
 _SHORTEST, _MOST_BYTES = 16, 1 << 16
 _WORD = re.compile(r"[\x21-\x7e]+")
 
 
 def default_file() -> Path:
-    """Where a token is kept unless a file is given."""
+    """Return the path of the file with the token, for a server that is given no file."""
     state = folder_of_user("XDG_STATE_HOME", ".local", "state")
     return state / "isobit" / "serve-token"
 
 
 def read_or_make(path: Path, option: str = "--token") -> tuple[tuple[str, ...], bool]:
-    """The tokens of a file, which an `option` names, and whether it was made now, with a random
-    one. Raises IsobitError for a file that others may read or replace, one that cannot be read or
-    made, and tokens that are too short."""
+    """Return (the tokens of a file, which an `option` names; whether the file was made now, with a
+    random token). Raises IsobitError for a file that others may read or replace, one that cannot be
+    read or made, and tokens that are too short."""
     try:
         make_directory(path.parent, 0o700)
         if (at := replaceable(path)) is not None:
@@ -70,7 +70,8 @@ def _read(path: Path, option: str) -> tuple[str, ...]:
 
 
 def owners_of(tokens: tuple[str, ...]) -> dict[str, str]:
-    """By tenants, what a state calls them: a tenant is who has the token, in whatever line."""
+    """Return a state's names of tenants, by tenant: each is a hash of the tenant's token, so that
+    it does not depend on the token's line."""
     return {
         str(place): hashlib.sha256(token.encode()).hexdigest()[:32]
         for place, token in enumerate(tokens)
@@ -78,8 +79,8 @@ def owners_of(tokens: tuple[str, ...]) -> dict[str, str]:
 
 
 def tenant_of(authorization: bytes, key: bytes, tokens: tuple[str, ...]) -> str | None:
-    """Whose headers `Authorization` and `X-Api-Key` these are; None: nobody's. All tokens are
-    compared, in constant time."""
+    """Return the tenant whose token is in the header `Authorization`, or else in `X-Api-Key`; None:
+    no tenant's is. All tokens are compared, in constant time."""
     given = authorization[7:] if authorization[:7].lower() == b"bearer " else key
     equal = [hmac.compare_digest(given, token.encode()) for token in tokens]
     return str(equal.index(True)) if True in equal else None

@@ -1,7 +1,7 @@
-"""What a server counts, in Prometheus' text format: requests, tokens, time, what waits.
+"""The counters of a server in Prometheus' text format: requests, tokens, time, jobs that wait.
 
 The operator, whose token is the first, sees the counters of all. Another tenant sees its own
-requests and tokens: what is common to all would tell of others.
+requests and tokens: counters of all would tell of other tenants.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class Metrics:
-    """Counters of one server."""
+    """The counters of one server."""
 
     def __init__(self, device: Device) -> None:
         self._registry, self._device = CollectorRegistry(), device
@@ -33,7 +33,7 @@ class Metrics:
         self.whole = self._histogram("request", "Time to a request's end")
 
     def text(self, tenant: str) -> bytes:
-        """Return all of them that a tenant may see."""
+        """Return all counters that a tenant may see, in Prometheus' text format."""
         if tenant == OPERATOR:
             return generate_latest(self._registry)
         own = CollectorRegistry()
@@ -45,13 +45,13 @@ class Metrics:
 
 
 class _Own(Collector):
-    """What is counted of one tenant."""
+    """The counters of one tenant: its requests and tokens."""
 
     def __init__(self, requests: Counter, device: Device, tenant: str) -> None:
         self._requests, self._device, self._tenant = requests, device, tenant
 
     def collect(self) -> Iterator[Metric]:
-        """One family for each number."""
+        """Yield one family for each counter of the tenant."""
         for family in self._requests.collect():
             family.samples = [one for one in family.samples if one.labels["tenant"] == self._tenant]
             yield family
@@ -59,13 +59,13 @@ class _Own(Collector):
 
 
 class _OfDevice(Collector):
-    """What the device thread counts, read when somebody asks."""
+    """The counters of the device thread, read when a client asks for them."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
 
     def collect(self) -> Iterator[Metric]:
-        """One family for each number."""
+        """Yield one family for each counter of the device."""
         device = self._device
         yield from _tokens(list(device.totals.values()))
         yield CounterMetricFamily("isobit_engine_steps", "Steps of the engine", value=device.steps)
@@ -80,7 +80,7 @@ class _OfDevice(Collector):
 
 
 def _tokens(totals: list[Totals]) -> Iterator[Metric]:
-    """The counters of tokens, of some tenants together."""
+    """Yield the counters of tokens, of some tenants together."""
     for name, what, value in (
         ("isobit_sampled_tokens", "Tokens sampled", sum(one.sampled for one in totals)),
         ("isobit_prompt_tokens", "Prompt tokens", sum(one.prompt for one in totals)),

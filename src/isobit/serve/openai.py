@@ -1,5 +1,4 @@
-"""OpenAI's routes, and vLLM's beside them: completions, chat, models, tokenize, token ids in and
-out.
+"""OpenAI's routes, and some of vLLM's: completions, chat, models, tokenize, token ids in and out.
 
 Left out: embeddings, images, audio, files, responses, echoes of messages, and constrained decoding;
 each is refused by its key.
@@ -35,9 +34,9 @@ _T = TypeVar("_T")
 
 @dataclass
 class Found:
-    """What a request found: the `version` of the weights, each answer with the index of its prompt,
-    in the order of choices, what is told of each prompt, and how many of its tokens were
-    `cached`."""
+    """The results of a request: the `version` of the weights; `answers`, each with the index of its
+    prompt, in the order of choices; by prompts, `fronts`, which tell of the prompt, and how many of
+    its tokens were `cached`."""
 
     version: int = 0
     answers: list[tuple[int, Completion]] = field(default_factory=list)
@@ -46,18 +45,18 @@ class Found:
 
     @property
     def num_sampled(self) -> int:
-        """Tokens of all answers."""
+        """The number of tokens of all answers."""
         return sum(len(completion.token_ids) for _, completion in self.answers)
 
     def choices(self, asked: Asked) -> list[dict[str, Any]]:
-        """All answers in OpenAI's words, in which each token has its own: slow where they are
-        long."""
+        """Return all answers as OpenAI's choices, which have an entry for each token: slow where
+        answers are long."""
         return [
             asked.choice(prompt, answer, self.fronts[prompt]) for prompt, answer in self.answers
         ]
 
     def token_choices(self, asked: Asked) -> list[dict[str, Any]]:
-        """All answers as vLLM's token route has them."""
+        """Return all answers as choices of vLLM's token route."""
         return [
             {
                 "index": answer.sample_index,
@@ -74,14 +73,14 @@ class Found:
 
 
 class OpenAI:
-    """The routes of a gateway."""
+    """OpenAI's routes of a gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._vocabulary = gateway.model.config.vocab_size
 
     def routes(self) -> list[Route]:
-        """All of them."""
+        """Return OpenAI's and vLLM's routes."""
 
         def post(path: str, handler: Callable[[Request], Any]) -> Route:
             return Route(path, handler, methods=["POST"])
@@ -126,7 +125,7 @@ class OpenAI:
         return await self._answer(request, asked, adapter, stream, usage, None)
 
     async def chat_completions(self, request: Request) -> Response:
-        """Answer a conversation."""
+        """Answer a conversation with the next message."""
         gateway, fields = self._gateway, await read_fields(request, self._gateway.limits)
         model = fields.text("model")
         adapter = gateway.adapter_of(model)
@@ -176,7 +175,7 @@ class OpenAI:
         return await self._answer(request, asked, adapter, stream, usage, keep)
 
     async def generate(self, request: Request) -> Response:
-        """vLLM's token route: token ids in, token ids out."""
+        """Answer token ids with token ids, as vLLM's token route does."""
         gateway, fields = self._gateway, await read_fields(request, self._gateway.limits)
         model, given = fields.text("model"), fields.take("token_ids")
         name = fields.text("request_id")
@@ -210,16 +209,16 @@ class OpenAI:
         return await self._written(request, lambda: value | {"choices": found.token_choices(asked)})
 
     async def models(self, request: Request) -> Response:
-        """The base and the adapters."""
+        """Answer with descriptions of the base and the adapters."""
         names = [None, *self._gateway.device.snapshots.names]
         return JSONResponse({"object": "list", "data": [self._described(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
-        """One of them."""
+        """Answer with the description of the base or of an adapter."""
         return JSONResponse(self._described(self._gateway.adapter_of(request.path_params["name"])))
 
     async def tokenize(self, request: Request) -> Response:
-        """Token ids of a text or a conversation, as a request with these would have them."""
+        """Answer with the token ids that a request with a text or a conversation would have."""
         fields = await read_fields(request, self._gateway.limits)
         self._gateway.adapter_of(fields.text("model"))
         messages, text = fields.take("messages"), fields.text("prompt")
@@ -241,7 +240,7 @@ class OpenAI:
         return await self._written(request, lambda: value)
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of token ids, special tokens included."""
+        """Answer with the text of token ids, special tokens included."""
         fields = await read_fields(request, self._gateway.limits)
         self._gateway.adapter_of(fields.text("model"))
         given = fields.take("tokens")
@@ -263,7 +262,7 @@ class OpenAI:
             return await self._streamed(request, asked, adapter, usage, keep)
         found = await unless_gone(request.receive, self._completed(request, asked, adapter))
         if found is None:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # no client reads it
         if keep is not None:
             keep(found.answers[0][1])
         value = asked.head("chat.completion" if asked.chat else "text_completion", found.version)
@@ -274,16 +273,17 @@ class OpenAI:
         return await self._written(request, lambda: value | {"choices": found.choices(asked)})
 
     async def _at_desk(self, request: Request, function: Callable[..., _T], *given: Any) -> _T:
-        """What a function makes of a stranger's text, in the turn of its tenant."""
+        """Return the result of a function of a client's text, called in the turn of its tenant."""
         return await self._gateway.desk.do(request.state.tenant, function, *given)
 
     async def _written(self, request: Request, value: Callable[[], dict[str, Any]]) -> Response:
-        """A response, which may be long."""
+        """Return the response with a value, which may be long and is written at the desk."""
         content = await self._at_desk(request, lambda: written(value()))
         return Response(content, media_type="application/json")
 
     async def _completed(self, request: Request, asked: Asked, adapter: str | None) -> Found:
-        """Raises BadRequest where too much is asked of prompts."""
+        """Return all results of a request. Raises BadRequest where too many scores of prompts are
+        asked for."""
         found, scores = Found(), dict[int, Scores]()
         async with self._ask(request, asked, adapter, streamed=False) as events:
             async for prompt, happened in events:
@@ -319,7 +319,8 @@ class OpenAI:
         usage: bool,
         keep: Callable[[Completion], None] | None,
     ) -> Response:
-        """The answer as it is sampled. What is refused at once is an error and no stream."""
+        """Return the answer as a stream. A request that is refused at once is answered with an
+        error and without a stream."""
         async with AsyncExitStack() as stack:
             events = await stack.enter_async_context(
                 self._ask(request, asked, adapter, streamed=True)
@@ -331,7 +332,7 @@ class OpenAI:
         raise AssertionError("unreachable")
 
     def _prompts(self, given: Any, add_special: bool) -> list[list[int]]:
-        """The token ids of a text, of token ids, or of a list of either."""
+        """Return the prompts, as token ids, of a text, of token ids, or of a list of either."""
         several = isinstance(given, list) and bool(given) and isinstance(given[0], (str, list))
         prompts = given if several else [given]
         if len(prompts) > self._gateway.limits.samples:
@@ -384,24 +385,24 @@ class OpenAI:
 
 
 def _shown(fields: Fields) -> tuple[bool, bool]:
-    """Whether answers have token ids, and whether tokens are called by their ids."""
+    """Return (whether answers have token ids, whether tokens are named by their ids)."""
     return fields.flag("return_token_ids"), fields.flag("return_tokens_as_token_ids")
 
 
 def _with_top(sampling: Sampling, fields: Fields, key: str) -> Sampling:
-    """With as many of the likeliest tokens as are asked for under a key."""
+    """Return a sampling with the number of likeliest tokens that is asked for under a key."""
     return replace(sampling, top_logprobs=fields.whole(key, 0, 0, MOST_TOP_LOGPROBS))
 
 
 async def _front(asked: Asked, prompt: int, scores: Scores | None) -> Front:
-    """What is told of a prompt, made where it keeps nobody waiting."""
+    """Return what the answer tells of a prompt, made in a thread where that is slow."""
     if scores is None:
         return asked.front(prompt, None)
     return await in_thread(asked.front, prompt, scores)
 
 
 def _stream_of(fields: Fields) -> tuple[bool, bool]:
-    """Whether to stream, and whether the stream ends with the usage."""
+    """Return (whether to stream, whether the stream ends with the usage)."""
     stream, options = fields.flag("stream"), fields.inner("stream_options")
     usage = options.flag("include_usage")
     if options.flag("continuous_usage_stats"):
@@ -420,12 +421,13 @@ async def _pieces(
     usage: bool,
     keep: Callable[[Completion], None] | None,
 ) -> AsyncIterator[bytes]:
-    """The events of a stream, by OpenAI's protocol. Tokens that came together make one piece."""
+    """Yield the events of a stream by OpenAI's protocol. Tokens that came together make one
+    piece."""
     kind = "chat.completion.chunk" if asked.chat else "text_completion"
     version, sampled, choices = 0, 0, dict[tuple[int, int], ChoiceStream]()
     cached = dict[int, int]()
     scored = asked.scorings()[0] is not None
-    heard = dict[tuple[int, int], ChoiceStream]()  # of whose tokens some are in no piece yet
+    heard = dict[tuple[int, int], ChoiceStream]()  # choices with tokens that are in no piece yet
 
     def chunk(piece: dict[str, Any] | None, **more: Any) -> bytes:
         if piece is None:

@@ -1,7 +1,7 @@
-"""What clients ask for: JSON objects of strangers, read key by key within limits.
+"""The requests of clients: JSON objects, read key by key within limits.
 
-A key that nobody reads is refused, with the nearest one that is known: a misspelt option must not
-vanish. What is wrong is one line (`BadRequest`), in the words of the client's keys.
+A key that no route reads is refused, with the nearest one that is known: a misspelt option must not
+vanish. An error is one line (`BadRequest`), which names the client's keys.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "use_beam_search": (False,),
 }
-"""Keys of the protocol that are taken where they ask for nothing, and the values that do."""
+"""Keys of the protocol that are taken with values that ask for nothing, and these values."""
 IGNORED = frozenset(
     (
         "metadata",
@@ -49,12 +49,12 @@ IGNORED = frozenset(
 )
 """Keys that change no answer here."""
 
-_HOTTEST = 100.0  # a temperature without end makes logits that are no numbers
+_HOTTEST = 100.0  # an infinite temperature makes logits that are not numbers
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one client, and all together, may ask for."""
+    """Limits on the requests of one client, and of all clients together."""
 
     body_bytes: Annotated[int, at_least(1024)] = 8 << 20
     body_seconds: Annotated[float, at_least(0.1)] = 30.0  # and for the lines in front of it
@@ -78,7 +78,8 @@ class Limits:
 
 
 class BadRequest(IsobitError):
-    """What a client asked for cannot be done: the `status` of HTTP, and the key that is wrong."""
+    """An error of a request that cannot be done: the `status` of HTTP, and as `param` the key that
+    is wrong."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -86,7 +87,7 @@ class BadRequest(IsobitError):
 
 
 class Fields:
-    """A JSON object of a client. `None` is as if the key was not there."""
+    """A JSON object of a client. A key with the value null counts as absent."""
 
     def __init__(self, values: Any, where: str = "the body") -> None:
         if not isinstance(values, dict):
@@ -97,7 +98,7 @@ class Fields:
 
     @staticmethod
     def parse(body: bytes) -> "Fields":
-        """Those of a request's body. Raises BadRequest for what is no JSON object."""
+        """Parse a request's body. Raises BadRequest for bytes that are not a JSON object."""
         try:
             return Fields(parse_json(body.decode("utf-8"), patient=True))
         except UnicodeDecodeError:
@@ -107,26 +108,27 @@ class Fields:
             raise BadRequest(f"the body is not JSON{place}: {error.reason}") from None
 
     def take(self, key: str, default: Any = None) -> Any:
-        """A value of any kind."""
+        """Return the value of a key, of any kind, or the default; the key counts as read."""
         self._read.add(key)
         return self._values.get(key, default)
 
     def check_numbers(self, *keys: str) -> None:
-        """Raise BadRequest for a null under one of these: a client has written NaN or infinity, for
-        which JSON has no word, and to take the default would be another request."""
+        """Raise BadRequest for a null under one of these keys: a client has written NaN or
+        infinity, for which JSON has no word, and to take the default would be another request."""
         for key in keys:
             if key in self._nulls:
                 raise BadRequest(f"{key}: expected a number, got null, which NaN becomes", key)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """True or false."""
+        """Return the value of a key, true or false. Raises BadRequest for another kind of value."""
         value = self.take(key, default)
         if not isinstance(value, bool):
             raise BadRequest(f"{key}: expected true or false, got {_kind(value)}", key)
         return value
 
     def whole(self, key: str, default: int, lowest: int, highest: int) -> int:
-        """A whole number within bounds, both included."""
+        """Return the value of a key, a whole number within bounds, both included. Raises BadRequest
+        for another value."""
         value = self.take(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
             raise BadRequest(
@@ -136,23 +138,25 @@ class Fields:
         return value
 
     def text(self, key: str, default: str | None = None) -> str | None:
-        """A string."""
+        """Return the value of a key, a string, or the default. Raises BadRequest for another kind
+        of value."""
         value = self.take(key, default)
         if value is not None and not isinstance(value, str):
             raise BadRequest(f"{key}: expected a string, got {_kind(value)}", key)
         return value
 
     def inner(self, key: str) -> "Fields":
-        """An object inside this one; an empty one where there is none."""
+        """Return the object under a key; an empty one where the key is absent. Raises BadRequest
+        for another kind of value."""
         return Fields(self.take(key, {}), key)
 
     def all(self) -> dict[str, Any]:
-        """All there is, by keys that the client chose."""
+        """Return all values, by keys that the client chose; all keys count as read."""
         self._read |= self._values.keys()
         return self._values
 
     def finish(self) -> None:
-        """Raise BadRequest for a key that nobody has read, unless it asks for nothing."""
+        """Raise BadRequest for a key that was not read, unless its value asks for nothing."""
         for key in self._values.keys() - self._read - IGNORED:
             if key not in NEUTRAL:
                 known = sorted(self._read | NEUTRAL.keys() | IGNORED)
@@ -167,8 +171,9 @@ class Fields:
 
 
 def salt_of(fields: Fields) -> bytes | None:
-    """What `cache_salt` keeps apart: who gives one shares cached pages of prompts with those alone
-    who give the same. Kept as its hash, which is short."""
+    """Return the hash of a request's `cache_salt`, None: it has none. Requests share cached pages
+    of prompts only with requests of the same salt; the hash is short. Raises BadRequest for an
+    empty one."""
     salt = fields.text("cache_salt")
     if salt == "":
         raise BadRequest("cache_salt: expected a string that is not empty", "cache_salt")
@@ -177,7 +182,8 @@ def salt_of(fields: Fields) -> bytes | None:
 
 def check_length(fields: Fields, prompts: Sequence[Sequence[int]], positions: int) -> None:
     """Raise BadRequest, in vLLM's words, where a request names more tokens than a context of
-    `positions` has behind one of its prompts. That a prompt fills it is told where it begins."""
+    `positions` has behind one of its prompts. A prompt that fills the context passes here, and is
+    refused by the engine."""
     wanted = fields.take("max_completion_tokens", fields.take("max_tokens")) or 0
     for length in map(len, prompts):
         if length < positions < length + wanted:
@@ -190,7 +196,8 @@ def check_length(fields: Fields, prompts: Sequence[Sequence[int]], positions: in
 
 
 def token_list(value: Any, key: str) -> list[int]:
-    """A list of token ids. Raises BadRequest; ids are checked against the vocabulary later."""
+    """Return a value that is a list of token ids. Raises BadRequest for another value; ids are
+    checked against the vocabulary later."""
     if not isinstance(value, list) or not value or not all(type(item) is int for item in value):
         raise BadRequest(f"{key}: expected a list of token ids, got {_kind(value)}", key)
     return value
@@ -199,8 +206,9 @@ def token_list(value: Any, key: str) -> list[int]:
 def sampling_of(
     fields: Fields, limits: Limits, default_tokens: int, fewest_tokens: int = 1
 ) -> Sampling:
-    """How to sample, by OpenAI's and vLLM's keys. A request without a seed gets a random one.
-    `fewest_tokens`: 0 where a request may ask for none; then it is not sampled for."""
+    """Return how to sample, by OpenAI's and vLLM's keys. A request without a seed gets a random
+    one. `fewest_tokens`: 0 where a request may ask for no tokens, for which nothing is sampled.
+    Raises BadRequest."""
     n = fields.whole("n", 1, 1, limits.samples)
     longest = fields.whole("max_tokens", default_tokens, fewest_tokens, 2**31 - 1)
     longest = fields.whole("max_completion_tokens", longest, fewest_tokens, 2**31 - 1)
@@ -246,12 +254,12 @@ def _stop(fields: Fields, limits: Limits) -> tuple[str, ...]:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Whether two values are the same in JSON, where 0 is not false."""
+    """Tell whether two values are the same in JSON, where 0 is not false."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
 def _kind(value: Any) -> str:
-    """A value in a message."""
+    """Return the words by which an error names a value."""
     if isinstance(value, dict):
         return "an object"
     return f"a list of {len(value):,}" if isinstance(value, list) else brief(repr(value), 80)

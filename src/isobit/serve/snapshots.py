@@ -3,9 +3,9 @@
 An adapter is served as a *snapshot*: weights that never change, under a name in the model that is
 used once (`math@2`). A new version of an adapter is another snapshot, so an open request computes
 to its end with the weights that it began with. A snapshot that is replaced or removed leaves the
-model when nobody holds it any more. Where the weights of the model itself are trained there is no
+model when it has no holders any more. Where the weights of the model itself are trained there is no
 copy of earlier ones: a snapshot of them ends with the next change. Only the device thread changes
-any of this.
+snapshots.
 """
 
 import math
@@ -21,9 +21,9 @@ from isobit.model.adapters.low_rank import Adapter
 
 @dataclass(eq=False)
 class Snapshot:
-    """Weights that are served: by `served`, their name in the model, None: the base's. `holders`:
-    open requests, and the name while it means this snapshot. `bytes`, `tenant`: of those with a key.
-    `weights`: of the base, which ones they are (`Snapshots.present`)."""
+    """Weights that are served. `served`: their name in the model, None: the base's. `holders`: the
+    number of open requests, plus 1 while a name means this snapshot. `bytes`, `tenant`: of a
+    snapshot with a key. `weights`: of the base, the name of these weights (`Snapshots.present`)."""
 
     served: str | None
     version: int
@@ -34,7 +34,7 @@ class Snapshot:
 
 
 class Snapshots:
-    """Those of a model that serves adapters (`Model.serving`)."""
+    """The snapshots of a model that serves adapters (`Model.serving`)."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -42,21 +42,24 @@ class Snapshots:
         self._versions: dict[str, int] = {}
         self._keyed: dict[str, Snapshot] = {}
         self.most_bytes: float = math.inf
-        """Of all that is open by a key, the factors in FP32; each of the `tenants` has a share."""
+        """The most bytes of all snapshots with a key, their factors in FP32; each of the `tenants`
+        has an equal share."""
         self.tenants = 1
         self._opened = count()
         self.present = ""
-        """What the weights of the model itself are called, if they are trained: a name that is never
-        others', also where they are saved and loaded again; empty: as they were read."""
+        """The name of the present weights of the model itself, if they are trained: other weights
+        never have it, also where these are saved and loaded again; empty: the weights as they were
+        read."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """That clients may ask for, beside the base."""
+        """The names that clients may ask for besides the base."""
         return tuple(self._named)
 
     def put(self, name: str, adapter: str | Path | Adapter) -> int:
-        """Serve an adapter by a name, in the place of what it named before; its version, from 0.
-        Raises IsobitError as `Model.add_adapter`; the name then means what it meant."""
+        """Serve an adapter by a name, in the place of the adapter that had the name; return its
+        version, from 0. Raises IsobitError as `Model.add_adapter`; the name then means what it
+        meant."""
         version = self._versions.get(name, -1) + 1
         made = Snapshot(f"{name}@{version}", version, holders=1)
         self._model.add_adapter(f"{name}@{version}", adapter)
@@ -70,9 +73,9 @@ class Snapshots:
     def open(
         self, key: str, adapter: Callable[[], str | Path | Adapter], tenant: str = ""
     ) -> Snapshot:
-        """Hold weights that clients of a tenant do not ask for by a name, until they are released:
-        those of this `key`, which never means others. They are read once while somebody holds them. Raises
-        IsobitError as `put`, and where there is no room for more."""
+        """Hold weights for which clients of a tenant do not ask by a name, until they are released:
+        those of this `key`, which never means others. They are read once for all holders at the
+        same time. Raises IsobitError as `put`, and where there is no room for more."""
         found = self._keyed.get(key)
         if found is None:
             read = self._model.read_adapter(adapter())
@@ -90,14 +93,14 @@ class Snapshots:
         return found
 
     def remove(self, name: str) -> None:
-        """The name means nothing from now on. Raises IsobitError if it did not before."""
+        """Remove a name, which means nothing from now on. Raises IsobitError for an unknown one."""
         self._find(name)
         self.release(self._named.pop(name))
 
     def hold(self, name: str | Snapshot | None) -> Snapshot:
-        """What a request by this name, or by this snapshot that somebody holds, computes with,
-        until it is released. Raises IsobitError for an unknown name, a snapshot that nobody holds,
-        and one of weights that the model itself had before."""
+        """Hold the snapshot with which a request by a name (None: the base), or by a snapshot that
+        has holders, computes, until it is released; return it. Raises IsobitError for an unknown
+        name, a snapshot without holders, and one of weights that the model itself had before."""
         if isinstance(name, Snapshot):
             self.check(name)
             found = name
@@ -109,7 +112,7 @@ class Snapshots:
         return found
 
     def check(self, snapshot: Snapshot) -> None:
-        """Raise IsobitError unless it can be computed with."""
+        """Raise IsobitError unless requests can compute with a snapshot."""
         if snapshot.served is not None and not snapshot.holders:
             raise IsobitError(f"the snapshot {snapshot.served!r} was dropped: nobody held it")
         if snapshot.served is None and snapshot.weights != self.present:
@@ -120,7 +123,7 @@ class Snapshots:
             )
 
     def release(self, snapshot: Snapshot) -> None:
-        """One holder less."""
+        """Release a snapshot for one holder; with the last one it leaves the model."""
         snapshot.holders -= 1
         if not snapshot.holders and snapshot.served is not None:
             self._model.remove_adapter(snapshot.served)

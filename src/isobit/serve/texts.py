@@ -1,13 +1,14 @@
-"""How long a stranger's text may be, asked before it is encoded."""
+"""Bounds on the length of a client's text, checked before the text is encoded."""
 
 from isobit.model.text.tokenizer import Check, Tokenizer
 from isobit.serve.requests import BadRequest
 
-_MOST_CHARACTERS = 1 << 20  # that are encoded to be counted
+_MOST_CHARACTERS = 1 << 20  # of a text that is encoded to count its tokens
 
 
 def check_prompt(tokenizer: Tokenizer, positions: int, key: str) -> Check:
-    """Refuse a text that is longer than any prompt."""
+    """Return a check that raises BadRequest, with this `key`, for a text that surely has more
+    tokens than a context of `positions`."""
 
     def check(text: str) -> None:
         if tokenizer.surely_longer(text, positions):
@@ -21,7 +22,8 @@ def check_prompt(tokenizer: Tokenizer, positions: int, key: str) -> Check:
 
 
 def check_counted(positions: int) -> Check:
-    """Refuse a text that is too long to be counted in tokens."""
+    """Return a check that raises BadRequest for a text that is too long to count its tokens; the
+    bound grows with `positions`, the model's context."""
     most = max(_MOST_CHARACTERS, 16 * positions)
 
     def check(text: str) -> None:

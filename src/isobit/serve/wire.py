@@ -22,9 +22,9 @@ from isobit.serve.requests import BadRequest, Fields, Limits
 
 OPEN_TO_ALL = ("/health",)
 CONNECTION = "connection"
-"""What a request's state calls the connection at which it came (`connections.py`)."""
+"""The name, in a request's state, of the connection at which it came (`connections.py`)."""
 DESK = "desk"
-"""What it calls the desk at which its text is read."""
+"""The name, in a request's state, of the desk at which its text is read."""
 _LOG = logging.getLogger("isobit.serve")
 _TWO_LENGTHS = BadRequest("Content-Length and Transfer-Encoding: expected one of them")
 _TYPES = {
@@ -35,7 +35,7 @@ _TYPES = {
 
 
 def error_value(error: Exception) -> tuple[int, dict[str, Any]]:
-    """(status, body) of an error. One that is no user's mistake is logged, and not shown."""
+    """Return the (status, body) of an error. A fault of the server's is logged, and not shown."""
     status, param, message = 500, None, "the server failed; its log says why"
     if isinstance(error, BadRequest):
         status, param, message = error.status, error.param, str(error)
@@ -53,7 +53,7 @@ def error_value(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 def error_response(request: Request, error: Exception) -> Response:
-    """An error as a response."""
+    """Return the response to a request that an error ended."""
     status, value = error_value(error)
     headers = {"Retry-After": "1"} if status in (429, 503) else {}
     if isinstance(error, HTTPException):  # no route takes it
@@ -65,7 +65,8 @@ def error_response(request: Request, error: Exception) -> Response:
 
 
 def _of_routes(request: Request, error: HTTPException) -> str:
-    """What would be right where there is no route, or none for this method."""
+    """Return a message that names the nearest path where there is no route, or the methods that are
+    allowed where there is none for this method."""
     path = request.scope["path"]
     shown = brief(repr(path))  # in one line, whatever it spells
     if error.status_code == 405:
@@ -79,7 +80,8 @@ def _of_routes(request: Request, error: HTTPException) -> str:
 
 
 async def read_fields(request: Request, limits: Limits) -> Fields:
-    """The JSON object that is a request's body. Raises BadRequest as `read_body`."""
+    """Read a request's body, and return the JSON object that it is. Raises BadRequest as
+    `read_body`, and for a body that is encoded (415) or is not a JSON object."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise BadRequest(
@@ -95,8 +97,8 @@ async def read_fields(request: Request, limits: Limits) -> Fields:
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """A request's body. Raises BadRequest; a long body is refused before it is read, and a slow one
-    after `limits.body_seconds`."""
+    """Read a request's body, and return it. Raises BadRequest; a long body is refused before it is
+    read, and a slow one after `limits.body_seconds`."""
     too_long = BadRequest(f"the body is longer than {limits.body_bytes:,} bytes", status=413)
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and (len(declared) > 18 or int(declared) > limits.body_bytes):
@@ -113,20 +115,21 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
     try:
         await asyncio.wait_for(read(), limits.body_seconds)
-    except ClientDisconnect:  # nobody reads this answer
+    except ClientDisconnect:  # no client reads this answer
         raise BadRequest("the client went away before its body was whole") from None
     except TimeoutError:
         raise BadRequest(
             f"the body took longer than {limits.body_seconds:g} seconds", status=408
         ) from None
     body = b"".join(parts)
-    request.state.body = body  # as it came, for what keeps requests
+    request.state.body = body  # as it came, for the state, which keeps requests
     return body
 
 
 class Guard:
-    """In front of all routes: who has no token, and who comes when the server stops, goes no
-    further. What is under `links` asks for its own permission."""
+    """The middleware in front of all routes: a request without a token is refused, and one that
+    comes before the server is ready waits. Paths under `links` need no token: their routes check
+    the permission that a link carries."""
 
     def __init__(self, app: ASGIApp, gateway: Gateway, tokens: tuple[str, ...], links: str) -> None:
         self._app, self._gateway, self._tokens, self._links = app, gateway, tokens, links
@@ -191,7 +194,8 @@ class Guard:
 
 
 async def _may_answer(connection: Any, tenant: str | None, known: bool) -> bool:
-    """Whether a request is answered: one without a token in its turn."""
+    """Tell whether a request is to be answered; for one without a token, wait for its turn
+    first."""
     crowd = connection.crowd
     if tenant is not None:
         crowd.shows(connection, tenant)
@@ -203,8 +207,8 @@ async def _may_answer(connection: Any, tenant: str | None, known: bool) -> bool:
 
 
 class EventStream(Response):
-    """Server-sent events. It ends, and closes what it stands on, with its last event or its
-    client."""
+    """A response of server-sent events. It ends with its last event, or when its client goes away,
+    and then closes `stack`."""
 
     media_type = "text/event-stream"
 

@@ -1,5 +1,5 @@
-"""The folder of a server's state and the tables in it, opened so that nothing a stranger left there
-is believed.
+"""The folder of a server's state and the tables in it, opened with checks that refuse files of
+other users and of other programs.
 
 The folder is this user's alone (mode 700), and one server's at a time. Tables are strict; the file
 must have the tables of this version, no others, and be whole. Commits are on the disk before they
@@ -54,12 +54,14 @@ _SINCE_3 = """
 ALTER TABLE runs ADD COLUMN model TEXT NOT NULL DEFAULT '';
 ALTER TABLE samplers ADD COLUMN model TEXT NOT NULL DEFAULT '';
 """
-"""What a state of version 3 lacks, in which the model of runs and sampling clients is not known."""
+"""The columns that a state of version 3 lacks; there the model of runs and sampling clients is not
+known."""
 
 
 def make_private(folder: Path) -> Path:
-    """The folder, made unless it is there. Raises IsobitError for one that others may enter, one of
-    another user, and what is no folder."""
+    """Make a folder of this user's alone, unless it exists, and return it. Raises IsobitError for
+    one that other users may enter or replace, for one of another user, and for a path that is not a
+    folder."""
     try:
         make_directory(folder, 0o700)
         found = folder.lstat()
@@ -80,8 +82,9 @@ def make_private(folder: Path) -> Path:
 
 
 def open_database(folder: Path) -> tuple[sqlite3.Connection, Lock]:
-    """The tables in a private folder, which no second server opens meanwhile. Raises IsobitError
-    where one has, and for a file that is no state of this version."""
+    """Open the tables in a private folder, and make them in an empty one; return the connection and
+    the lock that keeps other servers out. Raises IsobitError where another server has the lock, and
+    for a file that is not a state of this version."""
     if sqlite3.sqlite_version_info < _OLDEST_SQLITE:
         raise IsobitError(
             f"--state needs SQLite {'.'.join(map(str, _OLDEST_SQLITE))} or newer; this Python has "
@@ -115,7 +118,8 @@ def open_database(folder: Path) -> tuple[sqlite3.Connection, Lock]:
 
 
 def _check_own(path: Path, directory: bool) -> None:
-    """Raise IsobitError for anything but a file, or a folder, of this user's."""
+    """Raise IsobitError for a path that is not a file, or a folder, of this user. A path that does
+    not exist passes."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -167,7 +171,7 @@ def _schema(connection: sqlite3.Connection) -> list[tuple[str, ...]]:
 
 
 def _expected(statements: str) -> list[tuple[str, ...]]:
-    """The schema that some statements make."""
+    """Return the schema of the tables that some statements make."""
     model = sqlite3.connect(":memory:")
     try:
         model.executescript(statements)

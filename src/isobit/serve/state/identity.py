@@ -1,5 +1,5 @@
-"""Which model a state's runs are of: SHA-256 of its weights and its config.json, wherever they lie.
-A copy is the same model, and a folder of the same name with other weights is not.
+"""The identity of the model that a state's runs train: SHA-256 of its weights and its config.json,
+wherever they lie. A copy is the same model; a folder of the same name with other weights is not.
 """
 
 import hashlib
@@ -12,8 +12,9 @@ from isobit.run.checkpoints import file_digest
 
 
 def identity_of(directory: Path) -> str:
-    """Return that of the model in a directory. Raises IsobitError for files that cannot be read. All
-    of them are read, and then in the system's memory for who loads the model."""
+    """Return the identity of the model in a directory, as hexadecimal digits. All of its files are
+    read, so that the system has them in memory when the model is loaded. Raises IsobitError for
+    files that cannot be read."""
     files = [*sorted(directory.glob("*.safetensors")), *directory.glob("config.json")]
     try:
         with ThreadPoolExecutor() as pool:

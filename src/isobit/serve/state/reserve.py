@@ -1,7 +1,7 @@
-"""Room on the disk that is held back, so that what makes room works on a full disk too.
+"""Room on the disk that is held back, so that deleting rows works on a full disk too.
 
-SQLite appends to its log before it forgets a row, which a full disk refuses. A file of zeros is
-removed then, and made again once there is room.
+SQLite appends to its log before it deletes a row, which fails on a full disk. Then a file of zeros
+is removed, and made again once there is room.
 """
 
 import os
@@ -15,19 +15,19 @@ from typing import Any, TypeVar, cast
 from isobit.errors import RunFailed
 
 FILE, _MOST_BYTES, _PART = "reserve", 4 << 20, 32
-"""The file; its bytes, or so small a part of the disk."""
+"""The file's name; its bytes, at most, and one part of the disk in how many, at most."""
 _Method = TypeVar("_Method", bound=Callable[..., None])
 
 
 class Reserve:
-    """A file in the folder of a state."""
+    """A file in the folder of a state, whose only use is the room that it takes."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
         self.hold()
 
     def hold(self) -> None:
-        """Hold room back, unless it is, or there is none."""
+        """Make the file, unless it exists or the disk has no room for it."""
         with suppress(OSError):
             if self._path.exists():
                 return
@@ -40,7 +40,7 @@ class Reserve:
                 self._path.unlink(missing_ok=True)
 
     def release(self) -> bool:
-        """Give the room up; False: there is none."""
+        """Remove the file, whose room is then free; return False where there is no such file."""
         try:
             self._path.unlink()
         except OSError:
@@ -49,8 +49,9 @@ class Reserve:
 
 
 def making_room(method: _Method) -> _Method:
-    """Of a method of a store that makes room: on a full disk it is done once more, in the room that
-    was held back."""
+    """Wrap a method of a store that makes room on the disk: where it fails on a full disk outside a
+    transaction, the room that is held back is released, and the method is called once more. Raises
+    RunFailed where no room was held back."""
 
     @wraps(method)
     def surely(self: Any, *given: Any) -> None:

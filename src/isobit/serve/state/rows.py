@@ -1,4 +1,4 @@
-"""What a server keeps, as values, and how a checkpoint is called.
+"""Rows of a server's tables as values, and the names of checkpoints.
 
 A checkpoint is `tinker://RUN/weights/NAME`, `tinker://RUN/sampler_weights/NAME` or
 `tinker://RUN/external_weights/NAME`. Names are looked up in a table and never become part of a
@@ -14,9 +14,9 @@ from isobit.errors import brief
 from isobit.serve.requests import BadRequest
 
 Kind = Literal["training", "sampler", "external", "snapshot", "present"]
-"""Of a checkpoint: saved by a client for training, for sampling or to take away; or kept by the
-server: what a sampling client that was given no name samples from, and what a run was when it was
-last kept."""
+"""The kind of a checkpoint: saved by a client for training, for sampling or to take away; or kept
+by the server: the weights of a sampling client that was given no name (snapshot), and the last kept
+state of a run (present)."""
 SEGMENTS: Mapping[str, Kind] = {
     "weights": "training",
     "sampler_weights": "sampler",
@@ -31,7 +31,7 @@ _Row = TypeVar("_Row")
 
 @dataclass(frozen=True)
 class StoredSession:
-    """A client's session, and what it says of itself."""
+    """A client's session, with the metadata that the client gives."""
 
     id: str
     tenant: str
@@ -42,8 +42,9 @@ class StoredSession:
 
 @dataclass(frozen=True)
 class StoredSampler:
-    """A sampling client: the `number` that it has in its session, what it asked for, and the id of
-    the checkpoint that the server keeps for it where it was given no path. `model`: as of a run."""
+    """A sampling client: its `number` in its session, the `base` and `path` that it asked for, and
+    as `snapshot` the id of the checkpoint that the server keeps for it where it was given no path.
+    `model`: as of a run."""
 
     id: str
     tenant: str
@@ -58,9 +59,10 @@ class StoredSampler:
 @dataclass(frozen=True)
 class StoredRun:
     """A training run. `rank`: of its adapter, None: the whole model is trained; `targets`: which
-    parts, as `train_attn`, `train_mlp` and `train_unembed`; `applied`: the number of the last
-    request that is in what the server has kept of it, -1: none; `live`: requests may come; `model`:
-    the identity of its weights (`identity.py`), which the state fills in, empty: not known."""
+    parts are trained, by `train_attn`, `train_mlp` and `train_unembed`; `applied`: the number of
+    the last request that is in the kept state of the run, -1: none; `live`: requests may come;
+    `model`: the identity of the model (`identity.py`), which the state fills in, empty: not
+    known."""
 
     id: str
     tenant: str
@@ -80,9 +82,9 @@ class StoredRun:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Weights that are kept: in a folder by their `id`. `bytes`: of all its files; `digest`: SHA-256
-    of the list of their SHA-256; `expires`: seconds since 1970, None: never; `weights`: of a model
-    that is trained whole, which ones these are (`Snapshots.present`)."""
+    """Weights that are kept, in a folder named by their `id`. `bytes`: of all files of the folder;
+    `digest`: SHA-256 of the list of their SHA-256; `expires`: seconds since 1970, None: never;
+    `weights`: of a model that is trained whole, the name of these weights (`Snapshots.present`)."""
 
     id: str
     run: str
@@ -98,13 +100,13 @@ class Checkpoint:
 
     @property
     def path(self) -> str:
-        """As clients call it."""
+        """The checkpoint's `tinker://` path, by which clients name it."""
         return f"{SCHEME}{self.run}/{_NAMES.get(self.kind, self.kind)}/{self.name}"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An HTTP response: as it was, it is given again."""
+    """An HTTP response that can be given again unchanged."""
 
     status: int
     media_type: str
@@ -113,7 +115,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class StoredRequest:
-    """A request to a run, in the order of its `number`; `body` as it came."""
+    """A request to a run, which does its requests in the order of their `number`; `body`: as it
+    came."""
 
     run: str
     number: int
@@ -124,7 +127,7 @@ class StoredRequest:
 
 @dataclass(frozen=True)
 class CheckpointName:
-    """What a client calls a checkpoint."""
+    """A checkpoint's name in a client's request: run, kind and name."""
 
     run: str
     kind: Kind
@@ -132,12 +135,12 @@ class CheckpointName:
 
     @property
     def checkpoint_id(self) -> str:
-        """Its name within its run: `weights/NAME`."""
+        """The checkpoint's name within its run, such as `weights/NAME`."""
         return f"{_NAMES[self.kind]}/{self.name}"
 
     @staticmethod
     def parse(path: str) -> "CheckpointName":
-        """Of `tinker://RUN/weights/NAME`. Raises BadRequest for anything else."""
+        """Parse a path such as `tinker://RUN/weights/NAME`. Raises BadRequest for anything else."""
         run, slash, rest = path.removeprefix(SCHEME).partition("/")
         if not path.startswith(SCHEME) or not slash or not _RUN.fullmatch(run):
             raise BadRequest(
@@ -149,7 +152,8 @@ class CheckpointName:
 
     @staticmethod
     def within(run: str, checkpoint_id: str) -> "CheckpointName":
-        """Of a run, and `weights/NAME`. Raises BadRequest for anything else."""
+        """Parse the name of a checkpoint of a run, such as `weights/NAME`. Raises BadRequest for
+        anything else."""
         if not _RUN.fullmatch(run):
             raise BadRequest(f"no training run {brief(run)}", status=404)
         segment, _, name = checkpoint_id.partition("/")
@@ -163,7 +167,8 @@ class CheckpointName:
 
 
 def checked_name(name: str) -> str:
-    """A name that a client gives a checkpoint. Raises BadRequest for one that is none."""
+    """Return a name that a client gives a checkpoint. Raises BadRequest for one that is not
+    valid."""
     if not _NAME.fullmatch(name) or not name.isascii() or ".." in name:
         raise BadRequest(
             f"checkpoint {brief(name, 120)!r}: expected a name of at most 100 letters, digits, "
@@ -174,7 +179,8 @@ def checked_name(name: str) -> str:
 
 
 def checked_row(row: _Row) -> _Row:
-    """A row of a table. Raises ValueError or BadRequest for one that no server has written."""
+    """Return a row of a table. Raises ValueError or BadRequest for one that no server has
+    written."""
     values: Mapping[str, Any] = vars(row)
     for key, kind in (("metadata", str), ("targets", bool)):
         found = values.get(key, {})

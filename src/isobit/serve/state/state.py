@@ -1,14 +1,14 @@
 """A server's state: its tables, and a folder of weights for each checkpoint.
 
 A checkpoint is written under a temporary name, hashed, flushed, renamed, and only then named in the
-tables, in one transaction with what else it changes; so a kill at any moment leaves the state before
-it or after it (tests/serve/test_kills.py). When a server begins, folders that no row names are
-removed, and rows without a folder are dropped. A checkpoint whose files are not those that were
-written is refused.
+tables, in one transaction with all other changes of the same request; so a kill at any moment
+leaves the state before it or after it (tests/serve/test_kills.py). When a server begins, folders
+that no row names are removed, and rows without a folder are dropped. A checkpoint whose files are
+not those that were written is refused.
 
-What is not in a checkpoint is not lost either: requests to a run are kept until a state of the run
-is, and can be done again (`requests`, `keep_present`). Left out: what is in a checkpoint, which
-`write(folder)` knows.
+Steps that are not in a checkpoint are not lost either: requests to a run are kept until a state of
+the run that includes them is, and can be done again (`requests`, `keep_present`). Left out: the
+contents of a checkpoint, which `write(folder)` writes.
 """
 
 import logging
@@ -39,8 +39,8 @@ from isobit.serve.state.store import MOST_ANSWERS, Store
 
 _MANIFEST = "manifest.json"
 MOST_CHECKPOINTS, DISK_PART = 4096, 0.8
-"""Checkpoints of a tenant; the part of the disk that all tenants' may have, in equal shares. The
-rest is for what runs are kept as."""
+"""The most checkpoints of a tenant; the part of the disk that checkpoints of all tenants may take,
+in equal shares. The rest is for the states that the server keeps of runs."""
 Write = Callable[[Path], None]
 _LOG = logging.getLogger("isobit.serve")
 
@@ -59,12 +59,13 @@ class State(Store):
         model: str = "",
         drops: bool = False,
     ) -> None:
-        """`owners`: by the names that requests have for tenants, what the tables call them;
-        `most_bytes`: of a tenant's checkpoints, None: its share of the disk as it is; `every`: so
-        many optimizer steps of a run are computed again after a kill, at most; `model`: whose runs
-        these are (`identity.py`); `drops`: what is not whole may be dropped. Raises IsobitError for
-        a folder that is no state, or not this user's alone, or in use, and for one that is not
-        whole, unless it `drops` what is not."""
+        """`owners`: the tables' names of tenants, by the names that requests have for them;
+        `most_bytes`: of a tenant's checkpoints, None: its share of the disk's present room;
+        `every`: the most optimizer steps of a run that are computed again after a kill; `model`:
+        the identity of the model (`identity.py`); `drops`: rows without their folders, and
+        runs that cannot go on, may be dropped. Raises IsobitError for a folder that is not a state,
+        that others may enter, or that is in use, and for rows without their folders, unless it
+        `drops` them."""
         _check_tables(make_private(folder))
         super().__init__(folder, owners or {}, model)
         self.drops = drops
@@ -100,10 +101,10 @@ class State(Store):
         answer: Callable[[Checkpoint], tuple[int, Answer]] | None = None,
         sampler: Callable[[Checkpoint], StoredSampler] | None = None,
     ) -> Checkpoint:
-        """Keep what `write(folder)` writes as a run's checkpoint, of these `weights`. In the same transaction the
-        request that asked for it, (number, answer), is answered, and a `sampler` begins. Raises
-        BadRequest for a name that is taken or no name, and where there is no room; RunFailed if the
-        disk takes no more."""
+        """Keep the files that `write(folder)` writes as a run's checkpoint, of these `weights`, and
+        return it. In the same transaction the (number, answer) of the request for it is written,
+        and a `sampler` added. Raises BadRequest for a name that is taken or is not valid, and where
+        there is no room; RunFailed where the disk takes no more."""
         checked_name(name)
         self._check_free(run, kind, name, overwrite, 1)
         checkpoint = self._written(run, kind, name, write, optimizer, ttl, metadata or {}, weights)
@@ -132,10 +133,10 @@ class State(Store):
         answer: Answer | None = None,
         weights: str = "",
     ) -> None:
-        """Keep a run as it is after its request `number`, weights and optimizer, in the place of
-        what was kept before, and the request's answer; requests up to it need not be done again.
-        Call it where no gradients wait: after `optim_step` or `load_weights`. Raises RunFailed if
-        the disk takes no more."""
+        """Keep the state of a run after its request `number`, weights and optimizer, in the place
+        of the state that was kept before, and the request's answer; requests up to it need not be
+        done again. Call it where no gradients wait: after `optim_step` or `load_weights`. Raises
+        RunFailed where the disk takes no more."""
         checkpoint = self._written(run, "present", "present", write, True, None, {}, weights)
         try:
             with self._transaction() as execute:
@@ -155,17 +156,18 @@ class State(Store):
             self._tidy()
 
     def pin(self, run: str, checkpoint: str) -> None:
-        """Hold a checkpoint until the run, which has loaded it, is kept or ends: else nothing could
-        load it again."""
+        """Hold a checkpoint that a run has loaded until the run is kept or ends, so that the run
+        can load it again after a kill."""
         with self._guard:
             self._pinned[run] = checkpoint
 
     def present(self, run: str) -> Checkpoint | None:
-        """What a run was when it was last kept."""
+        """Return the state of a run that was kept last; None: none is kept."""
         return self._first(Checkpoint, "run = ? AND kind = 'present'", run)
 
     def checkpoint(self, tenant: str, path: str | CheckpointName) -> Checkpoint:
-        """A tenant's, by its `tinker://` path. Raises BadRequest where there is none (404)."""
+        """Return a tenant's checkpoint by its `tinker://` path. Raises BadRequest (404) where there
+        is none."""
         name = CheckpointName.parse(path) if isinstance(path, str) else path
         self.drop_expired()
         run = self.run(name.run)
@@ -178,8 +180,8 @@ class State(Store):
         return found
 
     def loadable(self, tenant: str, path: str) -> Checkpoint:
-        """A tenant's, whose weights this model can have. Raises as `checkpoint`, and BadRequest for
-        an adapter of another model."""
+        """Return a tenant's checkpoint whose weights this server's model can load. Raises as
+        `checkpoint`, and BadRequest for an adapter of another model."""
         found = self.checkpoint(tenant, path)
         run = self.run(found.run)
         try:
@@ -190,21 +192,23 @@ class State(Store):
         return found
 
     def live_runs(self) -> list[StoredRun]:
-        """Those to which requests may come, the oldest first."""
+        """Return the runs to which requests may come, the oldest first."""
         return self._all(StoredRun, "live ORDER BY created")
 
     def all_sessions(self) -> list[StoredSession]:
-        """Those that have not ended, the oldest first."""
+        """Return the sessions that have not ended, the oldest first."""
         return self._all(StoredSession, "true ORDER BY created")
 
     def by_id(self, checkpoint: str) -> Checkpoint | None:
-        """Of any kind, as a sampling client names what it samples from."""
+        """Return the checkpoint of an id, of any kind, as a sampling client names its snapshot;
+        None: there is none."""
         return self._first(Checkpoint, "id = ?", checkpoint)
 
     def checkpoints(
         self, tenant: str, run: str | None = None, limit: int = -1, offset: int = 0
     ) -> tuple[list[Checkpoint], int]:
-        """(some, how many there are) of what a tenant, or one run, has saved, the newest first."""
+        """Return (at most `limit` checkpoints that a tenant, or one run of it, has saved, from the
+        `offset`-th on, the newest first; how many there are)."""
         self.drop_expired()
         where = (
             "kind IN ('training', 'sampler', 'external') AND run IN "
@@ -220,8 +224,8 @@ class State(Store):
             return found, self._count("checkpoints", where, *values)
 
     def folder_of(self, checkpoint: Checkpoint) -> Path:
-        """Where its files are, which are those that were written. Raises IsobitError for others, and
-        BadRequest where it was deleted (404)."""
+        """Return the folder of a checkpoint, whose files are checked to be those that were written.
+        Raises IsobitError for others, and BadRequest (404) for a checkpoint that was deleted."""
         folder = self._weights / checkpoint.id
         problem = "it is no folder" if folder.is_symlink() else folders.damage(folder)
         if problem is None and _digest(folder) != checkpoint.digest:
@@ -233,7 +237,7 @@ class State(Store):
         return folder
 
     def set_ttl(self, tenant: str, path: str | CheckpointName, ttl: float | None) -> None:
-        """A checkpoint is dropped after so many seconds, None: never. Raises as `checkpoint`."""
+        """Let a checkpoint be dropped after `ttl` seconds, None: never. Raises as `checkpoint`."""
         found = self.checkpoint(tenant, path)
         with self._transaction() as execute:
             expires = None if ttl is None else time.time() + ttl
@@ -241,7 +245,7 @@ class State(Store):
 
     @making_room
     def delete(self, tenant: str, path: str | CheckpointName) -> None:
-        """Drop a checkpoint. Raises as `checkpoint`, and where a run needs it still."""
+        """Drop a checkpoint. Raises as `checkpoint`, and BadRequest where a run still needs it."""
         found = self.checkpoint(tenant, path)
         self._check_unpinned(found)
         with self._transaction() as execute:
@@ -251,7 +255,7 @@ class State(Store):
 
     @making_room
     def drop_expired(self) -> None:
-        """Drop checkpoints whose time is over, and which no run needs."""
+        """Drop the checkpoints that have expired and that no run needs."""
         with self._guard:
             held = [*self._pinned.values()]
             where, now = f"expires <= ? AND id NOT IN ({', '.join('?' * len(held))})", time.time()
@@ -264,7 +268,8 @@ class State(Store):
 
     @making_room
     def end_session(self, name: str) -> None:
-        """As `Store.end_session`; what its sampling clients had no path for goes too."""
+        """End a session as `Store.end_session`, and drop the snapshots, which have no path, of its
+        sampling clients."""
         with self._transaction() as execute:
             execute(
                 "DELETE FROM checkpoints WHERE kind = 'snapshot' AND id IN "
@@ -276,7 +281,7 @@ class State(Store):
 
     @making_room
     def drop_sampler(self, name: str) -> None:
-        """A sampling client ends, with what it had no path for."""
+        """Drop a sampling client, and its snapshot, which has no path."""
         with self._transaction() as execute:
             execute(
                 "DELETE FROM checkpoints WHERE kind = 'snapshot' AND id IN "
@@ -288,7 +293,7 @@ class State(Store):
 
     @making_room
     def end_run(self, run: str) -> None:
-        """As `Store.end_run`, with its folders."""
+        """End a run as `Store.end_run`, and remove its folders."""
         super().end_run(run)
         self._pinned.pop(run, None)
         if not self._connection.in_transaction:
@@ -296,7 +301,7 @@ class State(Store):
 
     @property
     def tenants(self) -> int:
-        """How many share what there is."""
+        """The number of tenants, which share the disk; at least 1."""
         return max(len(self._owners), 1)
 
     def _share(self) -> int:
@@ -308,8 +313,8 @@ class State(Store):
     # what keeps folders and rows together
 
     def _check_free(self, run: str, kind: Kind, name: str, overwrite: bool, size: int) -> None:
-        """Raise BadRequest unless a run's tenant may have `size` more bytes by this name, in the
-        place of what has it."""
+        """Raise BadRequest unless a run's tenant may save `size` bytes by this name, in the place
+        of the checkpoint that has the name."""
         found = self.run(run)
         if found is None:
             raise BadRequest(f"no training run {brief(run)}", status=404)
@@ -340,7 +345,7 @@ class State(Store):
             )
 
     def _check_unpinned(self, checkpoint: Checkpoint) -> None:
-        """Raise BadRequest where a run could not go on without a checkpoint."""
+        """Raise BadRequest for a checkpoint without which a run could not go on."""
         if checkpoint.id in self._pinned.values():
             raise BadRequest(
                 f"{checkpoint.path}: a run was loaded from it, and could not be kept since; call "
@@ -359,7 +364,8 @@ class State(Store):
         metadata: Mapping[str, str],
         weights: str,
     ) -> Checkpoint:
-        """A folder is on the disk that no row names yet."""
+        """Write a checkpoint's folder to the disk, and return the row for it, which is not in the
+        table yet. Raises RunFailed where the disk takes no more."""
         self.drop_expired()
         made, now = secrets.token_hex(16), time.time()
         folder = self._weights / made
@@ -382,12 +388,12 @@ class State(Store):
         )
 
     def _forget_empty(self) -> None:
-        """Runs that have ended, and have nothing, are no runs."""
+        """Delete the runs that have ended and have no checkpoints."""
         self._run("DELETE FROM runs WHERE NOT live AND id NOT IN (SELECT run FROM checkpoints)")
 
     def _check_rows(self) -> None:
-        """Raise IsobitError for a row that no server has written, and for one without a folder, or
-        drop it. A run whose present state is among them cannot go on."""
+        """Raise IsobitError for a row that no server has written, and for a checkpoint without a
+        folder, unless the state `drops` it; then a run whose kept state is dropped ends."""
         self._all(StoredSession, "true")
         self._all(StoredRun, "true")
         self._all(StoredSampler, "true")
@@ -414,8 +420,9 @@ class State(Store):
             self._forget_empty()
 
     def _tidy(self) -> None:
-        """Remove folders that no row names, without the lock. A folder is listed before it is asked
-        what is being written; what cannot be removed now, the next call removes."""
+        """Remove folders that no row names, without the lock. The folders are listed before the ids
+        of those that are being written are read; the next call removes those that cannot be removed
+        now."""
         with suppress(OSError):
             there = list(self._weights.iterdir())
             with self._guard:
@@ -433,8 +440,8 @@ class State(Store):
 
 
 def _check_tables(folder: Path) -> None:
-    """Raise IsobitError for weights without the tables that name them, which would be taken for
-    leftovers."""
+    """Raise IsobitError for weights without the tables that name them: they would be removed as
+    folders that no row names."""
     weights = folder / WEIGHTS
     if not (folder / FILE).exists() and weights.is_dir() and any(weights.iterdir()):
         raise IsobitError(
@@ -444,7 +451,7 @@ def _check_tables(folder: Path) -> None:
 
 
 def deleted(checkpoint: Checkpoint) -> BadRequest:
-    """What is told of a checkpoint that was there a moment ago."""
+    """Return the error for a checkpoint that was deleted during a request."""
     return BadRequest(f"{checkpoint.path} was deleted", "path", 404)
 
 
@@ -453,7 +460,7 @@ def _digest(folder: Path) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Return why the disk has not taken something, without a path: tenants read it."""
+    """Return why the disk has not taken weights, without a path, since tenants read it."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__

@@ -1,8 +1,8 @@
 """The tables of a server's state: sessions, runs, sampling clients and requests, read and written
 one transaction at a time, from any thread.
 
-A tenant sees what is its own; what is another's is as if it was not there. A tenant is known by its
-token, so that a file of tokens whose lines change places gives nobody what is another's.
+A tenant sees only its own rows, as if there were no others. A tenant is known by its token: where
+the lines of a file of tokens change places, each tenant still has its own rows.
 """
 
 import json
@@ -38,15 +38,16 @@ _TABLES: Mapping[type, str] = {
     Checkpoint: "checkpoints",
 }
 MOST_RUNS, MOST_ANSWERS, MOST_REQUEST_BYTES = 4096, 256, 1 << 30
-"""Runs of a tenant; answers that are kept of a run, beside those that may be asked for again; bytes
-of the requests of a run that are in no state of it, which bounds what one step may be made of."""
-_HEAVY = 4  # a run with a part as large of these bytes is kept at its next step
+"""The most runs of a tenant; the most answers that are kept of a run, besides those that clients
+may ask for again; the most bytes of a run's requests that are in no kept state of it, which bounds
+the data of one step."""
+_HEAVY = 4  # a run whose requests have more than 1/4 of these bytes is kept at its next step
 _TOLD_SECONDS = 60.0  # between two lines of the log on a full disk
 _LOG = logging.getLogger("isobit.serve")
 
 
 class Store:
-    """Rows of a database that is open."""
+    """The rows of an open database, with the methods that read and write them."""
 
     def __init__(self, folder: Path, owners: Mapping[str, str], model: str = "") -> None:
         self.folder, self.model = folder, model
@@ -58,7 +59,7 @@ class Store:
         self._tell_next = 0.0  # by the monotonic clock
 
     def close(self) -> None:
-        """Let another server open it."""
+        """Close the database, so that another server may open it."""
         with self._guard:
             self._connection.close()
             self._lock.close()
@@ -66,28 +67,30 @@ class Store:
     # sessions and sampling clients
 
     def add_session(self, session: StoredSession) -> None:
-        """A client begins."""
+        """Add a session: a client has begun."""
         with self._transaction():
             self._insert(session)
 
     def session(self, name: str) -> StoredSession | None:
-        """One that has not ended."""
+        """Return the session of an id; None: there is none, or it has ended."""
         return self._first(StoredSession, "id = ?", name)
 
     def sessions(self, tenant: str, limit: int, offset: int) -> list[StoredSession]:
-        """A tenant's, the newest first."""
+        """Return at most `limit` sessions of a tenant from the `offset`-th on, the newest first."""
         order = "tenant = ? ORDER BY created DESC, id LIMIT ? OFFSET ?"
         return self._all(StoredSession, order, self._owner(tenant), limit, offset)
 
     def end_session(self, name: str) -> None:
-        """It ends, with its sampling clients and what its runs have not saved. Checkpoints stay."""
+        """Delete a session with its sampling clients, and end its runs, whose unsaved weights are
+        dropped. Checkpoints stay."""
         with self._transaction() as run:
             run("DELETE FROM sessions WHERE id = ?", name)
             for (each,) in run("SELECT id FROM runs WHERE session = ? AND live", name).fetchall():
                 self.end_run(each)
 
     def add_sampler(self, sampler: StoredSampler) -> StoredSampler:
-        """A session has a new sampling client; asked again by the same number, it is the same."""
+        """Add a sampling client to its session, and return it; where the session has one of this
+        number already, return that one."""
         with self._transaction():
             where = "session = ? AND number = ?"
             found = self._first(StoredSampler, where, sampler.session, sampler.number)
@@ -96,28 +99,29 @@ class Store:
         return found or sampler
 
     def sampler(self, name: str) -> StoredSampler | None:
-        """One whose session has not ended."""
+        """Return the sampling client of an id; None: there is none, or its session has ended."""
         return self._first(StoredSampler, "id = ?", name)
 
     def samplers(self, session: str) -> list[StoredSampler]:
-        """Those of a session."""
+        """Return the sampling clients of a session, in the order of their numbers."""
         return self._all(StoredSampler, "session = ? ORDER BY number", session)
 
     @property
     def num_of_other_models(self) -> int:
-        """Runs to which requests may come, of another model than this one."""
+        """The number of runs of another model than this server's to which requests may come."""
         with self._guard:
             return self._count("runs", "live AND model NOT IN ('', ?)", self.model)
 
     def adopt(self) -> None:
-        """What went on with this model, and is older than `check_model`, is of this model."""
+        """Mark live runs and sampling clients of which no model is known, as they are older than
+        `check_model`, as of this server's model: they have gone on with it."""
         with self._transaction() as execute:
             execute("UPDATE runs SET model = ? WHERE live AND model = ''", self.model)
             execute("UPDATE samplers SET model = ? WHERE model = ''", self.model)
 
     def check_model(self, row: StoredRun | StoredSampler) -> None:
-        """Raise IsobitError for what is of another model. Of which one is not known of what is
-        older than this check."""
+        """Raise IsobitError for a run or a sampling client of another model than this server's. One
+        that is older than this check passes: its model is not known."""
         if row.model not in ("", self.model):
             raise IsobitError(
                 f"it is of another model, whose weights have the SHA-256 {row.model[:12]}..., and "
@@ -127,8 +131,8 @@ class Store:
     # runs and their requests
 
     def add_run(self, run: StoredRun) -> StoredRun:
-        """A training run begins; asked again by the same number of the same session, it is the same
-        one."""
+        """Add a training run, and return it; where its session has one of this number already,
+        return that one. Raises BadRequest (429) where the tenant has too many runs."""
         with self._transaction() as execute:
             found = self._first(StoredRun, "session = ? AND number = ?", run.session, run.number)
             if found is not None:
@@ -146,11 +150,12 @@ class Store:
         return run
 
     def run(self, name: str) -> StoredRun | None:
-        """By its id."""
+        """Return the run of an id; None: there is none."""
         return self._first(StoredRun, "id = ?", name)
 
     def runs(self, tenant: str, limit: int, offset: int) -> tuple[list[StoredRun], int]:
-        """(some, how many there are) of a tenant's, the newest first."""
+        """Return (at most `limit` runs of a tenant from the `offset`-th on, the newest first; how
+        many runs the tenant has)."""
         owner = self._owner(tenant)
         order = "tenant = ? ORDER BY created DESC, id LIMIT ? OFFSET ?"
         with self._guard:
@@ -158,12 +163,12 @@ class Store:
             return found, self._count("runs", "tenant = ?", owner)
 
     def runs_of(self, session: str) -> list[StoredRun]:
-        """Those of a session."""
+        """Return the runs of a session, in the order of their numbers."""
         return self._all(StoredRun, "session = ? ORDER BY number", session)
 
     def end_run(self, run: str) -> None:
-        """No more requests come: what it has not saved is dropped; and the run itself, if it has no
-        checkpoint."""
+        """End a run, which takes no more requests: drop its requests and the state that was kept
+        last, and the run itself if it has no checkpoint."""
         with self._transaction() as execute:
             execute("UPDATE runs SET live = 0 WHERE id = ?", run)
             execute("DELETE FROM requests WHERE run = ?", run)
@@ -175,9 +180,10 @@ class Store:
     def accept(
         self, run: str, number: int, kind: str, body: bytes, *, always: bool = False
     ) -> None:
-        """A request to a run is on the disk: after a kill it can be done again. The same number
-        twice is the same request. Raises BadRequest (429) where the run has too many bytes, unless
-        this one is taken `always`; RunFailed if the disk takes no more."""
+        """Write a request to a run to the disk, so that it can be done again after a kill. A second
+        request of the same number is the same request. Raises BadRequest (429) where the run's
+        requests have too many bytes, unless this one is taken `always`; RunFailed where the disk
+        takes no more."""
         with self._transaction() as execute:
             new = execute(
                 "INSERT OR IGNORE INTO requests SELECT ?, ?, ?, ?, NULL, NULL, NULL "
@@ -201,13 +207,14 @@ class Store:
         return int(size)
 
     def is_heavy(self, run: str) -> bool:
-        """Tell whether a run's requests have so many bytes that it is to be kept after a step."""
+        """Tell whether a run's requests have enough bytes that the run is to be kept after a
+        step."""
         return self.request_bytes(run) * _HEAVY > MOST_REQUEST_BYTES
 
     def answer(self, run: str, number: int, answer: Answer) -> None:
-        """What a request was answered; a run that has ended keeps none. An answer that the disk does
-        not take is written with a later one: until then the request is on the disk without it, and
-        the next server does it again."""
+        """Write the answer of a request, unless its run has ended. An answer that the disk does not
+        take is written with a later one: until then the request is on the disk without it, and the
+        next server does the request again."""
         with self._guard:
             self._late[run, number] = answer
             try:
@@ -229,14 +236,15 @@ class Store:
         )
 
     def numbers(self, run: str) -> list[int]:
-        """Return the numbers of a run's requests that are kept, in their order: what came after the
-        state that was kept last, and older ones with their answers and without their bodies."""
+        """Return the numbers of a run's requests that are kept, in ascending order: those that came
+        after the state that was kept last, and older ones, which have answers and no bodies."""
         with self._guard:
             statement = "SELECT number FROM requests WHERE run = ? ORDER BY number"
             return [number for (number,) in self._run(statement, run).fetchall()]
 
     def request(self, run: str, number: int) -> StoredRequest | None:
-        """Return one of them; None: its run has ended."""
+        """Return the kept request of a number to a run; None: there is none, or the run has
+        ended."""
         with self._guard:
             row = self._run(
                 "SELECT kind, body, status, media_type, answer FROM requests "
@@ -253,8 +261,9 @@ class Store:
 
     @contextmanager
     def _transaction(self) -> Iterator[Callable[..., sqlite3.Cursor]]:
-        """All that is done in it is on the disk at its end, or nothing. Raises RunFailed where the
-        disk takes no more."""
+        """Open a transaction, or stay in the one that is open: at its end all that was done in it
+        is on the disk, or nothing. Raises RunFailed where the disk takes no more, and BadRequest
+        (410) for a row that belongs to one that was deleted."""
         with self._guard:
             if self._connection.in_transaction:
                 yield self._run
@@ -263,7 +272,7 @@ class Store:
                 self._run("BEGIN IMMEDIATE")
                 yield self._run
                 self._run("COMMIT")
-            except sqlite3.IntegrityError:  # of a row that another one names
+            except sqlite3.IntegrityError:  # a row names one that is not there
                 raise BadRequest("what this belongs to has ended", status=410) from None
             except sqlite3.OperationalError as error:
                 raise self._no_room(brief(error, 200)) from None
@@ -273,8 +282,8 @@ class Store:
                         self._run("ROLLBACK")
 
     def _no_room(self, reason: str) -> RunFailed:
-        """Return what a tenant is told where the disk takes no more; the log has the folder, once in
-        a while."""
+        """Return the error that tells a tenant that the disk takes no more; log it with the folder,
+        at most once in `_TOLD_SECONDS`."""
         if time.monotonic() > self._tell_next:
             self._tell_next = time.monotonic() + _TOLD_SECONDS
             _LOG.warning("--state %s: the disk takes no more: %s", self.folder, reason)
@@ -308,7 +317,8 @@ class Store:
         return found[0] if found else None
 
     def _all(self, kind: type[_Row], where: str, *values: Any) -> list[_Row]:
-        """Rows as values. Raises IsobitError for one that no server has written."""
+        """Return the rows of a table that fit `where`, as values. Raises IsobitError for a row that
+        no server has written."""
         with self._guard:
             cursor = self._run(f"SELECT * FROM {_TABLES[kind]} WHERE {where}", *values)
             names = [column[0] for column in cursor.description]

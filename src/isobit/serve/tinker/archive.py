@@ -1,5 +1,5 @@
-"""What is kept, by the routes of Tinker's `RestClient`: training runs, sessions, checkpoints; a
-checkpoint's files, in an archive or one by one.
+"""The routes of Tinker's `RestClient` to what a state keeps: training runs, sessions, checkpoints;
+a checkpoint's files, in an archive or one by one.
 
 An archive is a tar file, the same bytes each time it is asked for: an adapter's is what PEFT and
 vLLM load. `tinker checkpoint download` has a checkpoint saved to be taken away, asks for links to
@@ -32,8 +32,9 @@ from isobit.serve.wire import read_fields
 
 _MOST_LISTED, _BLOCK = 1000, 1 << 18
 _MOST_OPEN, _MOST_OF_A_TENANT, _MOST_CHECKED = 192, 64, 2
-"""Files that are sent at the same time, which are fewer than the descriptors that a server keeps
-for itself (`connections.py`); those of a tenant; checkpoints that are checked at the same time."""
+"""The most files that are sent at the same time, fewer than the descriptors that a server keeps for
+itself (`connections.py`); the most of one tenant; the most checkpoints that are checked at the same
+time."""
 
 
 class Archive:
@@ -45,24 +46,24 @@ class Archive:
         self._checking = asyncio.Semaphore(_MOST_CHECKED)
 
     async def runs(self, request: Request) -> Response:
-        """A tenant's training runs, the newest first."""
+        """Answer with a tenant's training runs, the newest first."""
         limit, offset = _page(request, 20)
         found, count = await in_thread(self._state.runs, request.state.tenant, limit, offset)
         listed = [await in_thread(self._run_value, run) for run in found]
         return JSONResponse({"training_runs": listed, "cursor": _cursor(limit, offset, count)})
 
     async def run(self, request: Request) -> Response:
-        """One of them."""
+        """Answer with the description of a training run."""
         return JSONResponse(await in_thread(self._run_value, await self._find(request)))
 
     async def checkpoints(self, request: Request) -> Response:
-        """What a run has saved."""
+        """Answer with the checkpoints that a run has saved."""
         run = await self._find(request)
         found, _ = await in_thread(self._state.checkpoints, run.tenant, run.id)
         return JSONResponse({"checkpoints": [_value(each) for each in found]})
 
     async def all_checkpoints(self, request: Request) -> Response:
-        """What a tenant's runs have saved, the newest first."""
+        """Answer with the checkpoints that a tenant's runs have saved, the newest first."""
         limit, offset = _page(request, 100)
         tenant = request.state.tenant
         found, count = await in_thread(self._state.checkpoints, tenant, None, limit, offset)
@@ -75,7 +76,7 @@ class Archive:
         return Response(status_code=204)
 
     async def set_ttl(self, request: Request) -> Response:
-        """When a checkpoint is dropped; null: never."""
+        """Set the seconds after which a checkpoint is dropped; null: never."""
         fields = await read_fields(request, self._gateway.limits)
         ttl = ttl_of(fields)
         fields.finish()
@@ -83,7 +84,7 @@ class Archive:
         return Response(status_code=204)
 
     async def download(self, request: Request) -> Response:
-        """A checkpoint's files, as a tar."""
+        """Answer with a checkpoint's files, as a tar."""
         tenant, name = request.state.tenant, _name(request)
         checkpoint = await in_thread(self._state.checkpoint, tenant, name)
         with ExitStack() as held:
@@ -99,7 +100,7 @@ class Archive:
         return _Download(_tar(files), "application/x-tar", headers, sent)
 
     async def urls(self, request: Request) -> Response:
-        """A link to each file of a checkpoint that was saved to be taken away."""
+        """Answer with a link to each file of a checkpoint that was saved to be taken away."""
         name = _name(request)
         if name.kind != "external":
             raise BadRequest(
@@ -114,7 +115,7 @@ class Archive:
         return JSONResponse({"urls": urls, "expires": _time(expires)})
 
     async def file(self, request: Request) -> Response:
-        """A file, for who has a link to it."""
+        """Answer with a file, for a client that has a link to it."""
         of, name = (request.path_params[key] for key in ("checkpoint", "file"))
         self._links.check(of, name, request.query_params)
         await in_thread(self._state.drop_expired)
@@ -130,17 +131,18 @@ class Archive:
         return _Download(_blocks(file), "application/octet-stream", headers, sent)
 
     async def _paths(self, checkpoint: Checkpoint) -> dict[str, Path]:
-        """A checkpoint's files, which are those that were written; a few are checked at a time, so
-        that other requests get to the disk too."""
+        """Return the paths of a checkpoint's files by their names, checked to be those that were
+        written. A few checkpoints are checked at a time, so that other requests get to the disk
+        too. Raises as `State.folder_of`."""
         async with self._checking:
             return _files(await in_thread(self._state.folder_of, checkpoint))
 
     async def _opened(
         self, tenant: str, checkpoint: Checkpoint, held: ExitStack, only: str | None = None
     ) -> dict[str, IO[bytes]]:
-        """A checkpoint's files by their names, or the `only` one: open until `held` is closed, and
-        readable when they are deleted meanwhile. Raises BadRequest where they were before, Refused
-        as `_take`."""
+        """Open a checkpoint's files, or the `only` one, and return them by their names: open until
+        `held` is closed, and readable even if they are deleted meanwhile. Raises BadRequest where
+        they were deleted before, Refused as `_take`."""
         paths = await self._paths(checkpoint)
         names = [name for name in paths if only in (None, name)]
         self._take(tenant, len(names), held)
@@ -156,8 +158,8 @@ class Archive:
         return await in_thread(opened)
 
     def _take(self, tenant: str, count: int, held: ExitStack) -> None:
-        """So many files of a tenant will be open until `held` is closed. Raises Refused (429) where
-        it has some and they would be too many."""
+        """Count `count` more files of a tenant as open until `held` is closed. Raises Refused (429)
+        where the tenant has open files and they would be too many."""
         mine, together = self._open[tenant], self._open.total()
         if mine and (mine + count > _MOST_OF_A_TENANT or together + count > _MOST_OPEN):
             raise Refused(429, "too many downloads are open; ask again when some have ended")
@@ -165,13 +167,13 @@ class Archive:
         held.callback(self._open.subtract, {tenant: count})
 
     async def sessions(self, request: Request) -> Response:
-        """A tenant's sessions that have not ended, the newest first."""
+        """Answer with a tenant's sessions that have not ended, the newest first."""
         limit, offset = _page(request, 20)
         found = await in_thread(self._state.sessions, request.state.tenant, limit, offset)
         return JSONResponse({"sessions": [each.id for each in found]})
 
     async def session(self, request: Request) -> Response:
-        """What one of them has."""
+        """Answer with the runs, sampling clients and metadata of a session."""
         name = request.path_params["name"]
         found = await in_thread(self._state.session, name)
         if found is None or found.tenant != request.state.tenant:
@@ -236,7 +238,8 @@ def _name(request: Request) -> CheckpointName:
 
 
 def _page(request: Request, default: int) -> tuple[int, int]:
-    """(limit, offset)."""
+    """Return the (limit, offset) of a request for a list. Raises BadRequest for other than whole
+    numbers."""
     found = []
     for key, value in (("limit", default), ("offset", 0)):
         text = request.query_params.get(key, str(value))
@@ -251,7 +254,7 @@ def _cursor(limit: int, offset: int, count: int) -> dict[str, int]:
 
 
 def _entry(name: str, file: IO[bytes], checkpoint: Checkpoint) -> tarfile.TarInfo:
-    """Of an archive."""
+    """Return the header of a file in an archive."""
     entry = tarfile.TarInfo(name)
     entry.size = os.fstat(file.fileno()).st_size
     entry.mode, entry.mtime = 0o600, int(checkpoint.created)
@@ -259,7 +262,8 @@ def _entry(name: str, file: IO[bytes], checkpoint: Checkpoint) -> tarfile.TarInf
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """What clients get of a checkpoint, by their names in its folder."""
+    """Return the paths of the files of a checkpoint that clients get, by their names in its
+    folder."""
     return {
         str(path.relative_to(folder)): path
         for path in sorted(folder.rglob("*"))
@@ -268,7 +272,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 class _Download(StreamingResponse):
-    """An answer of some pieces. It closes what it stands on, whether it is read or not."""
+    """A response of some pieces. It closes `held` at its end, whether it was read or not."""
 
     def __init__(
         self, pieces: AsyncIterator[bytes], kind: str, headers: dict[str, str], held: ExitStack
@@ -287,7 +291,8 @@ async def _blocks(file: IO[bytes]) -> AsyncIterator[bytes]:
 
 
 def _origin(request: Request) -> str:
-    """How the client calls this server: scheme, host and port."""
+    """Return the scheme, host and port by which a client calls this server. Raises BadRequest for
+    an invalid header Host."""
     try:
         return f"{request.url.scheme}://{request.url.netloc}"
     except ValueError:

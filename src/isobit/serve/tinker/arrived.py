@@ -1,4 +1,4 @@
-"""A request to a training run as it arrives and is kept, and what is kept of its response."""
+"""Requests to training runs in the form in which they are kept, and their kept responses."""
 
 import hashlib
 from dataclasses import dataclass
@@ -11,19 +11,20 @@ from isobit.serve.state.rows import Answer
 
 @dataclass(frozen=True)
 class Before:
-    """What an earlier server did with a request: took it, or has `done` it too."""
+    """A mark on a request that an earlier server has taken; `done`: and has answered too."""
 
     done: bool
 
 
 def taken_before(request: Request) -> Before | None:
-    """Return what an earlier server did with a request; None: it is new."""
+    """Return the mark of a request that an earlier server has taken; None: the request is new."""
     return getattr(request.state, "before", None)
 
 
 def as_it_came(request: Request) -> tuple[str, bytes]:
-    """A request's kind, and its body; behind the kind stand the body's encoding, and the digest by
-    which it is known again."""
+    """Return a request's (kind, body) as they are kept. Behind the kind stand the body's encoding
+    and the digest by which the request is recognized when it comes again:
+    `KIND:ENCODING:DIGEST`."""
     kind = request.url.path.rpartition("/")[2]
     encoding = request.headers.get("content-encoding", "identity")
     digest = getattr(request.state, "digest", "") or hashlib.sha256(request.state.body).hexdigest()
@@ -31,10 +32,11 @@ def as_it_came(request: Request) -> tuple[str, bytes]:
 
 
 def digest_of(kind: str) -> str:
-    """Return the digest in what `as_it_came` has returned; empty: an older server has kept none."""
+    """Return the digest in a kept `kind`, as `as_it_came` returns it; empty: the kind is of an
+    older server, which kept no digests."""
     return kind.rpartition(":")[2] if kind.count(":") == 2 else ""
 
 
 def answer_of(response: Response) -> Answer:
-    """What is kept of a response."""
+    """Return a response's status, media type and body, as they are kept."""
     return Answer(response.status_code, response.media_type or "", bytes(response.body))

@@ -1,7 +1,8 @@
-"""Requests that are answered later: a future is done once, whoever asks for it again by its name.
+"""Requests that are answered later: the work of a future is done once, however often clients ask
+for the future by its name.
 
-Its result is kept for a while, and gone after that (410). What goes wrong is the future's result,
-in Tinker's categories: `user`, or `server`.
+Its result is kept for a while, and is gone after that (410). An error is the future's result, in
+Tinker's categories: `user`, or `server`.
 """
 
 import asyncio
@@ -19,26 +20,28 @@ from isobit.serve.wire import error_value, read_fields
 
 POLL_SECONDS = 20.0
 _MOST_RESULTS, _MOST_RESULT_BYTES = 4096, 1 << 28
-"""Of a tenant, that are kept: one who asks for many makes no others forgotten."""
+"""How many results of a tenant are kept, and their bytes. Many results of one tenant do not make
+those of another one forgotten."""
 _Key = tuple[str, str]  # tenant, name
 
 
 class Futures:
-    """All of a server, each of one tenant. A name says what was asked: a sampling session or a run,
-    and the request's number in it."""
+    """The futures of a server, each of one tenant. A name says what was requested: a sampling
+    session or a run, and the request's number in it."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._tasks: dict[_Key, asyncio.Task[Response]] = {}
-        self._digests: dict[_Key, str] = {}  # of what was asked
-        self._kept = set[asyncio.Task[Response]]()  # what cannot be cancelled
+        self._digests: dict[_Key, str] = {}  # of the requests' content
+        self._kept = set[asyncio.Task[Response]]()  # work that cannot be cancelled
         self._done = defaultdict[str, deque[tuple[_Key, int]]](deque)
-        """Of each tenant what is there, the oldest first, with a result's bytes."""
+        """The finished futures of each tenant, the oldest first, each with its result's bytes."""
         self._bytes = Counter[str]()
 
     def knows(self, tenant: str, name: str, digest: str = "") -> bool:
-        """Whether this request has come before, and is not forgotten. Raises BadRequest where it had
-        another content then, by its `digest`, empty: not known."""
+        """Tell whether a request of this name has come before, and its future is not forgotten.
+        Raises BadRequest where its content, known by its `digest`, was another one then; an empty
+        digest: the content is not known."""
         before = self._digests.get((tenant, name), "")
         if before and digest and before != digest:
             raise BadRequest(
@@ -55,9 +58,10 @@ class Futures:
         over: Callable[[], None] | None = None,
         digest: str = "",
     ) -> None:
-        """Do some work, whose response answers the future of this name, which is not known;
-        `digest`: of what asks for it. Work that can be cancelled has an `over`, which is called when
-        it is, whether it was begun or not."""
+        """Begin `work`, whose response answers the future of this name, which must not be
+        known. `over`: called when the
+        work has ended, whether it had begun or not; only work that has an `over` can be cancelled.
+        `digest`: of the content of the request for it; empty: not known."""
         assert not self.knows(tenant, name)
         task = asyncio.create_task(answered(work))
         self._tasks[tenant, name] = task
@@ -70,12 +74,15 @@ class Futures:
         task.add_done_callback(partial(self._over, (tenant, name)))
 
     def done(self, tenant: str, name: str, response: Response, digest: str = "") -> None:
-        """The answer of a future that was done before, by an earlier server."""
+        """Register the response of a future whose work an earlier server has done, unless a future
+        of this name is known."""
         if not self.knows(tenant, name):
             self.begin(tenant, name, _at_once(response), digest=digest)
 
     async def retrieve(self, request: Request) -> Response:
-        """The result of a future, an error, or that it is to be asked for again."""
+        """Answer a request for a future: with its result, with an error that it has ended with, or,
+        while it is not done after `POLL_SECONDS`, with 408, which asks the client to try again.
+        Raises BadRequest (410) for a future that is not known."""
         fields = await read_fields(request, self._gateway.limits)
         name = fields.text("request_id") or ""
         task = self._tasks.get((request.state.tenant, name))
@@ -91,20 +98,22 @@ class Futures:
         return task.result()
 
     async def cancel(self, request: Request) -> Response:
-        """Nobody waits for a sample: it ends. A request to a training run is done all the same."""
+        """Answer a client that no longer waits for a future: sampling ends, while a request to a
+        training run is done all the same."""
         fields = await read_fields(request, self._gateway.limits)
         self.give_up(request.state.tenant, fields.text("request_id") or "")
         return JSONResponse({})
 
     def give_up(self, tenant: str, name: str) -> None:
-        """Nobody waits for this one any more: it ends, if it can be cancelled."""
+        """Cancel the work of a future for which no client waits any more, if it can be
+        cancelled."""
         task = self._tasks.get((tenant, name))
         if task is not None and not task.done() and task not in self._kept:
             task.cancel()
 
     def _over(self, key: _Key, task: asyncio.Task[Response]) -> None:
-        """A result is there, the newest; a tenant's oldest are forgotten where there are too
-        many."""
+        """Note that a future is done, and forget the tenant's oldest results where the tenant has
+        too many or they have too many bytes."""
         self._kept.discard(task)
         tenant, _ = key
         done = self._done[tenant]
@@ -126,8 +135,9 @@ async def _at_once(response: Response) -> Response:
 
 
 async def answered(work: Awaitable[Response]) -> Response:
-    """The response to a future: the answer, or what went wrong. Raises Refused where the server
-    ends: then it is no answer, and the client asks the next server again."""
+    """Return the response to a future: the one that `work` returns, or one that tells its error.
+    Raises Refused (503) where the server ends: this is not an answer, and the client asks the next
+    server again."""
     try:
         return await work
     except Exception as error:
@@ -137,7 +147,7 @@ async def answered(work: Awaitable[Response]) -> Response:
 
 
 def failed(error: Exception) -> Response:
-    """Return a future's response to what went wrong."""
+    """Return the response that tells of an error as the result of a future."""
     status, value = error_value(error)
     category = "user" if status < 500 else "server"
     return JSONResponse({"error": value["error"]["message"], "category": category})

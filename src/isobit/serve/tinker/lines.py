@@ -1,8 +1,8 @@
-"""Requests to one training run, done one after the other in the order of their numbers, in whatever
-order they arrive: a client sends the first of several at once last.
+"""Lines of requests to training runs, done one after the other in the order of their numbers, in
+whatever order they arrive: a client that sends several at once sends the first of them last.
 
-A number that does not come holds the line for `GAP_SECONDS`. Then those that wait fail, and the
-line goes on after them: a step without the gradients that belong to it would be a wrong result.
+A number that does not come holds its line for `GAP_SECONDS`. Then the requests that wait fail, and
+the line goes on after them: a step without the gradients that belong to it would be a wrong result.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ _MOST_SKIPPED = 1024  # numbers that a line knows to have been skipped
 
 
 class Line:
-    """Of one run: the request of number `next` is done now, or has not arrived. `skipped`: earlier
-    numbers that did not come in time."""
+    """The line of one run: the request of number `next` is done now, or has not arrived. `skipped`:
+    earlier numbers that did not come in time."""
 
     def __init__(self, first: int, skipped: Iterable[int] = ()) -> None:
         self.next = first
@@ -29,19 +29,20 @@ class Line:
         self._watch: asyncio.TimerHandle | None = None
 
     def was_skipped(self, number: int) -> bool:
-        """Tell whether the line went on without a number."""
+        """Tell whether the line went on without the request of a number."""
         return number in self._skipped
 
     def end(self, error: BadRequest) -> None:
-        """Nothing is done from now on: who waits, and who comes, is told `error`."""
+        """End the line: requests that wait, and those that come later, fail with `error`."""
         self._ended = error
         self._fail_waiting(error)
 
     @asynccontextmanager
     async def turn(self, number: int) -> AsyncIterator[None]:
-        """Wait until all requests of smaller numbers are over; then nobody else has a turn until
-        this one is over, however it ends. Raises BadRequest for a number whose turn has been, and
-        for one that can have none."""
+        """Wait until all requests of smaller numbers are done, and hold the turn while the context
+        is open: no other request has a turn until this one has ended, in whatever way. Raises
+        BadRequest for a number whose turn has passed or that waits already, and for one that waits
+        when an earlier number does not come in time; and the error of `end`."""
         if self._ended is not None:
             raise self._ended
         if number < self.next or number in self._waiting:
@@ -56,7 +57,8 @@ class Line:
             self._advance()
 
     def _advance(self) -> None:
-        """Give the turn to the next number, if it is there; watch for it, if others are."""
+        """Give the turn to the request of number `next`, if it is there; if only later ones are,
+        wait for it at most `GAP_SECONDS`."""
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None

@@ -1,12 +1,13 @@
-"""What a server does first: it goes on where an earlier one of the same state ended, however that
-was.
+"""The resumption of a server: it goes on where an earlier server of the same state ended, in
+whatever way that one ended.
 
-Sessions and sampling clients are there again, and each training run as it was last kept. Requests
-that it had answered since are done again, in their order, and have the same bits; then those that
-it had taken and not answered are done. So a client that asks for its answer again gets it, and
-nothing is done twice (tests/serve/test_kills.py). So are requests before those whose answers a full
-disk has not taken: what was done, was done in the order of the numbers (tests/serve/
-test_full_disk.py). Left out: samples that were open, which the client asks for again.
+Sessions and sampling clients are restored, and each training run in its last kept state. Requests
+to a run that were answered since are done again, in their order, and have the same bits; then
+requests that were taken and not answered are done. So a client that asks for its answer again gets
+it, and nothing is done twice (tests/serve/test_kills.py). A request whose answer a full disk has
+not taken is done again too if a later one has an answer, since requests were done in the order of
+their numbers (tests/serve/test_full_disk.py). Left out: samples that were open, which the client
+asks for again.
 """
 
 import asyncio
@@ -36,11 +37,12 @@ Handler = Callable[[Request], Awaitable[Response]]
 _LOG = logging.getLogger("isobit.serve")
 _FORGOTTEN = BadRequest("the answer to this request was not kept", status=410)
 _CHANGING = ("forward_backward", "optim_step", "load_weights")
-"""Kinds of requests that leave a run other than it was."""
+"""Kinds of requests that change a run."""
 
 
 class Resume:
-    """Brings back what a state has kept. `handlers`: of requests to a run, by their kind."""
+    """The restorer of the sessions, sampling clients and runs of a state. `handlers`: of requests
+    to a run, by their kind."""
 
     def __init__(
         self,
@@ -57,9 +59,9 @@ class Resume:
         self._handlers = handlers
 
     async def all(self) -> None:
-        """All of it. Raises IsobitError for a run that cannot go on, such as one of another model,
-        unless the state may drop it, which the log tells; Refused and RunFailed where it is the
-        server that cannot do it. Nothing is dropped then."""
+        """Restore the whole state. Raises IsobitError for a run that cannot go on, such as one of
+        another model, unless the state may drop it, which is logged; Refused and RunFailed where
+        this server fails, though another one might not; then nothing is dropped."""
         sessions = dict[str, Session]()
         for row in await in_thread(self._state.all_sessions):
             sessions[row.id] = self._sessions.begin(row.id, row.tenant)
@@ -92,7 +94,7 @@ class Resume:
                 kind = "--train" if self._gateway.whole else "--train full"
                 raise IsobitError(f"it goes on with {kind}")
             numbers = await in_thread(self._state.numbers, stored.id)
-            if stored.applied < 0:  # nobody has seen its weights: it begins once more
+            if stored.applied < 0:  # no client has seen its weights: it begins once more
                 for number in numbers[:1]:
                     await self._begin(session, stored, await self._request(stored.id, number))
                 return
@@ -116,7 +118,8 @@ class Resume:
         _LOG.warning("training run %s cannot go on, and is dropped: %s", run.id, why)
 
     async def _begin(self, session: Session, stored: StoredRun, request: StoredRequest) -> None:
-        """Create a run anew; one that is refused ends, as its client would have been answered."""
+        """Create a run anew from its first request; a run that is refused ends, and its client is
+        answered with the refusal."""
         try:
             await self._handle(session, request, Before(done=False))
         except BadRequest as error:
@@ -126,7 +129,8 @@ class Resume:
             await self._end(session, stored, error)
 
     async def _end(self, session: Session, stored: StoredRun, why: IsobitError) -> None:
-        """End a run, and tell those who ask for it, or for answers of it, why."""
+        """End a run; requests to it, and for answers of it that were not kept, get an error that
+        says why."""
         said = f"it could not go on when the server began again: {why}"
         await self._runs.lose(session.tenant, stored.id, said)
         for number in await in_thread(self._state.numbers, stored.id):
@@ -136,20 +140,21 @@ class Resume:
         await in_thread(self._state.end_run, stored.id)
 
     async def _request(self, run: str, number: int) -> StoredRequest:
-        """Return one of a run's, which nothing ends meanwhile."""
+        """Return the kept request of a number to a run, which does not end meanwhile."""
         found = await in_thread(self._state.request, run, number)
         assert found is not None
         return found
 
     def _give(self, session: Session, request: StoredRequest, otherwise: Response) -> None:
-        """Answer a request's future as it was answered, or with something else."""
+        """Answer a request's future with the answer that was kept, or with `otherwise` where none
+        was."""
         answer = request.answer
         found = otherwise if answer is None else _response(answer)
         name, digest = f"{request.run}:{request.number}", digest_of(request.kind)
         self._futures.done(session.tenant, name, found, digest)
 
     async def _opened(self, session: Session, stored: StoredRun) -> Run:
-        """A run as it was last kept."""
+        """Open a run in its last kept state. Raises IsobitError where its weights are not kept."""
         present = await in_thread(self._state.present, stored.id)
         if present is None:
             raise IsobitError("its weights are not kept")
@@ -168,9 +173,10 @@ class Resume:
         return run
 
     async def _do_again(self, run: Run, applied: int, numbers: list[int]) -> None:
-        """Do again what was done since the run was kept, in order; then others wait for their turns.
-        What has no answer, and stands before what has one, was done too. Raises IsobitError where a
-        request cannot be done again, without which the run would be another."""
+        """Do again, in order, the requests that were done since the run was kept, those behind
+        `applied`; then let the others wait for their turns. A request without an answer whose
+        number is below that of one with an answer was done too. Raises IsobitError where a request
+        cannot be done again, without which the run would be another."""
         later = [number for number in numbers if number > applied]
         for number in later:
             self._check_kind(await self._request(run.name, number))
@@ -198,7 +204,8 @@ class Resume:
                     await self._runs.refuse(run, number, request.kind, error)
 
     def _check_kind(self, request: StoredRequest) -> None:
-        """Raise IsobitError for a request that another version of isobit kept."""
+        """Raise IsobitError for a kept request of a kind that this version of isobit does not
+        know."""
         if (kind := request.kind.partition(":")[0]) not in self._handlers:
             what = f"request {request.number} is none that a server keeps"
             raise IsobitError(f"{what}: {brief(kind)}; was it another isobit's?")
@@ -206,8 +213,8 @@ class Resume:
     async def _give_again(
         self, run: Run, request: StoredRequest, applied: int, follows: bool
     ) -> None:
-        """Do a request again that was done, and answer its future. `follows`: the number before it
-        was there, else it was given up."""
+        """Do a request again that was done, and answer its future. `follows`: the request before it
+        is kept; else the line had given up waiting for that one."""
         kind, answer = request.kind.partition(":")[0], request.answer
         changed = answer is None or (kind in _CHANGING and not _failed(answer))
         if request.number <= applied or not changed:
@@ -230,7 +237,7 @@ class Resume:
         self._give(run.session, request, found)
 
     async def _handle(self, session: Session, stored: StoredRequest, before: Before) -> Response:
-        """As if a request came once more."""
+        """Call the handler of a kept request, as if the request came once more."""
         kind, encoding, *_ = [*stored.kind.split(":"), ""]
 
         async def receive() -> dict[str, Any]:
@@ -249,7 +256,7 @@ class Resume:
 
 
 def _is_of_the_server(error: Exception) -> bool:
-    """Tell whether a server has refused something that another one would do."""
+    """Tell whether an error is the server's, so that another server might do the request."""
     if not isinstance(error, IsobitError):
         return True
     return isinstance(error, BadRequest) and (error.status == 429 or error.status >= 500)
@@ -260,5 +267,5 @@ def _response(answer: Answer) -> Response:
 
 
 def _failed(answer: Answer) -> bool:
-    """Whether a request was answered with an error, and has changed nothing."""
+    """Tell whether a request was answered with an error, and so has changed nothing."""
     return answer.media_type == "application/json" and answer.body.startswith(b'{"error"')

@@ -1,5 +1,5 @@
-"""How much of a server its tenants may have: what waits of them, and what they train. What one of
-them takes makes no other be refused, as far as its own share reaches."""
+"""Bounds on what the tenants of a server may take: requests that wait, and adapters that train. As
+far as its own share reaches, a tenant is not refused because of what another one has taken."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,19 +10,20 @@ from isobit.model import Model
 from isobit.serve.gateway import Refused
 from isobit.serve.requests import Limits
 
-_MEMORY_PART = 2  # of the memory: one part in so many is for what trains
+_MEMORY_PART = 2  # one part in this many of the memory is for adapters that train
 
 
 class Waiting:
-    """The bytes, unpacked, of requests to runs that are not done. They wait on the disk; in memory
-    is what one of them takes in its turn."""
+    """Counts of the bytes, unpacked, of requests to runs that are not done. The requests wait on
+    the disk; in memory is only what one of them takes in its turn."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._bytes = Counter[str]()  # of each tenant
 
     def check(self, tenant: str, size: int) -> None:
-        """Raise Refused where so many more bytes of a tenant, or of all, may not wait."""
+        """Raise Refused (429) where `size` more bytes of a tenant would be more than may wait of
+        one tenant, or of all together."""
         most, most_of_all = self._limits.waiting_bytes, self._limits.all_waiting_bytes
         if self._bytes[tenant] + size > most:
             raise Refused(
@@ -39,17 +40,17 @@ class Waiting:
 
     @contextmanager
     def of(self, tenant: str, size: int) -> Iterator[None]:
-        """So many more bytes of a tenant wait."""
+        """Count `size` more bytes of a tenant as waiting, while the context is open."""
         self._bytes[tenant] += size
         try:
             yield
         finally:
             self._bytes[tenant] -= size
-            self._bytes += Counter[str]()  # those that have none are forgotten
+            self._bytes += Counter[str]()  # forgets tenants without bytes
 
 
 def training_bytes(limits: Limits, model: Model, tenants: int) -> int:
-    """Return how many bytes the adapters of one tenant, which train, may take: a share of what the
-    machine has for all."""
+    """Return how many bytes the adapters that one of `tenants` tenants trains may take: an equal
+    share of what the limits and the machine's memory allow for all tenants."""
     memory, _ = memory_limit(model.ops.device)
     return min(limits.adapter_bytes, memory // _MEMORY_PART) // tenants

@@ -1,4 +1,4 @@
-"""Tinker's routes, put together, as its official client asks them: sampling from the base and from
+"""Tinker's routes, put together, as its official client calls them: sampling from the base and from
 adapters, and training of adapters where the server was begun with a state to keep them in."""
 
 from collections.abc import Awaitable, Callable
@@ -53,7 +53,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Tinker:
-    """The routes of a gateway."""
+    """Tinker's routes of a gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -75,7 +75,7 @@ class Tinker:
             gateway.resume = Resume(gateway, gateway.state, *parts, dict(self._training)).all
 
     def routes(self) -> list[Route]:
-        """All of them, and last the one that refuses all others."""
+        """Return all routes, the last of which refuses all other paths."""
         chunk = min(_CHUNK_BYTES, self._gateway.limits.body_bytes // 2)
         found: list[tuple[str, str, Handler]] = [
             ("GET", "healthz", _always({"status": "ok"})),
@@ -103,7 +103,7 @@ class Tinker:
         ]
 
     async def refuse(self, request: Request) -> Response:
-        """What is not offered, or not by this method."""
+        """Refuse a path that is not offered (404), or not by this method (405)."""
         for route in self._routes:
             named = "{" not in route.path  # others take what may be the name of another route
             if named and route.matches(request.scope)[0] is Match.PARTIAL:
@@ -113,7 +113,8 @@ class Tinker:
         raise BadRequest(f"this server does not offer {path} of Tinker's routes", status=404)
 
     async def capabilities(self, request: Request) -> Response:
-        """The model, by its name and by its folder, from which clients read the tokenizer."""
+        """Answer with the model, by its name and by its folder, from which clients read the
+        tokenizer."""
         names = dict.fromkeys((self._gateway.folder, self._gateway.name))
         length = self._gateway.model.config.max_positions
         models = [

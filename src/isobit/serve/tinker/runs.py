@@ -1,11 +1,12 @@
-"""Training runs: each has an adapter of its own over the frozen model, and a line for its requests;
-or there is one, of all the weights of the model (`--train full`).
+"""Training runs: each has its adapter over the frozen model, and a line for its requests; or there
+is a single run, of all the weights of the model (`--train full`).
 
-A request to a run is a future, done once: its name is the run's and its number. In its turn it is
-a piece of work of its tenant, so the device does one request of a run, and then those of others.
-What is wrong with a request fails that one alone, and nothing has changed. What was done is answered
-so, also where the disk does not take the run's new state: its requests are on it, and the next
-server does them again. A request waits on the disk alone, and is read from there in its turn.
+A request to a run is a future, done once: its name is the run's and its number. In its turn it is a
+piece of work of its tenant, so the device does one request of a run, and then those of others. A
+request that fails changes nothing, and others do not fail with it. A request that was done is
+answered so, also where the disk does not take the run's new state: its requests are on the disk,
+and the next server does them again. A request waits on the disk alone, and is read from there in
+turn.
 """
 
 import asyncio
@@ -41,24 +42,24 @@ from isobit.serve.tinker.wire import number_of
 from isobit.serve.wire import read_fields
 
 ALPHA = 32.0
-"""Of every adapter, whatever its rank, as Tinker's are: a learning rate then fits all ranks."""
+"""The alpha of every adapter, of any rank, as in Tinker: a learning rate then fits all ranks."""
 PARTS = ("train_attn", "train_mlp", "train_unembed")
 SILENT_SECONDS = 120.0
-"""After so long without a word of its client, which sends one every ten seconds, a run of all weights
-ends where another one is asked for."""
+"""The time without a word of its client, which sends one every ten seconds, after which a run of
+all weights ends where another one is asked for."""
 _COPIES = 4  # of a run's factors: masters, gradients and two moments
 _MOST_FIELD_BYTES = 1 << 20  # of a request to a run in JSON
 _RUN_NAME = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,19}")
 UNLOADED = BadRequest("the training run was unloaded", status=410)
 _LOG = logging.getLogger("isobit.serve")
 Work = Callable[[bytes], Awaitable[Response]]
-"""What a request to a run does in its turn, given its body as it came."""
+"""The function of a request to a run that is called in its turn, with its body as it came."""
 
 
 @dataclass(eq=False)
 class Run:
-    """A run. `rank`: None of one that trains the model itself; `learner` is the device thread's
-    alone; `factor_bytes`: of its factors in FP32; `unkept`: the state has not taken what it is."""
+    """A training run. `rank`: None where it trains the model itself; `learner`: used by the device
+    thread alone; `factor_bytes`: of its factors in FP32; `unkept`: its last state is not kept."""
 
     name: str
     session: Session
@@ -71,27 +72,27 @@ class Run:
     steps: int = 0
     unkept: bool = False
     kept: "asyncio.Future[None] | None" = None
-    """Done when the state has the request that began it."""
+    """Done when the state has the request that began the run."""
     close: Callable[[], Awaitable[None]] | None = None
-    """How it ends with its session."""
+    """Ends the run with its session."""
     unnamed: deque[str] = field(default_factory=deque)
-    """Its sampling clients whose weights have no name, the oldest first."""
+    """The ids of its sampling clients whose weights have no name, the oldest first."""
 
     @property
     def tenant(self) -> str:
-        """Whose it is."""
+        """The tenant of the run's session."""
         return self.session.tenant
 
     @property
     def trains(self) -> StepwiseLearner:
-        """Its learner, on the device thread."""
+        """The run's learner, for the device thread. Raises BadRequest (410) if it was unloaded."""
         if self.learner is None:
             raise UNLOADED
         return self.learner
 
 
 class Runs:
-    """All of a server, and what every request to one of them has in common."""
+    """The training runs of a server, with the steps that all requests to runs have in common."""
 
     def __init__(
         self, gateway: Gateway, sessions: Sessions, futures: Futures, state: State
@@ -113,8 +114,8 @@ class Runs:
         make: Callable[[str], StepwiseLearner],
         answer: Callable[[str], Mapping[str, Any]],
     ) -> str:
-        """The future of a new run: the `number` that it has in its session, and the first request
-        to it. The run is kept as it begins."""
+        """Begin a new run, with this `number` in its session; return the name of its future, which
+        is the first request to the run. The state keeps the run as it begins."""
         name = f"{session.name}:train:{number}"
         future, kind, body = f"{name}:0", *as_it_came(request)
         digest = digest_of(kind)
@@ -162,8 +163,8 @@ class Runs:
         self.state.accept(described.id, 0, kind, body, always=True)
 
     def opened(self, session: Session, described: StoredRun, *, again: bool = False) -> Run:
-        """A run of a session, whose learner is to come. Raises BadRequest where there is no room;
-        one that goes on `again` had room before."""
+        """Add a run to a session, and return it, without its learner. Raises BadRequest where there
+        is no room, except for one that goes on `again`, which had room before."""
         rank, targets = described.rank, described.targets
         size = self._room_for(session.tenant, rank, targets, again)
         run = Run(described.id, session, described.base, rank, targets, size)
@@ -173,7 +174,7 @@ class Runs:
         return run
 
     async def lose(self, tenant: str, name: str, why: str) -> None:
-        """A run of an earlier server cannot go on: those who ask for it are told why."""
+        """Drop a run of an earlier server that cannot go on; requests to it are answered `why`."""
         self._lost[name] = tenant, why
         if name in self._runs:
             await self._drop(self._runs[name])
@@ -181,7 +182,8 @@ class Runs:
     async def ask(
         self, request: Request, kind: str, work: Callable[[Run, int, Fields], Awaitable[Response]]
     ) -> Response:
-        """A request in JSON, which is done with its run and its number: the future's name."""
+        """Begin a request in JSON, for which `work` is called with its run, its number and its
+        fields in its turn; return a response with the future's name."""
         fields = await self.read(request)
         if fields.text("type", kind) != kind:
             raise BadRequest(f"type: expected {kind}", "type")
@@ -197,15 +199,15 @@ class Runs:
         return await self.begin(request, run, number, parsed)
 
     async def read(self, request: Request) -> Fields:
-        """What a request to a run says in JSON, which is short. Raises BadRequest."""
+        """Read the JSON of a request to a run, which is short. Raises BadRequest."""
         most = min(self._gateway.limits.body_bytes, _MOST_FIELD_BYTES)
         return await read_fields(request, replace(self._gateway.limits, body_bytes=most))
 
     async def begin(
         self, request: Request, run: Run, number: int, work: Work, size: int | None = None
     ) -> Response:
-        """A request to a run: it is kept, and done in its turn, once. `size`: its bytes, unpacked.
-        Of an earlier server's, what was done is done again, now."""
+        """Keep a request to a run, and do it once, in its turn; return a response with the future's
+        name. `size`: its bytes, unpacked. One that an earlier server has done is done again now."""
         kind, body = as_it_came(request)
         before = taken_before(request)
         if before is not None and before.done:
@@ -222,9 +224,9 @@ class Runs:
     async def _accepted(
         self, run: Run, number: int, kind: str, body: bytes, work: Work, size: int
     ) -> Work:
-        """Put a request on the disk, and return what it does in its turn. The one whose turn is now
-        is never told to come again, since those behind it wait for it: where it has no room, that is
-        its answer."""
+        """Write a request to the disk, and return the function to call in its turn. The request
+        whose turn is now is never asked to come again, since later ones wait for it: where it has
+        no room, its answer is an error. Raises BadRequest and Refused."""
         limits, line = self._gateway.limits, run.line
         if number < line.next:
             raise BadRequest(_too_late(run, number), "", 410)
@@ -252,7 +254,7 @@ class Runs:
         return work
 
     async def _answer(self, run: Run, number: int, work: Work, size: int) -> Response:
-        """Answer a request to a run, in its turn, with the body that is on the disk."""
+        """Answer a request to a run: do it in its turn, with the body that is on the disk."""
 
         async def in_turn() -> Response:
             async with run.line.turn(number):
@@ -267,7 +269,7 @@ class Runs:
         return response
 
     async def refuse(self, run: Run, number: int, kind: str, error: BadRequest) -> None:
-        """Answer a request of an earlier server in its turn with an error, which this server finds
+        """Answer a request of an earlier server, in its turn, with an error that this server found
         in it before."""
 
         async def refused(_: bytes) -> Response:
@@ -278,8 +280,8 @@ class Runs:
         self._futures.begin(run.tenant, future, answer, digest=digest_of(kind))
 
     def find(self, request: Request, name: str | None) -> Run:
-        """The run that a request names; its session is heard of. Raises BadRequest for what is none
-        of its tenant."""
+        """Return the run that a request names, and note that its session's client was heard. Raises
+        BadRequest (404) for a name that is not of a run of the request's tenant."""
         found = self._runs.get(name or "")
         if found is None or found.tenant != request.state.tenant or found.learner is None:
             whose, why = self._lost.get(name or "", ("", ""))
@@ -289,7 +291,7 @@ class Runs:
         return found
 
     async def work(self, run: Run, function: Callable[[], Any]) -> Any:
-        """What the device thread makes of a function, for a run."""
+        """Return the result of a function, which the device thread calls, for a run."""
         return await self._gateway.work(run.tenant, function)
 
     async def change(
@@ -301,9 +303,9 @@ class Runs:
         always: bool,
         loaded: Checkpoint | None = None,
     ) -> Response:
-        """What the device thread makes of a function that leaves a run without gradients, with
-        weights that are new, or those of a checkpoint that it has `loaded`. The run is kept after
-        it: `always`, or as often as the state asks, or where its requests have many bytes."""
+        """Return the response of a function, called by the device thread, that leaves a run without
+        gradients, with new weights or those of a checkpoint that it has `loaded`. The run is kept
+        after it: `always`, or as often as the state asks, or where its requests have many bytes."""
         model, snapshots = self._gateway.model, self._gateway.device.snapshots
 
         def changed() -> Response:
@@ -324,8 +326,8 @@ class Runs:
         return found
 
     def _keep(self, run: Run, number: int, response: Response) -> None:
-        """Keep a run as it is after a request, which has changed it whether the disk takes that or
-        not. If not, its requests stay there, and its next step tries again."""
+        """Keep the state of a run after a request, which has changed the run even if the disk takes
+        no more. Then the run's requests stay on the disk, and its next step tries again."""
         save, present = (
             partial(run.trains.save, optimizer=True),
             self._gateway.device.snapshots.present,
@@ -342,7 +344,7 @@ class Runs:
             )
 
     async def info(self, request: Request) -> Response:
-        """What a run trains."""
+        """Answer with the description of a run: its model, and the rank of its adapter."""
         fields = await read_fields(request, self._gateway.limits)
         run = self.find(request, fields.text("model_id"))
         config, folder = self._gateway.model.config, self._gateway.folder
@@ -362,7 +364,7 @@ class Runs:
         )
 
     def count_unnamed(self, sampler: StoredSampler) -> None:
-        """A sampling client is there again, perhaps one of a run's weights without a name."""
+        """Add a restored sampling client to its run's unnamed ones, if its weights have no name."""
         if sampler.snapshot is None or sampler.path is not None:
             return
         if self._gateway.whole:
@@ -374,8 +376,8 @@ class Runs:
             self._runs[name].unnamed.append(sampler.id)
 
     async def unload(self, request: Request) -> Response:
-        """A run ends: what it has not saved is dropped, and requests that wait fail. Asked again,
-        where the answer did not reach the client, it is done: so that is no error."""
+        """End a run: its unsaved weights are dropped, and requests that wait fail. A second request
+        for it, where the answer did not reach the client, is answered so too, without an error."""
         fields = await self.read(request)
         name, tenant = fields.text("model_id") or "", request.state.tenant
         if not _RUN_NAME.fullmatch(name):
@@ -392,8 +394,8 @@ class Runs:
         return JSONResponse({"request_id": future, "model_id": name})
 
     async def _end_silent(self) -> None:
-        """Make room for a run of all weights: the client of the present one may have gone away
-        without a word."""
+        """End sessions of silent clients to make room for a run of all weights: the client of the
+        present run may have gone away without a word."""
         for run in list(self._runs.values()):
             if time.monotonic() - run.session.seen > SILENT_SECONDS:
                 await self._sessions.end(run.session)
@@ -404,7 +406,7 @@ class Runs:
             await in_thread(self.state.end_run, run.name)
 
     async def _drop(self, run: Run) -> None:
-        """Let go of a run's memory."""
+        """Remove a run, end its line, and free its memory."""
         self._runs.pop(run.name, None)
         if run.close in run.session.closers:
             run.session.closers.remove(run.close)
@@ -418,8 +420,8 @@ class Runs:
     def _room_for(
         self, tenant: str, rank: int | None, trained: Mapping[str, bool], again: bool
     ) -> int:
-        """Bytes of the factors of one more run. Raises BadRequest where there is no room for it,
-        unless it had room before."""
+        """Return the bytes of the factors of one more run, in FP32. Raises BadRequest where there
+        is no room for it, except for one of an adapter that had room before (`again`)."""
         limits = self._gateway.limits
         if rank is None:
             if self._runs:
@@ -458,12 +460,12 @@ def _too_late(run: Run, number: int) -> str:
 def new_adapter_of(
     config: ModelConfig, rank: int, seed: int, trained: Mapping[str, bool]
 ) -> NewAdapter:
-    """A new run's adapter. Raises IsobitError as `targets_of`."""
+    """Return the description of a new run's adapter. Raises IsobitError as `targets_of`."""
     return NewAdapter(rank, ALPHA, targets_of(config, trained), seed)
 
 
 def targets_of(config: ModelConfig, trained: Mapping[str, bool]) -> list[str]:
-    """The names of the matrices that a run trains. Raises IsobitError for none."""
+    """Return the names of the matrices that a run trains. Raises IsobitError for no matrices."""
     names = dict.fromkeys(one.name.rpartition(".")[2] for one in projections(config))
     found = [
         name for name in names if trained["train_mlp" if name in MLP_PROJECTIONS else "train_attn"]

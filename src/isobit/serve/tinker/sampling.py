@@ -1,4 +1,4 @@
-"""Sampling clients: each is pinned to a snapshot, so what it samples from never changes under it.
+"""Sampling clients: each is pinned to a snapshot, so the weights that it samples from never change.
 
 Left out, each refused in one line: images, alternative tokens of prompts, log-probabilities of
 tokens that a request names, and stability records.
@@ -31,21 +31,22 @@ from isobit.serve.tinker.wire import PROTOBUF, encoded, number_of
 from isobit.serve.wire import read_fields
 
 _MOST_SAMPLERS, _MOST_AWAKE, _MOST_DROPPED = 4096, 32, 4096
-"""Sampling clients of a session; those of saved weights whose weights are in memory: of others they
-are read again when they are asked; and clients of all that are told why they were dropped."""
+"""The most sampling clients of a session; the most of them whose saved weights are in memory (those
+of others are read again for a request); the most dropped clients of a server for which the reason
+is remembered."""
 _NOTHING = {
     "prompt_alt_tokens_k": 0,
     "record_stability_info": False,
 }
-"""Keys of a sample that are taken where they ask for nothing."""
+"""Keys of a sample that are taken with these values, which ask for nothing."""
 
 
 @dataclass(eq=False)
 class Sampler:
-    """A sampling client: the model's name as it was given, and what it is pinned to. `snapshot`:
-    None while it rests; `kept`: the checkpoint that this is, None: it is none, and never rests;
-    `number`: that it has in its session;
-    `open`: its requests that are not answered, by their futures' names."""
+    """A sampling client: the model's name as it was given, and the weights to which the client is
+    pinned. `snapshot`: None while it rests, its weights not in memory; `kept`: the checkpoint of
+    the weights, None: there is none, and it never rests; `number`: in its session; `open`: its
+    requests that are not answered, by their futures' names."""
 
     tenant: str
     model: str
@@ -59,20 +60,20 @@ class Sampler:
 
 
 class Samplers:
-    """All of a server."""
+    """The sampling clients of a server."""
 
     def __init__(self, gateway: Gateway, sessions: Sessions, futures: Futures) -> None:
         self._gateway, self._snapshots = gateway, gateway.device.snapshots
         self._sessions, self._futures = sessions, futures
         self._samplers: dict[str, Sampler] = {}
-        self._numbered: dict[tuple[str, int], str] = {}  # of a session, by its number
+        self._numbered: dict[tuple[str, int], str] = {}  # by the session and the number in it
         self._of_session: dict[str, list[str]] = {}
         self._dropped = OrderedDict[str, tuple[str, str]]()  # by id: its tenant, and why
-        self._left: dict[str, tuple[str, str]] = {}  # the same of those that wait in the state
+        self._left: dict[str, tuple[str, str]] = {}  # the same, of clients that stay in the state
 
     async def create(self, request: Request) -> Response:
-        """A sampling client of a session, pinned to what its model is now. Asked again by the same
-        number, it is the same."""
+        """Begin a sampling client of a session, pinned to the present weights of its model; answer
+        with its id. A second request of the same number is answered with the same client."""
         fields = await read_fields(request, self._gateway.limits)
         session = self._sessions.find(request, fields.text("session_id"))
         number = number_of(fields, "sampling_session_seq_id", 0)
@@ -94,16 +95,16 @@ class Samplers:
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": name})
 
     def check_room(self, session: Session) -> None:
-        """Raise BadRequest unless a session may have one more."""
+        """Raise BadRequest unless a session may have one more sampling client."""
         if len(self._of_session.get(session.name, ())) >= _MOST_SAMPLERS:
             raise BadRequest(f"a session may have {_MOST_SAMPLERS} sampling clients")
 
     async def add(
         self, session: Session, number: int, sampler: Sampler, name: str | None = None
     ) -> str:
-        """The name of a session's sampling client, which holds its snapshot; the one that there is
-        if the number was taken meanwhile. `name`: that it has in the state already. Raises
-        BadRequest if the session has ended."""
+        """Add a sampling client, which holds its snapshot, to a session, and return its name; if
+        the number was taken meanwhile, return the name of the client that has it. `name`: the one
+        that it has in the state already. Raises BadRequest if the session has ended."""
         if name is None:
             name = secrets.token_hex(16)
             if self._gateway.state is not None and not session.ended:
@@ -134,8 +135,8 @@ class Samplers:
         return name
 
     async def begin_again(self, session: Session, row: StoredSampler) -> None:
-        """A sampling client of an earlier server. Raises IsobitError where its weights are not
-        kept."""
+        """Restore a sampling client of an earlier server. Raises IsobitError where its weights are
+        not kept."""
         state = self._gateway.state
         kept = None if state is None or row.snapshot is None else state.by_id(row.snapshot)
         if self._gateway.whole:
@@ -150,12 +151,13 @@ class Samplers:
         await self.add(session, row.number, made, row.id)
 
     def leave(self, session: Session, row: StoredSampler, why: str) -> None:
-        """A sampling client of an earlier server cannot go on; it is told so when it asks, and is
-        kept until its session ends: the next server may have what it samples from."""
+        """Note that a sampling client of an earlier server cannot go on; its requests are answered
+        `why`. It is kept until its session ends: the next server may have its weights."""
         self._left[row.id] = session.tenant, why
 
     async def drop(self, session: Session, name: str, why: str) -> None:
-        """A sampling client's weights are no longer kept; it is told so when it asks."""
+        """Drop a sampling client, whose weights are kept no more; its requests are answered
+        `why`."""
         if self._gateway.state is not None:
             await in_thread(self._gateway.state.drop_sampler, name)
         self._dropped[name] = session.tenant, why
@@ -167,7 +169,7 @@ class Samplers:
         await self._end(sampler)
 
     async def show(self, request: Request) -> Response:
-        """What a sampling client samples from."""
+        """Answer with the model and the path from which a sampling client samples."""
         name = request.path_params["name"]
         found = self._find(request, name)
         return JSONResponse(
@@ -175,8 +177,8 @@ class Samplers:
         )
 
     async def sample(self, request: Request) -> Response:
-        """Begin to sample: the future's name, which the sampling client and the request's number
-        make."""
+        """Begin to sample; answer with the future's name, which is made of the sampling client and
+        the request's number."""
         fields = await read_fields(request, self._gateway.limits)
         name, number = fields.text("sampling_session_id"), number_of(fields, lowest=0)
         found = self._find(request, name)
@@ -193,7 +195,8 @@ class Samplers:
         return JSONResponse({"request_id": future, "sample_sequence_ids": ids})
 
     def _asked(self, fields: Fields, count: int) -> tuple[list[int], Sampling, Scoring | None]:
-        """(prompt, how to sample, what is asked of the prompt itself)."""
+        """Return (prompt, how to sample, the scores to compute of the prompt itself, None: none).
+        Raises BadRequest."""
         chunks = fields.inner("prompt").take("chunks")
         tokens = list[int]()
         for chunk in chunks if isinstance(chunks, list) else [None]:
@@ -244,7 +247,7 @@ class Samplers:
         sampling: Sampling,
         scoring: Scoring | None,
     ) -> Response:
-        """The answers to a prompt, which are a future's of this name."""
+        """Return the response with the answers to a prompt, for the future of this name."""
         sampler.open.add(name)
         try:
             snapshot = await self._awake(sampler)
@@ -275,8 +278,8 @@ class Samplers:
     async def _snapshot(
         self, tenant: str, base: str | None, path: str | None
     ) -> tuple[Snapshot, Checkpoint | None]:
-        """What a new client holds: the base, an adapter by its name, or saved weights, with their
-        checkpoint."""
+        """Return (the snapshot of a new client, held: of the base, of an adapter by its name, or of
+        saved weights; the checkpoint of saved weights, else None)."""
         name, state = (path or "").removeprefix(SCHEME), self._gateway.state
         if path is None or state is None or name in self._snapshots.names:
             adapter = self._gateway.adapter_of(base if path is None else name)
@@ -289,7 +292,8 @@ class Samplers:
         return await self._read(tenant, checkpoint), checkpoint
 
     async def _read(self, tenant: str, checkpoint: Checkpoint) -> Snapshot:
-        """Hold saved weights. Raises IsobitError where they are gone."""
+        """Read saved weights, and return their snapshot, held. Raises IsobitError where they are
+        gone."""
         state = self._gateway.state
         assert state is not None
         if await in_thread(state.by_id, checkpoint.id) is None:
@@ -299,7 +303,8 @@ class Samplers:
         return await self._gateway.work(tenant, opened)
 
     async def _awake(self, sampler: Sampler) -> Snapshot:
-        """What a client is pinned to, in memory."""
+        """Return the snapshot of a client, whose weights are read if they are not in memory. Raises
+        BadRequest (404) where the client was dropped meanwhile."""
         if sampler.snapshot is None:
             await asyncio.shield(self._wake(sampler))
         if sampler.snapshot is None:
@@ -307,8 +312,8 @@ class Samplers:
         return sampler.snapshot
 
     async def _wake(self, sampler: Sampler) -> None:
-        """Read a client's weights, to the end though who asks is cancelled: what nobody knows of
-        would never be let go of."""
+        """Read a client's weights. The caller lets this run to its end even where the request is
+        cancelled: weights that are read and not registered would never be released."""
         async with sampler.waking:
             if sampler.snapshot is None and sampler.kept is not None and not sampler.ended:
                 sampler.snapshot = await self._read(sampler.tenant, sampler.kept)
@@ -316,7 +321,8 @@ class Samplers:
                 await self._release(sampler)
 
     async def _rest(self, session: Session) -> None:
-        """Let go of the weights of a session's oldest clients of saved ones, beyond some."""
+        """Release the weights of a session's oldest clients of saved weights, except of the newest
+        `_MOST_AWAKE` that are in memory."""
         found = [self._samplers[name] for name in self._of_session[session.name]]
         awake = [one for one in found if one.kept is not None and one.snapshot is not None]
         for sampler in awake[:-_MOST_AWAKE]:
@@ -333,7 +339,8 @@ class Samplers:
         return found
 
     async def _close(self, session: Session) -> None:
-        """Let go of what a session's sampling clients held; nobody waits for their samples."""
+        """End a session's sampling clients, cancel their samples, for which no client waits, and
+        release their snapshots."""
         for name in self._of_session.pop(session.name):
             sampler = self._samplers.pop(name)
             del self._numbered[session.name, sampler.number]
@@ -352,7 +359,8 @@ class Samplers:
 
 
 def _kept_as(sampler: Sampler) -> str | None:
-    """What a state calls the weights that a sampling client has not asked for by a path."""
+    """Return a state's name of the weights of a sampling client that are kept for it; None: the
+    weights are the base's, or an adapter's of the server."""
     if sampler.kept is not None:
         return sampler.kept.id
     return None if sampler.snapshot is None else sampler.snapshot.weights or None

@@ -1,4 +1,5 @@
-"""A client's session: what it has is dropped when it ends, or when it is not heard of any more."""
+"""Sessions of clients: a session's runs and sampling clients are dropped when it ends, or when its
+client is not heard any more."""
 
 import logging
 import secrets
@@ -16,34 +17,34 @@ from isobit.serve.tinker.wire import metadata_of
 from isobit.serve.wire import read_fields
 
 IDLE_SECONDS = 1800.0
-"""After so long without a heartbeat a session, and what its clients hold, is dropped."""
+"""The time without a heartbeat after which a session, and all that it holds, is dropped."""
 _MOST_SESSIONS, _LONGEST_DISPLAY = 1024, 256  # of a tenant
 TESTED = ("0.38.0",)
 """Versions of the official client with which the tests were run (tests/serve/test_tinker.py)."""
-_MOST_UNTESTED = 16  # versions that are told of
+_MOST_UNTESTED = 16  # versions of which the log tells
 _LOG = logging.getLogger("isobit.serve")
 
 
 class Session:
-    """A client's session. `seen`: when it was last heard of, by the monotonic clock."""
+    """A client's session. `seen`: when its client was last heard, by the monotonic clock."""
 
     def __init__(self, name: str, tenant: str) -> None:
         self.name, self.tenant, self.seen = name, tenant, time.monotonic()
         self.ended = False
         self.closers: list[Callable[[], Awaitable[None]]] = []
-        """Called when it ends; they let go of what it has."""
+        """Functions that are called when the session ends, and release what it holds."""
 
 
 class Sessions:
-    """All of a server."""
+    """The sessions of a server."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._sessions: dict[str, Session] = {}
-        self._untested = set[str]()  # versions of clients, which the log has told of
+        self._untested = set[str]()  # versions of clients of which the log has told
 
     async def create(self, request: Request) -> Response:
-        """A client begins."""
+        """Begin a session of a client, and answer with its id."""
         fields = await read_fields(request, self._gateway.limits)
         self._tell_untested(fields.text("sdk_version"))
         await self._drop_idle()
@@ -60,39 +61,40 @@ class Sessions:
         return JSONResponse({"type": "create_session", "session_id": name})
 
     def begin(self, name: str, tenant: str) -> Session:
-        """A session, new or of an earlier server."""
+        """Register a session, new or of an earlier server, and return it."""
         self._sessions[name] = Session(name, tenant)
         return self._sessions[name]
 
     async def heartbeat(self, request: Request) -> Response:
-        """A client is there. Others may be gone, and what they hold is let go of."""
+        """Note that a session's client is there, and end the sessions of clients that are gone."""
         fields = await read_fields(request, self._gateway.limits)
         self.find(request, fields.text("session_id")).seen = time.monotonic()
         await self._drop_idle()
         return JSONResponse({"type": "session_heartbeat"})
 
     async def finish(self, request: Request) -> Response:
-        """A client ends. It asks again where the answer did not reach it, and of a session that has
-        ended meanwhile all is done: so that is no error."""
+        """End a client's session. A client asks again where the answer did not reach it, so a
+        session that has ended already is not an error."""
         session = self._find(request, request.path_params["name"])
         if session is not None:
             await self.end(session)
         return JSONResponse({"status": "ok"})
 
     def find(self, request: Request, name: str | None) -> Session:
-        """The session that a request names. Raises BadRequest for what is none of its tenant."""
+        """Return the session that a request names. Raises BadRequest (410) for a name that is not
+        of an open session of the request's tenant."""
         found = self._find(request, name)
         if found is None:
             raise BadRequest(f"no session {brief(name)}: it has ended", status=410)
         return found
 
     def _find(self, request: Request, name: str | None) -> Session | None:
-        """One of its tenant's, while it goes on."""
+        """Return the session of a name; None: the request's tenant has no open one of this name."""
         found = self._sessions.get(name or "")
         return found if found is not None and found.tenant == request.state.tenant else None
 
     def _tell_untested(self, version: str | None) -> None:
-        """Say once in the log that a client is of a version that was not tested."""
+        """Log once for each version that a client is of a version that was not tested."""
         if version is None or version in (*TESTED, *self._untested):
             return
         if len(self._untested) < _MOST_UNTESTED:
@@ -109,7 +111,7 @@ class Sessions:
                 await self.end(session)
 
     async def end(self, session: Session) -> None:
-        """What a session has is dropped; nothing happens to one that has ended."""
+        """End a session, and drop what it holds; do nothing where it has ended already."""
         if session.ended:
             return
         del self._sessions[session.name]

@@ -1,9 +1,9 @@
-"""What is asked of a training run: gradients, steps, and weights that are saved, loaded and sampled
+"""The requests to a training run: gradients, steps, and weights that are saved, loaded and sampled
 from.
 
 A server trains adapters, or all the weights of its model (`Gateway.whole`). Left out, each refused
-in one line: optimizers other than AdamW, sampling clients whose weights change under them, and what
-is another account's.
+in one line: optimizers other than AdamW, sampling clients whose weights change under them, and
+weights of other accounts.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ from isobit.serve.tinker.wire import (
 from isobit.serve.wire import read_body, read_fields
 
 _MOST_UNNAMED = 16
-"""Sampling clients of a run whose weights have no name: those of the newest are kept."""
+"""The most sampling clients of a run whose weights have no name: the newest are kept."""
 _HIGHEST_RANK = 1 << 16
 _SAVES: Mapping[Kind, str] = {
     "training": "save_weights",
@@ -56,7 +56,7 @@ _SAVES: Mapping[Kind, str] = {
 
 
 class Training:
-    """The routes of a gateway that trains."""
+    """The routes of a gateway that trains, for requests to runs."""
 
     def __init__(
         self, gateway: Gateway, sessions: Sessions, samplers: Samplers, runs: Runs, state: State
@@ -65,7 +65,8 @@ class Training:
         self._runs, self._state = runs, state
 
     async def create_model(self, request: Request) -> Response:
-        """A run with a new adapter begins, or one of all weights, as they were read."""
+        """Begin a run with a new adapter, or one of all weights as they were read; answer with its
+        future."""
         fields = await self._runs.read(request)
         session = self._sessions.find(request, fields.text("session_id"))
         number = number_of(fields, "model_seq_id", 0)
@@ -83,7 +84,7 @@ class Training:
         fields.take("type")
         fields.finish()
         if not whole:
-            trained["train_unembed"] = False  # no adapter is of it, whatever was asked
+            trained["train_unembed"] = False  # which no adapter trains, even if it is asked for
         elif not all(trained.values()):
             raise BadRequest("lora_config: all weights are trained here, none left out")
         given = (
@@ -106,7 +107,7 @@ class Training:
         return JSONResponse({"request_id": future})
 
     async def load_weights(self, request: Request) -> Response:
-        """A run goes on from saved weights: one that there is, or a new one."""
+        """Load saved weights into a run, or begin a new run with them; answer with the future."""
         fields = await self._runs.read(request)
         path, optimizer = fields.text("path") or "", fields.flag("optimizer")
         if fields.text("weights_access_token") is not None:
@@ -130,7 +131,8 @@ class Training:
         return await self._runs.begin(request, run, number, work)
 
     async def forward_backward(self, request: Request) -> Response:
-        """Gradients of a loss, which add up until a step; or the loss alone."""
+        """Compute the gradients of a loss, which add up until a step, or the loss alone; answer
+        with the future."""
         limits = self._gateway.limits
         body = await read_body(request, limits)
         encoding = request.headers.get("content-encoding", "identity")
@@ -156,7 +158,7 @@ class Training:
         return await self._runs.begin(request, run, head.number, work, head.bytes)
 
     async def optim_step(self, request: Request) -> Response:
-        """One step by the gradients so far."""
+        """Take one optimizer step by the gradients so far; answer with the future."""
         return await self._runs.ask(request, "optim_step", self._optim_step)
 
     async def _optim_step(self, run: Run, number: int, fields: Fields) -> Response:
@@ -171,21 +173,22 @@ class Training:
         return await self._runs.change(run, number, step, always=False)
 
     async def save_weights(self, request: Request) -> Response:
-        """A checkpoint to train from, with the optimizer's state."""
+        """Save a checkpoint to train from, with the optimizer's state; answer with the future."""
         return await self._runs.ask(request, "save_weights", self._save_weights)
 
     async def _save_weights(self, run: Run, number: int, fields: Fields) -> Response:
         return await self._save(run, number, fields, "training", fields.flag("overwrite"))
 
     async def save_weights_for_sampler(self, request: Request) -> Response:
-        """A checkpoint to sample from; without a name a sampling client of the weights as they are
-        now."""
+        """Save a checkpoint to sample from, or, where a sampling client is asked for, begin one of
+        the present weights; answer with the future."""
         return await self._runs.ask(
             request, "save_weights_for_sampler", self._save_weights_for_sampler
         )
 
     async def save_weights_external(self, request: Request) -> Response:
-        """A checkpoint to take away: the files that PEFT loads, each behind a link of its own."""
+        """Save a checkpoint to take away: the files that PEFT loads, each behind its own link;
+        answer with the future."""
         return await self._runs.ask(request, "save_weights_external", self._save_weights_external)
 
     async def _save_weights_external(self, run: Run, number: int, fields: Fields) -> Response:
@@ -209,8 +212,8 @@ class Training:
         return await self._unnamed(run, asked, number)
 
     async def _unnamed(self, run: Run, asked: int, number: int) -> Response:
-        """The response to request `asked`: a new sampling client of a run's present weights, which
-        are kept as long as it is; those of the oldest are dropped."""
+        """Return the response to request `asked`: a new sampling client of a run's present weights,
+        which are kept as long as the client is; the run's oldest such clients are dropped."""
         snapshots = self._gateway.device.snapshots
         while len(run.unnamed) >= _MOST_UNNAMED:
             await self._samplers.drop(
@@ -223,7 +226,7 @@ class Training:
         name = secrets.token_hex(16)
         kind = "save_weights_for_sampler"
         response = JSONResponse({"type": kind, "sampling_session_id": name})
-        if self._gateway.whole:  # of which there is no copy: they are there until the next step
+        if self._gateway.whole:  # no copy is made: the weights are there until the next step
             snapshot = Snapshot(None, 0, 1, weights=snapshots.present)
             made = Sampler(run.tenant, run.base, None, snapshot)
             name = await self._samplers.add(run.session, number, made)
@@ -257,7 +260,7 @@ class Training:
         return response
 
     async def weights_info(self, request: Request) -> Response:
-        """What a checkpoint is of."""
+        """Answer with the model, the rank and the trained parts of a checkpoint."""
         fields = await read_fields(request, self._gateway.limits)
         path = fields.text("tinker_path") or ""
         checkpoint = await in_thread(self._state.checkpoint, request.state.tenant, path)
@@ -311,8 +314,9 @@ class Training:
         return JSONResponse({"request_id": future})
 
     def _rank_of(self, lora: Fields) -> int | None:
-        """Of a new run's adapter; None: all weights are trained, which rank 0 asks for, or no
-        `lora_config` at all. Raises BadRequest for what this server does not train."""
+        """Return the rank of a new run's adapter; None: all weights are trained, which rank 0, or
+        no `lora_config` at all, asks for. Raises BadRequest for a run that this server does not
+        train."""
         rank = lora.whole("rank", 0, 0, _HIGHEST_RANK)
         if self._gateway.whole and rank:
             raise BadRequest(
@@ -329,7 +333,8 @@ class Training:
         return rank or None
 
     def _learner(self, adapter: NewAdapter | Path | None) -> StepwiseLearner:
-        """On the device thread: a new run's; None: of all weights, as they were read."""
+        """Return a new run's learner, of an adapter, or, for None, of all weights as they were
+        read. Called on the device thread."""
         model, snapshots = self._gateway.model, self._gateway.device.snapshots
         if adapter is not None:
             return StepwiseLearner(model.adapted(adapter))
@@ -391,7 +396,8 @@ class Training:
         return response
 
     async def _saved(self, tenant: str, path: str, optimizer: bool) -> tuple[Checkpoint, Path]:
-        """A tenant's checkpoint, and its folder. Raises BadRequest."""
+        """Return (a tenant's checkpoint, its folder). Raises BadRequest, also for a checkpoint
+        without the optimizer's state where that is asked for."""
         checkpoint = await in_thread(self._state.loadable, tenant, path)
         if optimizer and not checkpoint.optimizer:
             raise BadRequest(
@@ -400,7 +406,7 @@ class Training:
         return checkpoint, await in_thread(self._state.folder_of, checkpoint)
 
     def _base_of(self, fields: Fields) -> str:
-        """The model's name, as a client gives it. Raises BadRequest for another's."""
+        """Return the model's name, as a client gives it. Raises BadRequest for another's name."""
         base = fields.text("base_model") or self._gateway.name
         if self._gateway.adapter_of(base) is not None:
             raise BadRequest(f"base_model: {base} is an adapter; train the model", "base_model")
@@ -415,7 +421,8 @@ class Training:
 
 @contextmanager
 def _called(folder: Path, path: str) -> Iterator[None]:
-    """What is wrong with a folder is said of the path by which its tenant calls it."""
+    """Replace a folder in the messages of errors with the path by which its tenant names it; raise
+    them as BadRequest, except RunFailed."""
     try:
         yield
     except RunFailed:

@@ -1,6 +1,6 @@
-"""Tinker's messages: what several routes read of them, and the protobuf, read and written, whose
-classes are those of the `tinker` package, which is the format's home. Left out: images and audio,
-which are refused."""
+"""Tinker's messages: the fields that several routes read, and the protobuf, read and written by the
+classes of the `tinker` package, which defines the format. Left out: images and audio, which are
+refused."""
 
 import hashlib
 import json
@@ -21,30 +21,33 @@ from isobit.serve.requests import BadRequest, Fields
 from isobit.serve.scoring import Scores
 
 PREFIX = "/api/v1"
-"""Of the path of every route."""
+"""The beginning of the path of every route."""
 PROTOBUF = "application/x-protobuf"
 HIGHEST_NUMBER = 2**62
-"""Of a request, a run or a sampling client, as its session counts them."""
+"""The highest number of a request, a run or a sampling client, by which its session counts it."""
 SHORTEST_TTL, LONGEST_TTL = 3600, 3660 * 86400
 _MOST_METADATA, _LONGEST_KEY, _LONGEST_VALUE = 64, 256, 1024
 _MOST_ENTRIES, _MOST_PARTS = 1 << 24, 1 << 16
-"""Of a request's tensors, written out where they are sparse; data, chunks and tensors of a request,
-of which an empty one has two bytes and takes far longer to read, and far more memory."""
+"""The most entries of a request's tensors, sparse ones written out; the most data, chunks and
+tensors of a request, of which an empty one has two bytes, and takes far longer to read than these
+and far more memory."""
 _OWN_FIELDS, _SMALLEST_ENTRY = 16, 4
-"""Of a request, beside its data; bytes of an entry."""
+"""The fields of a request besides its data; the bytes of the smallest entry."""
 _MOST_FRAMES, _FED_BYTES = 4096, 256
-"""Frames of a zstd body; bytes of it that are unpacked at once, to at most 32,768 times as many."""
+"""The most frames of a zstd body; the bytes of it that are unpacked at once, to at most 32,768
+times as many."""
 
 
 @dataclass
 class _Room:
-    """What the rest of a request may have."""
+    """The entries and parts that the rest of a request may have."""
 
     entries: int = _MOST_ENTRIES
     parts: int = _MOST_PARTS
 
     def take(self, entries: int = 0, parts: int = 0) -> None:
-        """So much less. Raises BadRequest where it is too much."""
+        """Take entries and parts from the room. Raises BadRequest where it has not enough of
+        them."""
         self.entries, self.parts = self.entries - entries, self.parts - parts
         if self.entries < 0:
             raise BadRequest(
@@ -58,8 +61,8 @@ class _Room:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What `forward_backward` is asked for: a `loss` by its name, of these data, with a gradient
-    unless `forward_only`."""
+    """The content of a request for `forward_backward`: a `loss` by its name, of these data, with a
+    gradient unless `forward_only`."""
 
     data: Sequence[Datum]
     loss: str
@@ -68,20 +71,21 @@ class Batch:
 
 
 def number_of(fields: Fields, key: str = "seq_id", lowest: int = 1) -> int:
-    """The number by which a client's session counts something. Raises BadRequest."""
+    """Return the number by which a client's session counts a request, a run or a sampling client.
+    Raises BadRequest."""
     return fields.whole(key, 0, lowest, HIGHEST_NUMBER)
 
 
 def ttl_of(fields: Fields) -> float | None:
-    """Seconds after which a checkpoint is dropped; None: never. Raises BadRequest."""
+    """Return the seconds after which a checkpoint is dropped; None: never. Raises BadRequest."""
     if fields.take("ttl_seconds") is None:
         return None
     return float(fields.whole("ttl_seconds", 0, SHORTEST_TTL, LONGEST_TTL))
 
 
 def metadata_of(fields: Fields) -> dict[str, str]:
-    """What a client says of its session, its run or its checkpoint: texts as they are, other values
-    as JSON. Raises BadRequest."""
+    """Return the metadata that a client gives its session, run or checkpoint: texts unchanged,
+    other values as JSON. Raises BadRequest."""
     key = "user_metadata"
     found = fields.inner(key).all()
     if len(found) > _MOST_METADATA:
@@ -101,7 +105,8 @@ def metadata_of(fields: Fields) -> dict[str, str]:
 
 
 def package() -> Any:
-    """The messages' classes. Raises IsobitError where the package is missing."""
+    """Return the module of the messages' classes. Raises IsobitError where the package is
+    missing."""
     try:
         from tinker.proto import tinker_public_pb2
     except ModuleNotFoundError:
@@ -113,8 +118,8 @@ def package() -> Any:
 
 @dataclass(frozen=True)
 class Head:
-    """What is read of a ForwardBackwardRequest when it arrives: which run, which number; the bytes
-    that it has when it is unpacked, and their SHA-256."""
+    """The fields of a ForwardBackwardRequest that are read when it arrives: its run and number; its
+    bytes when unpacked; as `digest`, the SHA-256 of the message in its canonical form."""
 
     run: str
     number: int
@@ -123,8 +128,8 @@ class Head:
 
 
 def read_head(body: bytes, encoding: str, limit: int) -> Head:
-    """Check a ForwardBackwardRequest as far as it can be without its run, and let go of all that it
-    takes in memory. Raises BadRequest."""
+    """Check a ForwardBackwardRequest as far as that is possible without its run, and return its
+    head alone, so that the message does not stay in memory. Raises BadRequest."""
     body = plain(body, encoding, limit)
     message = read_message(body)
     if not 1 <= message.seq_id < HIGHEST_NUMBER:
@@ -136,7 +141,8 @@ def read_head(body: bytes, encoding: str, limit: int) -> Head:
 
 
 def plain(body: bytes, encoding: str, limit: int) -> bytes:
-    """A body as it was before its Content-Encoding. Raises BadRequest as `unpacked`."""
+    """Return a body as it was before its Content-Encoding. Raises BadRequest as `unpacked`, and for
+    another encoding than zstd (415)."""
     if encoding == "identity":
         return body
     if encoding != "zstd":
@@ -145,8 +151,9 @@ def plain(body: bytes, encoding: str, limit: int) -> bytes:
 
 
 def unpacked(body: bytes, limit: int) -> bytes:
-    """All frames of a body that came in zstd, one after the other. Raises BadRequest for what is
-    none, for a frame that is cut, and beyond `limit` bytes."""
+    """Return all frames of a body that came in zstd, unpacked, one after the other. Raises
+    BadRequest for bytes that are not zstd, for a frame that is cut, for too many frames, and beyond
+    `limit` bytes."""
     try:
         import zstandard
     except ModuleNotFoundError:
@@ -177,8 +184,8 @@ def unpacked(body: bytes, limit: int) -> bytes:
 
 
 def read_message(body: bytes) -> Any:
-    """A ForwardBackwardRequest. Raises BadRequest for other bytes, and before a message is made of
-    them where it would have very many parts."""
+    """Parse a ForwardBackwardRequest. Raises BadRequest for other bytes, and, before a message is
+    made of them, for one that would have very many parts."""
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
     message = package().ForwardBackwardRequest()
@@ -195,8 +202,9 @@ def _no_message() -> BadRequest:
 
 
 def _count_parts(body: memoryview, descriptor: Any, room: _Room, depth: int) -> None:
-    """Take all fields of a message in protobuf from its room, and those of messages in it, so deep:
-    what is deeper has no parts of its own. Raises BadRequest for what is no message."""
+    """Take all fields of a message in protobuf from its room, and those of messages in it, down to
+    `depth` levels: deeper messages do not count as parts. Raises BadRequest for bytes that are not
+    a message."""
     inner = {field.number: field.message_type for field in descriptor.fields}
     place = 0
     while place < len(body):
@@ -220,7 +228,8 @@ def _count_parts(body: memoryview, descriptor: Any, room: _Room, depth: int) -> 
 
 
 def _varint(body: memoryview, place: int) -> tuple[int, int]:
-    """(number, place after it). Raises BadRequest for a number that does not end."""
+    """Return (the number at a place, the place after it). Raises BadRequest for a number that does
+    not end."""
     found = 0
     for shift in range(10):
         if place >= len(body):
@@ -244,7 +253,7 @@ def _measure(message: Any) -> None:
 
 
 def read_batch(message: Any) -> Batch:
-    """What a ForwardBackwardRequest asks for. Raises BadRequest."""
+    """Return the batch of a ForwardBackwardRequest. Raises BadRequest."""
     _measure(message)
     data = [_read_datum(each, place) for place, each in enumerate(message.data)]
     options = dict(message.loss_fn_config)
@@ -256,7 +265,8 @@ def read_batch(message: Any) -> Batch:
 
 
 def write_outputs(outputs: Outputs) -> bytes:
-    """A ForwardBackwardOutput: log-probabilities by datum, in records of one trailing shape."""
+    """Return a ForwardBackwardOutput: log-probabilities by datum, in records of one trailing
+    shape."""
     messages = package()
     found = messages.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     for name, value in outputs.metrics.items():
@@ -278,7 +288,8 @@ def encoded(
     completions: list[Completion],
     scores: Scores | None,
 ) -> bytes:
-    """A sample's response. Raises IsobitError where the package is missing."""
+    """Return a SampleResponse of completions and a prompt's scores, None: none. Raises IsobitError
+    where the package is missing."""
     messages = package()
     found = messages.SampleResponse()
     for completion in completions:
@@ -298,7 +309,8 @@ def encoded(
 
 
 def _write_top(message: Any, tops: list[Top]) -> None:
-    """Matrices [places, k]; a place without a token has token 0 and -99999, as the format says."""
+    """Write the likeliest tokens as matrices [places, k]; a place without a token has token 0 and
+    -99999, as the format says."""
     width = max(map(len, tops), default=0)
     tokens = np.zeros((len(tops), width), np.int32)
     logprobs = np.full((len(tops), width), -99999.0, np.float32)
@@ -323,7 +335,8 @@ def _read_datum(message: Any, place: int) -> Datum:
 
 
 def _read_tensor(message: Any, where: str) -> Tensor:
-    """[N] or [N, K]; what a sparse one does not name is 0."""
+    """Return a tensor [N] or [N, K]; entries that a sparse one does not name are 0. Raises
+    BadRequest."""
     messages = package()
     kinds = {
         messages.DTYPE_FLOAT32: np.float32,
@@ -349,7 +362,8 @@ def _read_tensor(message: Any, where: str) -> Tensor:
 
 
 def _dense(csr: Any, values: Any, shape: list[int], where: str) -> Any:
-    """A compressed sparse matrix, written out."""
+    """Return the entries of a compressed sparse matrix, written out. Raises BadRequest for other
+    indices."""
     rows = _array(csr.crow_indices, np.int64, where)
     columns = _array(csr.col_indices, np.int64, where)
     if (
