@@ -36,16 +36,16 @@ Read = Callable[[str], Tensor]
 
 
 class Form(NamedTuple):
-    """Which `roles`' factors are together, gates and ups first; whether those of gates and ups are
-    `wide`, R = 2 r."""
+    """How a folder holds experts' factors: `roles`, the matrices whose factors are together, gates
+    and ups first; `wide`, whether those of gates and ups have R = 2 r."""
 
     roles: Sequence[str]
     wide: bool = False
 
 
 def form_of(values: Mapping[str, Any], path: Path) -> Form:
-    """That of an adapter_config.json. Raises IsobitError for parameters that are no experts', and
-    for ranks and alphas that differ otherwise."""
+    """Return the form of an adapter_config.json. Raises IsobitError for parameters that are not
+    experts', and for ranks and alphas that differ otherwise."""
     given = values.get("target_parameters") or []
     given = given if isinstance(given, list) else [""]
     # of a linear layer named by its weight the factors are the layer's
@@ -73,7 +73,7 @@ def form_of(values: Mapping[str, Any], path: Path) -> Form:
 
 
 def _all_are(pattern: Any, number: Any, factor: float) -> bool:
-    """Whether a pattern names gates and ups alone, with so many times a number."""
+    """Return whether a pattern names gates and ups alone, each with `factor` times `number`."""
     if not isinstance(pattern, dict) or not isinstance(number, (int, float)):
         return False
     return all(
@@ -85,8 +85,8 @@ def _all_are(pattern: Any, number: Any, factor: float) -> bool:
 
 
 def config_of(adapter: Adapter, beside: Sequence[Projection] = ()) -> dict[str, Any]:
-    """Return the keys of adapter_config.json that say so; `beside`: matrices that are named by
-    their parameter too."""
+    """Return the keys of adapter_config.json that describe experts' factors held together;
+    `beside`: other matrices that are named by their parameter too."""
     roles = _roles_of(adapter)
     modules = dict.fromkeys(_module(one) for one in adapter.projections if one.expert is not None)
     names = [f"{module}.{role}" for role in roles for module in modules]
@@ -114,15 +114,15 @@ def _role(one: Projection) -> str:
 
 
 def _module(one: Projection) -> str:
-    """The module of a layer's experts in transformers, of one of their matrices: Mixtral's has
-    another name in files."""
+    """Return the name in transformers of the module of a layer's experts, from one of their
+    matrices: Mixtral's has another name in files."""
     layer = one.module.partition(".experts.")[0].replace(".block_sparse_moe", ".mlp")
     return f"{layer}.experts"
 
 
 class _Group(NamedTuple):
-    """The factors of one tensor: its experts' matrices, in the order of the experts, so many for
-    each; the names of A [E · R, K] and B [N, R · E]."""
+    """The factors of one tensor: `members`, its experts' matrices in the order of the experts,
+    `parts` for each; `a` and `b`, the names of A [E · R, K] and B [N, R · E]."""
 
     members: list[Projection]
     parts: int
@@ -138,7 +138,7 @@ class _Group(NamedTuple):
         return max(one.hi for one in self.members[: self.parts])
 
     def rows_of(self, one: Projection, part: int, packing: Packing | None) -> slice:
-        """Those of B."""
+        """Return the rows of B that a member has as its part."""
         if self.parts > 1 and packing == "columns":
             return slice(part, None, self.parts)
         return slice(one.lo, one.hi)

@@ -334,8 +334,8 @@ _PARTS = {key for parts in PRESETS.values() for key in parts}
 
 
 def with_preset(values: Any) -> Any:
-    """What is given for an objective, over the parts of its preset. A part that is null is not
-    given."""
+    """Return what is given for an objective, over the parts of its preset. A part that is null is
+    not given."""
     if not isinstance(values, Mapping):
         return values
     values = _without_shadow_passes(values)
@@ -358,8 +358,8 @@ def _without_shadow_passes(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_preset(values: Any) -> Any:
-    """What is given for an objective, without its preset and what has the preset's own value: for
-    another preset."""
+    """Return what is given for an objective, without its preset and the parts that have the
+    preset's value, so that another preset can be set."""
     if not isinstance(values, Mapping):
         return values
     preset = values.get("preset", "grpo")
@@ -372,7 +372,7 @@ def without_preset(values: Any) -> Any:
 
 
 def shares_prompts(wanted: bool, objective: Objective, *, mixture: bool, recurrent: bool) -> bool:
-    """Whether the completions of a prompt share its rows, where `optimizer.share_prompts` is
+    """Return whether the completions of a prompt share its rows, where `optimizer.share_prompts` is
     `wanted`: not in a mixture of experts that repeats each sample's own routes, or balances the
     load of all rows, nor where layers are recurrent, since their backward is of whole sequences."""
     of_all_rows = mixture and (objective.router_replay or objective.router_aux_coefficient > 0)
@@ -382,8 +382,8 @@ def shares_prompts(wanted: bool, objective: Objective, *, mixture: bool, recurre
 def for_precision(
     objective: Objective, precision: "Precision", *, stale: bool = False
 ) -> ResolvedObjective:
-    """What `auto` is under a precision: its default correction; no recomputation where rollout and
-    learner share a flow.
+    """Resolve what is `auto` under a precision: the precision's default correction; no
+    recomputation where rollout and learner share a flow.
 
     `stale`: samples may be of older weights, so that even under one flow there is something to
     recompute and, by token TIS, to correct.

@@ -103,7 +103,8 @@ class Muon:
             self._apply(name, change, rate)
 
     def _momentum(self, name: str) -> Tensor:
-        """This rank's rows of what is orthogonalized, whose gradient is then freed."""
+        """Update the momentum of this rank's rows, return the rows that are to be orthogonalized,
+        and free their gradient."""
         gradient, momentum = self._masters.holders[name].grad, self.settings.momentum
         assert gradient is not None
         buffer = self._buffers.get(name)
@@ -121,7 +122,8 @@ class Muon:
         return found
 
     def _all_rows(self, turn: Turn, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All rows of the masters that are this rank's in a turn, from every rank's own."""
+        """Gather, from the rows that every rank keeps, all rows of the masters that this rank
+        orthogonalizes in a turn."""
         mine = turn[self._ranks.rank]
         given = [[rows[name] for name in names if name in rows] for names in turn]
         found = {
@@ -205,7 +207,7 @@ def orthogonalized(matrix: Tensor, steps: int, ops: Ops) -> Tensor:
 
 
 def adjustment(shape: Sequence[int], rule: str) -> float:
-    """What the learning rate of a matrix [A, B] is multiplied by. `match_rms_adamw`: an orthogonal
+    """Return the factor of the learning rate of a matrix [A, B]. `match_rms_adamw`: an orthogonal
     matrix has the root mean square 1 / √max(A, B), and AdamW's updates one of 0.2 to 0.4 (arXiv
     2502.16982, section 2.2)."""
     rows, columns = shape
@@ -215,14 +217,16 @@ def adjustment(shape: Sequence[int], rule: str) -> float:
 
 
 def working_bytes(sizes: Sequence[int]) -> int:
-    """What an update of matrices with so many elements takes for a moment, at most: those of a turn
-    as they are sent, as they arrive, whole, and in BF16 beside a product."""
+    """Return the most bytes that an update of matrices of these numbers of elements takes for a
+    moment: the matrices of a turn as they are sent, as they arrive, whole, and in BF16 next to a
+    product."""
     return 16 * min(sum(sizes), max([AT_ONCE, *sizes]))
 
 
 def _assigned(shapes: Mapping[str, tuple[int, ...]], size: int) -> list[list[str]]:
-    """By rank, the masters that it orthogonalizes: the costliest first, each to the rank that has
-    the least to do. A function of the shapes and of the number of ranks alone."""
+    """Return, by rank, the masters that the rank orthogonalizes: the costliest first, each given to
+    the rank that has the least to do. The result is a function of the shapes and of the number of
+    ranks alone."""
 
     def cost(name: str) -> int:
         short, long = sorted(shapes[name])
