@@ -87,7 +87,8 @@ class Sampling:
 
     @property
     def settings(self) -> tuple[float, float, float, float]:
-        """Of each draw: temperature, top-k, top-p, min-p; a greedy one has no filter."""
+        """The settings of each draw: temperature, top-k, top-p, min-p; a greedy one has no
+        filter."""
         return (
             (0.0, 0.0, 1.0, 0.0)
             if self.greedy
@@ -216,13 +217,14 @@ class Completion:
 
 
 def asked_in(prompt: Prompt, completion: Completion) -> Prompt:
-    """The prompt of a row, or what an environment has made of it for this completion."""
+    """Return the prompt of a row, or what an environment has made of it for this completion."""
     changed = None if completion.episode is None else completion.episode.prompt
     return prompt if changed is None else changed
 
 
 def said_in(completion: Completion) -> str | EpisodeRecord:
-    """What is scored of a completion: its text, or the episode where an environment answered."""
+    """Return what is scored of a completion: its text, or the episode where an environment
+    answered."""
     return completion.text if completion.episode is None else completion.episode
 
 

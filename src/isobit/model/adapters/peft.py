@@ -158,9 +158,10 @@ def read_peft(directory: Path, config: ModelConfig, base: str = "") -> Adapter:
 
 
 def _of_language_model(weights: Weights, config: ModelConfig, directory: Path) -> Weights:
-    """Return the factors by the names of the language model alone, which a model around one may
-    have too, as isobit wrote them before, or has beside its own. Raises IsobitError for other names
-    of two classes, and for those inside another model where the base is a language model alone."""
+    """Return the factors by the names of the language model alone. A folder for a model around it
+    may have those names too: in place of the model's own, as isobit wrote them before, or in
+    addition to them. Raises IsobitError for other names of two classes, and for names inside
+    another model where the base is a language model alone."""
     factors: dict[str, dict[str, str]] = {}  # by how names begin: names alone, and in the folder
     others: list[str] = []
     for key in weights.shapes:

@@ -166,9 +166,9 @@ def apart(
     packing: Packing | None,
     prefix: str,
 ) -> tuple[Shapes, Read]:
-    """(the shapes of all factors, how they are read by their names) of `weights`, whose experts'
-    factors are together, as if each of the `experts` had its own, by the names of A and B here.
-    Raises IsobitError for factors that are missing or do not fit."""
+    """Return (the shapes of all factors, a function that reads a factor by its name) of `weights`,
+    whose experts' factors are together, as if each of the `experts` had its own, by the names of A
+    and B here. Raises IsobitError for factors that are missing or do not fit."""
     shapes, places = dict(weights.shapes), dict[str, Callable[[], Tensor]]()
     read = lru_cache(2)(weights.rows)
     for group in _groups(experts, form.roles, prefix):
@@ -194,12 +194,13 @@ def apart(
 
 
 def _of_a(read: Read, name: str, expert: int, ranks: int, mine: slice) -> Tensor:
-    """An expert's A [r, K]."""
+    """Return the A [r, K] of one expert's matrix, read from the A of all experts."""
     return read(name)[expert * ranks : (expert + 1) * ranks][mine].clone()
 
 
 def _of_b(read: Read, name: str, expert: int, ranks: int, mine: slice, rows: slice) -> Tensor:
-    """Some rows of an expert's B [N, r]. Raises IsobitError where the other columns are not 0."""
+    """Return some rows of an expert's B [N, r]. Raises IsobitError where the other columns are not
+    0."""
     own = read(name)[rows].reshape(-1, ranks, read(name).shape[1] // ranks)[:, :, expert]
     found = own[:, mine].clone()
     if int(torch.count_nonzero(own)) != int(torch.count_nonzero(found)):
@@ -213,8 +214,9 @@ def _of_b(read: Read, name: str, expert: int, ranks: int, mine: slice, rows: sli
 def joined(
     adapter: Adapter, masters: Mapping[str, Tensor], shards: Shards, prefix: str
 ) -> dict[str, Part]:
-    """The tensors of a file that hold experts' factors together. Alone, each is made when it is
-    written; of several ranks the first makes and writes them, of the rows that all have sent."""
+    """Return the tensors of a file that hold experts' factors together. On one rank, each is made
+    when it is written; of several ranks the first makes and writes them, from the rows that all
+    have sent."""
     experts = [one for one in adapter.projections if one.expert is not None]
     found: dict[str, Part] = {}
     for group in _groups(experts, _roles_of(adapter), prefix):
