@@ -50,8 +50,8 @@ def tree_sum(x: Tensor, dim: int = -1) -> Tensor:
 
 
 def block_sum(x: Tensor) -> Tensor:
-    """The sum of all elements, in blocks of a fixed size where there are many, so that its bits do
-    not depend on threads: PyTorch shares a sum of more than 32,768 elements among them."""
+    """Compute the sum of all elements, in blocks of a fixed size where there are many, so that its
+    bits do not depend on threads: PyTorch shares a sum of more than 32,768 elements among them."""
     if x.numel() <= _SUM_BLOCK:
         return x.sum()
     flat = x.reshape(-1)
@@ -60,19 +60,19 @@ def block_sum(x: Tensor) -> Tensor:
 
 
 def total(values: Tensor) -> float:
-    """`block_sum` in float64, without a gradient."""
+    """Compute the `block_sum` of all values in float64, without a gradient."""
     return float(block_sum(values.detach().double()))
 
 
 def mean(values: Tensor) -> float:
-    """Likewise the mean; NaN of none."""
+    """Compute the mean of all values from their `total`; NaN where there are none."""
     return total(values) / (values.numel() or math.nan)
 
 
 def undecided(x: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where a number within `error`, and some roundings, of float64 x might round to another number
-    of `dtype`: places [count, dimensions of x]. `error` broadcasts to x; it is 0, or at least
-    2^-132. NaN in x is NaN in any order.
+    """Find the elements of float64 x that, changed by at most `error` and some roundings, might
+    round to another number of `dtype`: places [count, dimensions of x]. `error` broadcasts to x; it
+    is 0, or at least 2^-132. NaN in x is NaN in any order.
 
     Rounding changes where the lost bits of x are 100...0. How far they are from that is counted in
     units of x's last place, and taken as if these were |x| · 2^-53, which is between half a unit
@@ -137,7 +137,7 @@ def _errors(left: Tensor, a: Tensor, right: Tensor, b: Tensor) -> tuple[Tensor, 
 
 
 def _grid(x: Tensor) -> Tensor:
-    """For every row of BF16 or FP32 x a number, float64 [rows], that is no larger than the last
+    """Return, for every row of BF16 or FP32 x, a number, float64 [rows], not larger than the last
     place of any nonzero element; infinity for a row of zeros."""
     word, infinity = _WORDS[x.dtype], x.new_full((), torch.inf)
     largest = torch.iinfo(word).max
@@ -148,6 +148,7 @@ def _grid(x: Tensor) -> Tensor:
 
 
 def norm_bound(x: Tensor) -> Tensor:
-    """A bound of the Euclidean norm over the last dimension: 0 for zeros, else at least 2^-66."""
+    """Return a bound of the Euclidean norm over the last dimension: 0 for zeros, else at least
+    2^-66."""
     norm = torch.linalg.vector_norm(x, dim=-1)
     return norm.mul_(1 + 2.0**-20).add_(norm.sign(), alpha=2.0**-66)

@@ -177,8 +177,8 @@ class Weights:
 def _of_language_model(
     tensors: Mapping[str, tuple[Path, FileTensor]],
 ) -> Mapping[str, tuple[Path, FileTensor]]:
-    """Without the towers beside it, and the layers that predict further tokens, where files have a
-    language model."""
+    """Return the tensors without those of towers outside the language model, and of the layers that
+    predict further tokens, where files have a language model inside another."""
     inside = [prefix for prefix in _LANGUAGE_MODEL if "language_model" in prefix]
     if not any(name.startswith(tuple(inside)) for name in tensors):
         return tensors
@@ -200,9 +200,10 @@ def _finite(values: Tensor, path: Path, name: str) -> Tensor:
 def open_weights(
     directory: Path, check: Callable[[Shapes], None] | None = None, name: str | None = None
 ) -> Iterator[Weights]:
-    """The weights of a directory, or of the file of this `name` in it. `check` gets their shapes
-    before any is read, and raises for what the model cannot take. Raises IsobitError for a file
-    that is missing or corrupt, and for headers and an index that contradict each other."""
+    """Open the weights of a directory, or of the file of this `name` in it. `check` is called with
+    their shapes before any is read, and raises for what the model cannot take. Raises IsobitError
+    for a file that is missing or corrupt, and for headers and an index that contradict each
+    other."""
     tensors: dict[str, tuple[Path, FileTensor]] = {}
     with ExitStack() as stack:
         files = _weight_files(directory) if name is None else {name: []}
@@ -229,15 +230,15 @@ def open_weights(
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a directory, float32, by their Hugging Face names; raises as `open_weights`
-    and `Weights.rows`."""
+    """Read all tensors of a directory, float32, by their Hugging Face names; raises as
+    `open_weights` and `Weights.rows` do."""
     with open_weights(directory) as weights:
         return {name: weights.rows(name) for name in weights.shapes}
 
 
 def _opened(path: Path, stack: ExitStack) -> dict[str, FileTensor]:
-    """The tensors of a safetensors file. Raises IsobitError for one that is missing, cannot be
-    read, or is damaged."""
+    """Open the tensors of a safetensors file. Raises IsobitError for a file that is missing, cannot
+    be read, or is damaged."""
     if not exists(path):
         raise IsobitError(f"{path.parent}: weight file {path.name} is missing")
     try:

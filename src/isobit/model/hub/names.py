@@ -122,7 +122,8 @@ def _joined(
 def whole_masters(
     masters: Mapping[str, Tensor], wanted: Iterable[str], dtype: torch.dtype, shards: Shards
 ) -> Mapping[str, Tensor]:
-    """These masters with the rows that other ranks keep; where there are others, as `dtype`."""
+    """Return these masters with the rows that other ranks keep; where there are other ranks, as
+    `dtype`."""
     if shards.ranks.size == 1:
         return masters
     device = next(iter(masters.values())).device
@@ -135,8 +136,8 @@ def whole_masters(
 
 
 def packing_of(config: ModelConfig, shapes: Iterable[str] = ()) -> Packing | None:
-    """How files hold a layer's experts together, if they do: as the family's are written, or as
-    these tensors' names say."""
+    """Return how files hold a layer's experts together, or None where they do not: as the family's
+    files are written, or as the names of these tensors say."""
     mixtures = FAMILIES[config.family].mixtures
     if config.experts is None or mixtures is None:
         return None
@@ -177,8 +178,8 @@ class Fused(Mapping[str, Tensor]):
 
 
 class _Piece(NamedTuple):
-    """Rows `lo` to `hi` of a Hugging Face tensor, which are row `at` and those after it of what a
-    rank keeps."""
+    """Rows `lo` to `hi` of a Hugging Face tensor, which are row `at` and those after it of the rows
+    that a rank keeps."""
 
     name: str
     shape: tuple[int, ...]
@@ -188,7 +189,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(tensors: Sequence[tuple[str, tuple[int, ...]]], rows: Rows) -> Iterator[_Piece]:
-    """Where these rows of a master are, in the tensors that it is made of."""
+    """Yield the pieces of Hugging Face tensors that these rows of a master are made of."""
     first = 0
     for name, shape in tensors:
         lo, hi = max(rows[0] - first, 0), min(rows[1] - first, shape[0])
@@ -198,8 +199,8 @@ def _pieces(tensors: Sequence[tuple[str, tuple[int, ...]]], rows: Rows) -> Itera
 
 
 def check_shapes(shapes: Shapes, config: ModelConfig, where: str) -> None:
-    """Raise IsobitError unless these tensors are those of the architecture. Takes no longer than
-    they are many, however large the sizes in config.json."""
+    """Raise IsobitError unless these tensors are those of the architecture. The time that this
+    takes is bounded by the number of tensors, however large the sizes in config.json."""
     count = 0 if config.experts is None else config.experts.count
     packing = packing_of(config, shapes)
     most = len(shapes) if packing is None else sum(map(math.prod, shapes.values()))
@@ -231,9 +232,8 @@ def check_shapes(shapes: Shapes, config: ModelConfig, where: str) -> None:
 
 
 def _ignored(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor is nothing that is read: tables of rotary embedding, layers that predict
-    further tokens, where a family has them, and keys and values of a layer that reads
-    another's."""
+    """Return whether a tensor is not read: tables of rotary embedding, layers that predict further
+    tokens, where a family has them, and keys and values of a layer that reads another's."""
     layer, _, inside = name.removeprefix("model.layers.").partition(".")
     number = int(layer) if layer.isdecimal() and len(layer) < 6 else -1
     if config.num_stores <= number < config.num_layers:
