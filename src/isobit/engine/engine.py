@@ -4,13 +4,12 @@ values.
 It shares the model's working weights, and its results do not depend on the order of the work: not
 on the batch, the order of arrival, chunks, preemption, shared pages or the page size.
 tests/engine/test_invariance.py compares the bits, and test_consistency.py compares them with the
-learner's. While no request is open it can sleep, which gives the memory of its cache to whoever
-learns.
+learner's. While no request is open it can sleep, which frees the memory of its cache for a learner.
 
-Requests arrive at any time, each with its settings (`submit`), are computed step by step
-(`step`), and may be cancelled. `generate` is a loop over these. A completion keeps nothing in the
-engine: `continue_from` and `resume` go on from its tokens, whose pages the prefix cache still has
-unless somebody needed them, or the weights have changed.
+Requests arrive at any time, each with its settings (`submit`), are computed step by step (`step`),
+and may be cancelled. `generate` is a loop over these. A completion keeps nothing in the engine:
+`continue_from` and `resume` go on from its tokens, whose pages the prefix cache still has unless
+other sequences needed them, or the weights have changed.
 """
 
 import warnings

@@ -1,4 +1,4 @@
-"""Which tokens are computed in which step: continuous batching over a fixed number of pages.
+"""The choice of the tokens that a step computes: continuous batching over a fixed number of pages.
 
 Requests arrive and are cancelled at any time. Every step has one row for each decoding sequence
 and, in what the token budget leaves, chunks of the oldest prompts. A request's prompt is computed
@@ -6,9 +6,9 @@ once: when it is, the first tokens of all its samples are drawn, and each sample
 becomes a sequence that shares the full pages of the prompt and gets a copy of the last, partly
 filled one. Where decode steps are launched ahead, chunks join the step whose rows are under way,
 and rows that came since then sit it out. When pages run out, the youngest sequence gives its pages
-back; it is computed again later (prompt and generated tokens), and goes on where it was. Whoever is
-admitted shares the pages that are remembered of its tokens (`pages.py`): of its request's prompt,
-of its own from before, and with `prefix_cache` of any.
+back; it is computed again later (prompt and generated tokens), and goes on where it was. A sequence
+that is admitted shares the pages that are remembered of its tokens (`pages.py`): those of its
+request's prompt, its own from before, and with `prefix_cache` those of any sequence.
 
 Tokens and log-probabilities do not depend on any of these decisions:
 tests/engine/test_invariance.py compares the bits.

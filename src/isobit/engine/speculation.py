@@ -66,8 +66,8 @@ def cannot_speculate(config: ModelConfig, precision: Precision, consistency: str
 
 @dataclass(eq=False)
 class _Texts:
-    """What was said of one prompt, each text with the place where it begins to be its own, and an
-    index over all while a sequence needs it."""
+    """The texts that were said of one prompt, each with the place where it begins to be its own,
+    and an index over all while a sequence needs it."""
 
     said: deque[tuple[Tokens, int]] = field(default_factory=lambda: deque(maxlen=KEPT_TEXTS))
     index: Continuations | None = None

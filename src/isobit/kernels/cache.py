@@ -1,5 +1,5 @@
-"""Where kernels keep on this machine what they have built and tested: folders that nobody else can
-write to."""
+"""The folders on this machine where kernels keep what they have built and tested, which other users
+cannot write to."""
 
 import fcntl
 import os

@@ -5,7 +5,7 @@ A wheel for x86-64 has a library for each level of processors (`recipe.LEVELS`),
 made of the sources that are here and neither CXX nor ISOBIT_CXXFLAGS is set. Otherwise one is
 compiled into the user's cache, for this processor, which a line on stderr says. Its file is named
 after sources, flags, compiler and processor, so another version builds anew and no stale one can be
-loaded; those that nobody has loaded for a day go when one is built. Left out: the commands
+loaded; those that no process has loaded for a day go when one is built. Left out: the commands
 (`recipe.py`) and the operators (`ops.py`). $ISOBIT_CXXFLAGS adds flags; `-DISOBIT_PORTABLE` leaves
 out all intrinsics.
 """
@@ -59,7 +59,7 @@ _WITHOUT = "without them PyTorch computes, many times as slowly"
 _CPU_SECONDS = 50
 """That compilers take for all files together, about."""
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What file systems without locks say."""
+"""The errors of file systems without locks."""
 _KEPT, _UNUSED_S = 4, 24 * 3600
 """Libraries in the cache that always stay, and how long another was not loaded before it goes."""
 
@@ -253,8 +253,8 @@ def _processor() -> str:
 
 
 def _features() -> frozenset[str]:
-    """Return the features of an x86 processor that /proc/cpuinfo lists; empty where there is no
-    such file, or on another kind of processor."""
+    """Return the features of an x86 processor that /proc/cpuinfo lists; empty where that file is
+    missing, or on another kind of processor."""
     return processor_features() if on_x86() else frozenset()
 
 

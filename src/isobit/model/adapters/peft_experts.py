@@ -36,8 +36,8 @@ Read = Callable[[str], Tensor]
 
 
 class Form(NamedTuple):
-    """How a folder holds experts' factors: `roles`, the matrices whose factors are together, gates
-    and ups first; `wide`, whether those of gates and ups have R = 2 r."""
+    """The form of experts' factors in a folder: `roles`, the matrices whose factors are together,
+    gates and ups first; `wide`, whether those of gates and ups have R = 2 r."""
 
     roles: Sequence[str]
     wide: bool = False

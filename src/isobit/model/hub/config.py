@@ -458,8 +458,8 @@ class ModelConfig:
 
 
 def _with_own_heads(config: ModelConfig, values: Mapping[str, Any], where: str) -> ModelConfig:
-    """With the heads of layers without a window, the logits' cap, and what layers take beside the
-    hidden state, where the family has them."""
+    """Return the config with the heads of layers without a window, the logits' cap, and the inputs
+    of layers other than the hidden state, where the family has them."""
     family, heads, cap, inputs = FAMILIES[config.family], None, None, LayerInputs()
     slides = [config.slides(layer) for layer in range(config.num_layers)]
     if (width := family.layer_embeddings) is not None:

@@ -43,17 +43,17 @@ class LinearAttention:
 
     @property
     def values(self) -> int:
-        """Elements of a token's values, in all heads."""
+        """The number of elements of a token's values, in all heads."""
         return self.value_heads * self.value_dim
 
     @property
     def channels(self) -> int:
-        """Of the convolution: a token's queries, keys and values."""
+        """The channels of the convolution: the elements of a token's queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.values
 
     @property
     def heights(self) -> tuple[int, ...]:
-        """Rows of the matrices in the first projection: queries, keys, values, and what gates
+        """The rows of the matrices in the first projection: queries, keys, values, and what gates
         them."""
         keys = self.key_heads * self.key_dim
         return keys, keys, self.values, self.values
@@ -77,14 +77,16 @@ class LinearAttention:
 
     @staticmethod
     def like(heads: int, dim: int, num_layers: int) -> "LinearAttention":
-        """Of a model whose attention has these heads, in all layers but every fourth."""
+        """Return the sizes for a model whose attention has these heads: linear attention in all
+        layers but every fourth."""
         return LinearAttention(
             tuple(n for n in range(num_layers) if (n + 1) % _EVERY), heads, heads, dim, dim
         )
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], where: str, num_layers: int) -> "LinearAttention":
-        """IsobitError for a value of a wrong type, and for layers of another kind."""
+        """Read the sizes from config.json. Raises IsobitError for a value of a wrong type, and for
+        layers of another kind."""
         every = whole(values, "full_attention_interval", where, _EVERY)
         kinds = values.get("layer_types") or [
             _KINDS[(layer + 1) % every == 0] for layer in range(num_layers)

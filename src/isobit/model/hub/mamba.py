@@ -74,7 +74,8 @@ class Mamba(LinearAttention):
 def linear_sizes(
     values: Mapping[str, Any], where: str, kinds: Sequence[str], layers: int
 ) -> LinearAttention:
-    """Of linear attention: Mamba-2's, where layers have one part."""
+    """Read the sizes of linear attention: Mamba-2's, where layers have one part, else the gated
+    delta rule's."""
     if kinds:
         return Mamba.of_kinds(values, where, kinds)
     return LinearAttention.from_hf(values, where, layers)
