@@ -133,13 +133,11 @@ class Engine:
         reserved: int = 0,
         record_routes: bool = False,
     ) -> "Engine":
-        """An engine for any of these prompts, whose cache holds `sequences` of them at their
+        """Make an engine for any of these prompts, whose cache holds `sequences` of them at their
         longest without preemption, as far as `size.max_sequences` at a time and 2 GiB, or a third
         of a GPU's free memory, allow; or has `size.kv_pages`. `reserved`: bytes of the GPU that are
-        free now and will be held by others, a learner's moments and gradients.
-
-        Raises IsobitError for a prompt that leaves no room for an answer.
-        """
+        free now and will be held by others, a learner's moments and gradients. Raises IsobitError
+        for a prompt that leaves no room for an answer."""
         lengths = [len(ids) for ids in encode(prompts, model.tokenizer, model.config.vocab_size)]
         longest, positions = max(lengths, default=1), model.config.max_positions
         for index, length in enumerate(lengths):

@@ -322,7 +322,8 @@ class Episodes:
         environments.finish(episode.key, arguments)
 
     def _finish(self, episode: _Open, rewards: Mapping[str, float | None]) -> None:
-        """Nothing more is asked of an episode."""
+        """End an episode of which nothing more is asked, and keep its completion for the next
+        `step`."""
         completion = episode.completion
         self._forget(episode)
         group = self._groups[episode.group]

@@ -85,8 +85,8 @@ class Scheduler:
         return not (self.num_penalized or self.num_with_top)
 
     def begin(self, root: Hashable) -> None:
-        """The first request after none was open. Pages that were computed under another `root` are
-        forgotten."""
+        """Prepare for the first request after none was open. Pages that were computed under another
+        `root` are forgotten."""
         if root != self.root:
             self.pages.forget()
         self.root, self.stats = root, Stats()
@@ -123,12 +123,12 @@ class Scheduler:
             self._finish(sequence)
 
     def length(self, sequence: Sequence) -> int:
-        """Tokens known of a sequence: its prompt and what it has sampled."""
+        """Count the known tokens of a sequence: its prompt and what it has sampled."""
         generated = int(self.record.generated[sequence.slot]) if sequence.slot >= 0 else 0
         return sequence.owner.prompt.size + generated
 
     def tokens(self, sequence: Sequence, start: int, stop: int) -> NDArray[np.int64]:
-        """Tokens [start, stop) of a sequence."""
+        """Return tokens [start, stop) of a sequence."""
         prompt = sequence.owner.prompt
         if stop <= prompt.size:
             return prompt[start:stop]
@@ -138,8 +138,8 @@ class Scheduler:
         return np.concatenate([prompt[start:], sampled])
 
     def key(self, sequence: Sequence) -> tuple[int, int, int]:
-        """The part of a sequence's sampling key that does not change: (seed, prompt id, sample
-        index)."""
+        """Return the part of a sequence's sampling key that does not change: (seed, prompt id,
+        sample index)."""
         request = sequence.owner.request
         return request.sampling.seed, request.prompt_id, sequence.sample_index
 
@@ -423,7 +423,8 @@ class Scheduler:
         return sequence
 
     def _begin(self, running: RunningRequest) -> None:
-        """A prompt is about to be computed for the first time: its sequences get their slots."""
+        """Give the sequences of a request their slots, before its prompt is computed for the first
+        time."""
         self.rows.widen(running.most_pages)
         sampling = running.request.sampling
         for sequence in running.members:
@@ -432,8 +433,8 @@ class Scheduler:
             self.at[sequence.slot] = sequence
 
     def _prefilled(self, chunk: Chunk, tokens: list[int], done: list[bool]) -> None:
-        """The sequence's tokens are all computed: let it decode, and with it the samples that
-        forked from it."""
+        """Let a sequence whose tokens are all computed decode, and with it the samples that forked
+        from it."""
         parent = chunk.sequence
         self.prefilling.remove(parent)
         self._remember(parent)
@@ -453,8 +454,8 @@ class Scheduler:
                 self._finish(sequence)
 
     def _fork(self, parent: Sequence, child: Sequence) -> Sequence:
-        """A sample of the same prompt: full pages shared, the partly filled one copied, since it is
-        written to."""
+        """Start a sample of the same prompt: full pages are shared, the partly filled one is
+        copied, since it is written to."""
         full = parent.owner.prompt.size // self.page_size
         shared, partial = parent.pages[:full], parent.pages[full:]
         self.pages.share(shared)

@@ -32,7 +32,7 @@ _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": 
 
 
 def import_ray() -> Any:
-    """Ray. Raises IsobitError where it is not installed."""
+    """Return the module `ray`. Raises IsobitError where it is not installed."""
     os.environ.update({name: os.environ.get(name, value) for name, value in _QUIET.items()})
     try:
         import ray
@@ -151,7 +151,8 @@ def start_ray(ray: Any, **options: Any) -> str:
 
 @contextmanager
 def _closed_to_others() -> Iterator[None]:
-    """Ray that is started here takes this process's token, and the loopback for its address."""
+    """Make a Ray that is started here take this process's token, and the loopback for its
+    address."""
     ray_constants: Any = import_module("ray._private.ray_constants")
     raylet: Any = import_module("ray._raylet")
     before = {name: os.environ.get(name) for name in _TOKEN}
@@ -205,7 +206,7 @@ def _require_listener(cluster: str) -> None:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Ray sets a handler of SIGTERM; the run's own stay."""
+    """Keep the run's own signal handlers: Ray sets one of SIGTERM."""
     before = {
         number: signal.getsignal(number)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -30,7 +30,7 @@ class LargePages:
         self._last: Callable[[], NDArray[np.uint8] | None] = lambda: None
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of `count` elements, its values undefined."""
+        """Return a tensor of `count` elements, its values undefined."""
         size = count * dtype.itemsize
         if size < self._smallest:
             return torch.empty(count, dtype=dtype)

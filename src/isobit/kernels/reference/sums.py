@@ -89,8 +89,8 @@ def undecided(x: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def product_sums(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The float64 matrix of tree_sum(a[i] · b[j]) + bias[j] for a [M, K], b [N, K], BF16 or FP32;
-    elements may differ from it only in ways that rounding to `dtype` removes.
+    """Compute the float64 matrix of tree_sum(a[i] · b[j]) + bias[j] for a [M, K], b [N, K], BF16 or
+    FP32; elements may differ from it only in ways that rounding to `dtype` removes.
 
     Products are exact in float64. A row's elements are multiples of a power of two; where sums of
     products of such multiples need no more than 53 bits, every order is exact and nothing need be
@@ -114,7 +114,7 @@ def product_sums(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) 
 
 
 def _tiles(error_a: Tensor, error_b: Tensor) -> Iterator[slice]:
-    """Some rows at a time; none if every sum is exact."""
+    """Yield some rows at a time; none if every sum is exact."""
     if float(error_a.amax()) == 0 or float(error_b.amax()) == 0:
         return
     step = max(1, _TILE // error_b.shape[0])
@@ -123,7 +123,8 @@ def _tiles(error_a: Tensor, error_b: Tensor) -> Iterator[slice]:
 
 
 def _errors(left: Tensor, a: Tensor, right: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """(x [M], y [N]): x[i] · y[j] bounds how far two orders of the sum of a[i] · b[j] are apart.
+    """Return (x [M], y [N]): x[i] · y[j] bounds how far two orders of the sum of a[i] · b[j] are
+    apart.
 
     Each is within (K - 1) · 2^-53 · Σ|a·b| of the true sum, to first order, and Σ|a·b| is at most
     the product of the Euclidean norms. It is 0 where all partial sums are multiples, below 2^53, of

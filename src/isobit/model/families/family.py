@@ -33,7 +33,7 @@ other layers."""
 
 
 def sizes(vocabulary: int, hidden: int, inner: int, layers: int, heads: int) -> dict[str, int]:
-    """`Family.sizes`, in this order."""
+    """Return `Family.sizes` from these sizes, in this order."""
     return {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
@@ -207,8 +207,8 @@ class Family:
         return self.mixtures is None or self.mixtures.dense
 
     def fresh_rope(self, theta: float, max_positions: int) -> Rope:
-        """The rotary embedding of a model that is made, not read: without scaling, where the family
-        has any without."""
+        """Return the rotary embedding of a model that is made, not read: without scaling, where the
+        family has any without."""
         if "default" in self.rope_kinds:
             return Rope.of(theta, self.partial_rotary or 1.0)
         return Rope.from_hf(

@@ -44,7 +44,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def model_folder(path: str | Path, what: str = "model") -> Path:
-    """The Hugging Face directory at a path. Raises IsobitError where there is none."""
+    """Return the Hugging Face directory at a path. Raises IsobitError where there is none."""
     if not isinstance(path, (str, Path)):
         raise IsobitError(
             f"{what}: expected the path of a Hugging Face model directory, got {path!r:.80}"
@@ -66,8 +66,8 @@ def model_folder(path: str | Path, what: str = "model") -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, within the limits of `isobit.data.foreign`; IsobitError if it is
-    missing or malformed."""
+    """Read a JSON object from a file, within the limits of `isobit.data.foreign`. Raises
+    IsobitError if it is missing or malformed."""
     try:
         values = parse_json(read_text(path))
     except BadJson as error:
@@ -79,7 +79,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """A text file of a model directory; IsobitError if it is missing, not UTF-8 or far too long."""
+    """Read a text file of a model directory. Raises IsobitError if it is missing, not UTF-8 or far
+    too long."""
     try:
         return read_bytes(path, _MOST_TEXT_BYTES).decode("utf-8")
     except FileNotFoundError:
@@ -146,8 +147,8 @@ class Weights:
         return Weights(self._directory, {new: self._tensors[old] for old, new in names.items()})
 
     def rows(self, name: str, lo: int = 0, hi: int | None = None) -> Tensor:
-        """Rows `lo` to `hi` of a tensor, by default all, float32. Raises IsobitError if a number is
-        not finite. Where scales are powers of two, the values of FP8 blocks are exact."""
+        """Read rows `lo` to `hi` of a tensor, by default all, float32. Raises IsobitError if a
+        number is not finite. Where scales are powers of two, the values of FP8 blocks are exact."""
         hi = next(iter(self.shapes[name]), 1) if hi is None else hi
         if name in self._packed:
             return self._unpacked(name, lo, hi)
@@ -260,7 +261,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _weight_files(directory: Path) -> dict[str, list[str]]:
-    """The files of the weights, and the tensors that the index says are in each."""
+    """Return the files of the weights, and the tensors that the index says are in each."""
     if exists(directory / WEIGHTS):
         return {WEIGHTS: []}
     if exists(directory / INDEX):
@@ -320,7 +321,8 @@ def write_weights(
 
 
 def _shards(parts: Mapping[str, Part], shard_bytes: int) -> list[dict[str, Part]]:
-    """The parts in their order, in as few files as hold at most `shard_bytes`, or a single part."""
+    """Return the parts in their order, in as few files as hold at most `shard_bytes`, or a single
+    part."""
     shards: list[dict[str, Part]] = [{}]
     size = 0
     for name, part in parts.items():

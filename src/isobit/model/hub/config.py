@@ -147,7 +147,7 @@ class ModelConfig:
         )
 
     def heads_of(self, layer: int) -> LayerHeads:
-        """The heads of a layer's attention."""
+        """Return the heads of a layer's attention."""
         if self.global_heads is not None and not self.slides(layer):
             return self.global_heads
         return LayerHeads(self.num_kv_heads, self.head_dim)
@@ -393,8 +393,8 @@ class ModelConfig:
         return _with_own_heads(config, values, where)
 
     def to_hf(self) -> dict[str, Any]:
-        """A config.json that `transformers` reads, in the keys that its versions 4 and 5 both
-        know."""
+        """Return a config.json that `transformers` reads, in the keys that its versions 4 and 5
+        both know."""
         family = FAMILIES[self.family]
         values: dict[str, Any] = {
             "architectures": [family.architecture],

@@ -109,16 +109,16 @@ class LinearAttention:
         )
 
     def to_hf(self, num_layers: int) -> dict[str, Any]:
-        """The keys of config.json."""
+        """Return the keys of config.json."""
         kinds = [_KINDS[layer not in self.layers] for layer in range(num_layers)]
         return {"layer_types": kinds} | {key: getattr(self, name) for name, key in _KEYS.items()}
 
 
 def initial(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
-    """Random values of a master that linear attention alone has, None of another: a convolution
-    begins as PyTorch's, uniform in ±1 / sqrt(width); A uniform in 0 to 16, and a step of 0.001 to
-    0.1, uniform in its logarithm, as Mamba 2's (Dao and Gu 2024, arXiv 2405.21060), so that some
-    heads forget within ten tokens and some keep hundreds."""
+    """Draw random values of a master that linear attention alone has; None for another master: a
+    convolution begins as PyTorch's, uniform in ±1 / sqrt(width); A uniform in 0 to 16, and a step
+    of 0.001 to 0.1, uniform in its logarithm, as Mamba 2's (Dao and Gu 2024, arXiv 2405.21060), so
+    that some heads forget within ten tokens and some keep hundreds."""
     uniform = (
         torch.rand(shape, generator=generator)
         if name.endswith((".conv", ".decay", ".step_bias"))

@@ -52,7 +52,8 @@ class Mamba(LinearAttention):
 
     @staticmethod
     def of_kinds(values: Mapping[str, Any], where: str, kinds: Sequence[str]) -> "Mamba":
-        """From config.json, of layers of these kinds. IsobitError for a value of a wrong type."""
+        """Read the sizes from config.json, for layers of these kinds. Raises IsobitError for a
+        value of a wrong type."""
         sizes = {"key_heads": 8, "value_heads": 128, "key_dim": 128, "value_dim": 64, "width": 4}
         found = {
             name: whole(values, _KEYS[name], where, default) for name, default in sizes.items()
@@ -67,7 +68,7 @@ class Mamba(LinearAttention):
         return Mamba(layers, **found, least_step=least)
 
     def to_hf(self, num_layers: int) -> dict[str, Any]:
-        """The keys of config.json, but for the layers'."""
+        """Return the keys of config.json, without those of the kinds of layers."""
         return {key: getattr(self, name) for name, key in _KEYS.items()} | {_LEAST: self.least_step}
 
 

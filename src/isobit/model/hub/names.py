@@ -49,9 +49,9 @@ def fuse(
     dtype: torch.dtype = torch.float32,
     shapes: Iterable[str] = (),
 ) -> dict[str, Tensor]:
-    """The rows that a rank keeps of the masters, by name, from those of Hugging Face tensors that
-    `check_shapes` takes, rounded to `dtype`. No others are read. `shapes`: the tensors' names,
-    which say whether a layer's experts are together."""
+    """Return the rows that a rank keeps of the masters, by name, from those of Hugging Face tensors
+    that `check_shapes` takes, rounded to `dtype`. No other rows are read. `shapes`: the tensors'
+    names, which say whether a layer's experts are together."""
     shards, read = Shards.of(parameter_shapes(config), ranks), _reader(read, config, shapes)
 
     def own(master: str, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> Tensor:
@@ -71,8 +71,8 @@ def split(
     dtype: torch.dtype = torch.float32,
     ranks: Ranks = ALONE,
 ) -> dict[str, Part]:
-    """Hugging Face tensors, of which each rank writes the rows that it keeps of the masters; the
-    inverse of `fuse`."""
+    """Return Hugging Face tensors, of which each rank writes the rows that it keeps of the masters;
+    the inverse of `fuse`."""
     shards = Shards.of(parameter_shapes(config), ranks)
     found: dict[str, Part] = {}
     packing = packing_of(config)
@@ -95,9 +95,9 @@ def _joined(
     shards: Shards,
     packing: Packing,
 ) -> dict[str, Part]:
-    """The tensors that hold experts together. Alone, each is made when it is written; of several
-    ranks the first makes and writes them, of the rows that all have sent, and holds them until
-    then."""
+    """Return the tensors that hold experts together. On one rank, each is made when it is written;
+    of several ranks the first makes and writes them, from the rows that all have sent, and holds
+    them until then."""
     groups: dict[str, list[tuple[Place, str, int, int]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for master, tensors in parts(config):
@@ -263,14 +263,14 @@ def check_tied(
 
 
 def outside(master: str, config: ModelConfig) -> str:
-    """The Hugging Face tensor of a master outside the layers."""
+    """Return the Hugging Face tensor of a master outside the layers."""
     named = FAMILIES[config.family].modules.get(master)
     return _OUTSIDE[master] if named is None else f"model.{named[0]}.weight"
 
 
 def parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int, ...]]]]]:
-    """For every master, in order: its name, and the Hugging Face tensors that are its rows, with
-    their shapes."""
+    """Yield for every master, in order, its name and the Hugging Face tensors that are its rows,
+    with their shapes."""
     modules = FAMILIES[config.family].modules
     for master, shape in parameter_shapes(config).items():
         if master in _OUTSIDE:
@@ -309,7 +309,7 @@ def matrices(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _heights(base: str, rows: int, config: ModelConfig, layer: int) -> tuple[int, ...]:
-    """Rows of each of the matrices that a master, or its bias, is made of."""
+    """Return the rows of each of the matrices that a master, or its bias, is made of."""
     if base == "gates" or (base == "gate_up" and config.gated):
         return rows // 2, rows // 2
     if base == "qkv_a":
@@ -328,8 +328,8 @@ def _heights(base: str, rows: int, config: ModelConfig, layer: int) -> tuple[int
 
 
 def layer_and_role(name: str) -> tuple[int, str]:
-    """Layer and role from a linear layer's name: (3, qkv) from `layers.3.qkv`, (3, experts down)
-    from `layers.3.experts.7.down`, (3, shared down) from `layers.3.shared.down`."""
+    """Return layer and role from a linear layer's name: (3, qkv) from `layers.3.qkv`, (3, experts
+    down) from `layers.3.experts.7.down`, (3, shared down) from `layers.3.shared.down`."""
     parts = name.split(".")
     inside = f"{parts[2]} " if parts[2] in ("experts", "shared") else ""
     return int(parts[1]), f"{inside}{parts[-1]}"

@@ -67,7 +67,8 @@ averages it."""
 
 
 def _is_function(text: str) -> bool:
-    """Whether it is meant as a function of a file. Raises IsobitError where it is and cannot be."""
+    """Return whether a text is meant as a function of a file. Raises IsobitError where it is and
+    cannot be one."""
     return ":" in text and bool(split_reference(text, "function"))
 
 
@@ -322,7 +323,7 @@ class ResolvedObjective(Objective):
 
     @staticmethod
     def of(objective: Objective, **values: Any) -> "ResolvedObjective":
-        """An objective with these values, and what is resolved of it already."""
+        """Return an objective with these values, and what is resolved of it already."""
         return ResolvedObjective(**(vars(objective) | values))
 
 
@@ -346,7 +347,8 @@ def with_preset(values: Any) -> Any:
 
 
 def _without_shadow_passes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the keys of what left, where they do nothing. Raises IsobitError where they would."""
+    """Remove the keys of options that no longer exist, where they do nothing. Raises IsobitError
+    where they would do something."""
     left = ("shadow_every", "shadow_calibrates_clip")
     for key in left:
         if values.get(key):

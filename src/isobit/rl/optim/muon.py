@@ -134,7 +134,8 @@ class Muon:
         return found
 
     def _own_rows(self, turn: Turn, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse: this rank's rows of all masters of a turn, from whole ones."""
+        """Return this rank's rows of all masters of a turn, from whole ones; the inverse of
+        `_all_rows`."""
         pieces = [self._rows_of(whole, rank) for rank in range(self._ranks.size)]
         found: dict[str, Tensor] = {}
         for name in (name for names in turn for name in names if self._shards.owned(name)):
@@ -143,7 +144,7 @@ class Muon:
         return found
 
     def _rows_of(self, whole: Mapping[str, Tensor], rank: int) -> list[Tensor]:
-        """Views of the rows that a rank keeps."""
+        """Return views of the rows that a rank keeps."""
         return [tensor[slice(*self._shards.rows[name][rank])] for name, tensor in whole.items()]
 
     def _exchange(
@@ -185,9 +186,9 @@ class Muon:
 
 
 def orthogonalized(matrix: Tensor, steps: int, ops: Ops) -> Tensor:
-    """U·Vᵀ of a matrix [A, B] float32 whose singular value decomposition is U·S·Vᵀ, about: singular
-    values are within some 0.3 of 1 after 5 steps, and smaller where S is far smaller than its norm.
-    Float32, of BF16 numbers.
+    """Compute U·Vᵀ of a matrix [A, B] float32 whose singular value decomposition is U·S·Vᵀ, about:
+    singular values are within some 0.3 of 1 after 5 steps, and smaller where S is far smaller than
+    its norm. The result is float32, of BF16 numbers.
 
     With X = matrix / its norm, on the side that has fewer rows, each step is X = a · X + (b · X·Xᵀ
     + c · (X·Xᵀ)²) · X; each of the three results is rounded once to BF16, its products as
