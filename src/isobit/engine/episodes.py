@@ -10,7 +10,7 @@ Environments answer elsewhere and in time; meanwhile the engine decodes other ep
 keys are (seed, prompt, sample, absolute position), and tokens are only appended, so neither the
 order nor the time of replies moves a bit (tests/engine/test_episodes.py). An episode that waits
 keeps nothing in the engine: its pages are found again, or computed again. Left out: what tokens a
-message is (`dialogue.py`), and who is asked on which rank (`training/rollouts`).
+message is (`dialogue.py`), and which environment is asked on which rank (`training/rollouts`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -243,7 +243,7 @@ class Episodes:
         turn, message = self._said.turn(episode.turns, completion, episode.begin, episode.tools)
         episode.messages.append(message)
         episode.turns += 1
-        if episode.began is not None and episode.began.step.done:  # there is nobody to ask
+        if episode.began is not None and episode.began.step.done:  # its environment answers no more
             self._finish(episode, {})
         else:
             self._said.environments.turn(episode.key, turn)

@@ -72,7 +72,7 @@ class Scheduler:
         self.num_with_top = 0  # open requests that ask for the likeliest tokens
         self._next_number = 0
         self._refused: tuple[int, int] | None = (
-            None  # the number of who had to wait, and `pages.changes` then
+            None  # of what had to wait: its number, and `pages.changes` then
         )
 
     @property

@@ -50,7 +50,7 @@ LONGEST = max(ORDERS)
 _OF_A_PROMPT = 256  # tokens of 4 bytes: its hash, and the objects that hold its texts
 _REMEMBERED = 256
 _PATIENCE, _PAUSE = 128, 15
-_LOOKED_AT = 8  # of so many guesses that do not pay one is made, to know how often it is right
+_LOOKED_AT = 8  # one of these many guesses that do not pay is made, to know how often it is right
 Tokens = NDArray[np.int32]
 
 

@@ -7,9 +7,9 @@ columns are the experts' in turn. Where it adapts both tensors of a module it wr
 is inside, `base_layer`, is of gates and ups. In gpt-oss gates and ups are rows of B in turn
 (`columns`, as of `hub/packed_experts.py`).
 
-Here gates and ups have factors of their own, of rank r each. They are written as PEFT joins them
+Here gates and ups have separate factors, of rank r each. They are written as PEFT joins them
 itself: R = 2 r, the A of both, and the B of both on a diagonal of blocks, which `rank_pattern` and
-`alpha_pattern` say. Where there is no such pattern, one A of rank r is that of an expert's gate and
+`alpha_pattern` say. Without such a pattern one A of rank r is that of an expert's gate and
 of its up, and both get a copy of it, which computes the same.
 """
 
@@ -138,7 +138,7 @@ class _Group(NamedTuple):
         return max(one.hi for one in self.members[: self.parts])
 
     def rows_of(self, one: Projection, part: int, packing: Packing | None) -> slice:
-        """Return the rows of B that a member has as its part."""
+        """Return the rows of B that are those of a member, its expert's part number `part`."""
         if self.parts > 1 and packing == "columns":
             return slice(part, None, self.parts)
         return slice(one.lo, one.hi)

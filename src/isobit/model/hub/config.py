@@ -46,7 +46,7 @@ _OF_MLP = ("post_norm", "mlp_out_norm")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One architecture. Sizes are counts; `max_positions` is the context length in tokens.
+    """An architecture. Sizes are counts; `max_positions` is the context length in tokens.
     `windows`: of each layer the last tokens that a row sees, itself included, None where it sees
     all; () if it does in every layer. `unrotated`: the layers without rotary embedding.
     `sliding_rope`: that of layers with a window, None if it is `rope`. `query_scalar`: scores are
@@ -54,7 +54,7 @@ class ModelConfig:
     none has. `multipliers`: None in a family without them. `latent`: the sizes of multi-head latent
     attention, None where it is another. `global_heads`: those of layers without a window, None
     where they are as the others'. `logit_cap`: logits are cap · tanh(logits / cap), None: they are
-    not capped. `inputs`: what layers take beside the hidden state. `kinds`: of each layer its one
+    not capped. `inputs`: what layers take but the hidden state. `kinds`: of each layer its one
     part; () where layers have attention and MLP. `wrapped`: the class of the checkpoint that was
     read has the language model inside another model, and so in its modules' names."""
 

@@ -2,7 +2,7 @@
 keys in config.json.
 
 They are linear attention of another form: what a state is read by and written at, C and B, are
-queries and keys of `n_groups` heads, x are values, and there is no gate for each. Left out: the
+queries and keys of `n_groups` heads, x are values, without a gate for each. Left out: the
 arithmetic (`forward/mamba.py`, and `isobit.kernels.delta.definition`).
 """
 
@@ -27,7 +27,7 @@ class Mamba(LinearAttention):
 
     @property
     def group(self) -> int:
-        """Values that are normed together: those of one group of heads."""
+        """The number of values that are normed together: those of one group of heads."""
         return self.values // self.key_heads
 
     @property

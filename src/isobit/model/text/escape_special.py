@@ -318,8 +318,8 @@ def encoding(fast: FastTokenizer, text: str, add_special: bool = False) -> Encod
 
 
 def _matches(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-    """Find the places of a pattern of special tokens as `finditer` does, a slice at a time: a search
-    lets no other thread run."""
+    """Find the places of a pattern of special tokens as `finditer` does, one slice at a time: other
+    threads cannot run during a search."""
     place = 0
     while place < len(text):
         end = place + _SLICE

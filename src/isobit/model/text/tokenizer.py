@@ -74,7 +74,7 @@ class Tokenizer:
         self.eos_ids = tuple(eos_ids)
         self.chat_template = template
         self.other_templates: dict[str, str] = {}
-        """Templates by name that are saved beside the one that is used, such as `tool_use`."""
+        """Templates by name that are saved next to the one that is used, such as `tool_use`."""
         self.ends: str | None = None
         """What ends a completion, in words, where files of the model do not agree."""
         self.special_tokens_in_content: Rule = rules.special_tokens_in_content
@@ -325,7 +325,7 @@ class Tokenizer:
     def save(self, directory: str | Path) -> None:
         """Write tokenizer.json, tokenizer_config.json and the chat templates."""
         directory = Path(directory)
-        # not `save`, whose error on a full disk is no OSError
+        # not `save`, whose error on a full disk is not an OSError
         (directory / "tokenizer.json").write_text(self.fast.to_str(pretty=True), encoding="utf-8")
         template, settings = self.chat_template, dict(self.settings)
         if self.other_templates or template != settings.get(

@@ -51,9 +51,10 @@ class Divergence:
 
 
 class _Distance(Function):
-    """The divergence [T] of the distributions of logits [T, N]. The gradient by the policy's is p·(c
-    - Σ p·c), with c the derivative by each probability: log p/q, or (1 - β)·log p/m; under the
-    forward KL it is p - q. It adds up to 0, so that of the likeliest token is what the others leave."""
+    """The divergence [T] of the distributions of logits [T, N]. The gradient by the policy's logits
+    is p·(c - Σ p·c), with c the derivative by each probability: log p/q, or (1 - β)·log p/m; under
+    the forward KL it is p - q. It adds up to 0, so that of the likeliest token is what the others
+    leave."""
 
     @staticmethod
     def forward(ctx: Any, policy: Tensor, teacher: Tensor, beta: float) -> Tensor:

@@ -320,7 +320,7 @@ def kl_in_loss(inputs: LossInputs) -> Tensor:
     tokens of the old policy still is. As in TRL the ratio is the loss's: under `ratio: sequence` it
     is that of the whole sequence, with the gradient of the mean.
 
-    With x = log reference - log policy the gradient of a token of its own ratio r is r·(k3 + 1 -
+    With x = log reference - log policy a token's gradient through its own ratio r is r·(k3 + 1 -
     e^x) = -r·x, a small difference of large numbers: it is taken in closed form, in float64, so
     that it is also right where k3 and the ratio are bounded.
     """

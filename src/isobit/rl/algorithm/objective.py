@@ -22,7 +22,7 @@ LOSS_KINDS = (
     "divergence",
 )
 OWN_RATIO = ("gmpo", "dppo_tv", "dppo_kl", "vespo")
-"""Losses that define their ratio: no `ratio` but of tokens beside them."""
+"""Losses that define their ratio: with them only `ratio: token` is allowed."""
 RATIOS = ("token", "sequence", "sequence_sum")
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3-unbiased", "low_var_kl")
@@ -293,7 +293,7 @@ class Objective:
 
     @property
     def estimator(self) -> str:
-        """`kl_estimator`, resolved."""
+        """The `kl_estimator`, resolved."""
         return self.kl_estimator or ("k1" if self.kl_in_reward else "k3")
 
 

@@ -51,7 +51,7 @@ Turn = Sequence[Sequence[str]]
 
 
 class Muon:
-    """`isobit.rl.optim.base.Optimizer` for the matrices of linear layers."""
+    """The `isobit.rl.optim.base.Optimizer` for the matrices of linear layers."""
 
     label: ClassVar[str] = "muon"
     whole_matrices: ClassVar[bool] = True
