@@ -1,11 +1,11 @@
-"""Ranks over torch.distributed: gloo on CPUs, NCCL on GPUs, with a place for texts beside it
+"""Ranks over torch.distributed: gloo on CPUs, NCCL on GPUs, with a separate place for texts
 (`board.py`).
 
-What connects to a rank's port must know a secret of the run: on one machine that is in a folder
-which nobody else may enter; torchrun's store shows it to whoever reaches that. What is said
-(counts, errors, completions) always goes over gloo; gradients and weights go over NCCL where the
-tensors are on GPUs. NCCL has not been run: no machine with two GPUs was at hand. Left out: order
-(`exchange.py`).
+A process that connects to a rank's port must know a secret of the run: on one machine that is in a
+folder which no other user may enter; torchrun's store shows it to every process that reaches the
+store. Counts, errors and completions always go over gloo; gradients and weights go over NCCL where
+the tensors are on GPUs. NCCL has not been run: no machine with two GPUs was at hand. Left out:
+order (`exchange.py`).
 """
 
 import hashlib
@@ -36,8 +36,8 @@ _GRACE_S = 3.0
 
 
 class TorchRanks(Ranks):
-    """The ranks that meet at a store, on which they find each other's addresses. `board`: what they
-    tell each other beside their meetings; without one, it is on the store.
+    """The ranks that meet at a store, on which they find each other's addresses. `board`: the place
+    for what they tell each other outside their meetings; by default it is on the store.
 
     `bytes_sent` counts gradients and weights that this rank has sent to others. A rank that waits
     longer than `timeout_s` raises RankLost, which names the ranks that did not come.
@@ -71,7 +71,8 @@ class TorchRanks(Ranks):
         self._sets = {range(size): self._tensors}
 
     def _ask(self, among: range, group: dist.ProcessGroup | None) -> None:
-        """Whoever connected to this rank's port as another one must know the secret of this run."""
+        """Require that each process that connected to this rank's port as another rank knows the
+        secret of this run. Raises RunFailed for one that does not."""
 
         def tag(sender: int, receiver: int) -> bytes:
             return hmac.digest(
@@ -105,9 +106,9 @@ class TorchRanks(Ranks):
         return [part[:length].numpy().tobytes() for part, length in zip(found, lengths)]
 
     def _of_all(self, mine: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-        """The bytes of each rank. Messages may differ in length, and often one rank alone has
-        something to say: where they are not short, each rank sends its own, so that none has more
-        than what was said; short ones are padded, for one exchange of all."""
+        """Return the bytes of each rank. Messages may differ in length, and often one rank alone
+        has something to say: where they are not short, each rank sends its own, so that no rank
+        receives more than was said; short ones are padded, for one exchange among all."""
         longest = max(lengths)
         if longest * self.size <= _PADDED_BYTES:
             padded = torch.zeros(longest, dtype=torch.uint8)
@@ -188,7 +189,8 @@ class TorchRanks(Ranks):
         self._arrive()
 
     def _arrive(self) -> None:
-        """Let whoever waits for this rank know how far it is."""
+        """Write on the board how many meetings this rank has come to, for ranks that wait for
+        it."""
         self._met += 1
         with self._failures(self._verb):
             self._board.set(f"at-{self.rank}", f"{self._met} {self._verb}")
@@ -204,8 +206,8 @@ class TorchRanks(Ranks):
         self._log = True
 
     def fail(self, reason: str) -> None:
-        """Say to the others why this rank ends, and in its log, if no command of this process
-        does."""
+        """Tell the other ranks why this rank ends, and write it to this rank's log, if no command
+        of this process does."""
         if self._log and not isinstance(self._board, StoreBoard):
             print(f"isobit: {reason}", file=sys.stderr)
         with suppress(RuntimeError, OSError):  # the place itself is gone
@@ -219,8 +221,8 @@ class TorchRanks(Ranks):
 
     @contextmanager
     def _failures(self, verb: str) -> Iterator[None]:
-        """What torch raises where another rank is gone or late, as RankLost that says which and
-        why."""
+        """Turn what torch raises where another rank is gone or late into a RankLost that says which
+        rank and why."""
         started = time.monotonic()
         try:
             yield
@@ -253,8 +255,8 @@ class TorchRanks(Ranks):
             )
 
     def _missing(self) -> str:
-        """The ranks that met fewer times than this one, and where they were last; where all have
-        come to this meeting, all the others, of which one stands still in it."""
+        """Return the ranks that met fewer times than this one, and where they were last seen; where
+        all have come to this meeting, all the others, one of which stands still in it."""
         others = [(rank, self._verb) for rank in range(self.size) if rank != self.rank]
         return ", ".join(
             f"rank {rank} (last seen in: {verb or 'start'})"
@@ -262,7 +264,7 @@ class TorchRanks(Ranks):
         )
 
     def _behind(self) -> list[tuple[int, str]]:
-        """(rank, verb) of those that have come to fewer meetings than this one."""
+        """Return (rank, verb) of the ranks that have come to fewer meetings than this one."""
         found = []
         for rank in range(self.size):
             said = re.fullmatch(r"(\d{1,18}) ([a-z ]*)", self._board.get(f"at-{rank}") or "")

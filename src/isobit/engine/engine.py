@@ -4,13 +4,12 @@ values.
 It shares the model's working weights, and its results do not depend on the order of the work: not
 on the batch, the order of arrival, chunks, preemption, shared pages or the page size.
 tests/engine/test_invariance.py compares the bits, and test_consistency.py compares them with the
-learner's. While no request is open it can sleep, which gives the memory of its cache to whoever
-learns.
+learner's. While no request is open it can sleep, which frees the memory of its cache for a learner.
 
-Requests arrive at any time, each with its settings (`submit`), are computed step by step
-(`step`), and may be cancelled. `generate` is a loop over these. A completion keeps nothing in the
-engine: `continue_from` and `resume` go on from its tokens, whose pages the prefix cache still has
-unless somebody needed them, or the weights have changed.
+Requests arrive at any time, each with its settings (`submit`), are computed step by step (`step`),
+and may be cancelled. `generate` is a loop over these. A completion keeps nothing in the engine:
+`continue_from` and `resume` go on from its tokens, whose pages the prefix cache still has unless
+other sequences needed them, or the weights have changed.
 """
 
 import warnings
@@ -134,13 +133,11 @@ class Engine:
         reserved: int = 0,
         record_routes: bool = False,
     ) -> "Engine":
-        """An engine for any of these prompts, whose cache holds `sequences` of them at their
+        """Make an engine for any of these prompts, whose cache holds `sequences` of them at their
         longest without preemption, as far as `size.max_sequences` at a time and 2 GiB, or a third
         of a GPU's free memory, allow; or has `size.kv_pages`. `reserved`: bytes of the GPU that are
-        free now and will be held by others, a learner's moments and gradients.
-
-        Raises IsobitError for a prompt that leaves no room for an answer.
-        """
+        free now and will be held by others, a learner's moments and gradients. Raises IsobitError
+        for a prompt that leaves no room for an answer."""
         lengths = [len(ids) for ids in encode(prompts, model.tokenizer, model.config.vocab_size)]
         longest, positions = max(lengths, default=1), model.config.max_positions
         for index, length in enumerate(lengths):
@@ -168,24 +165,24 @@ class Engine:
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """Bytes of cache, scales included, for one token in all layers: what is allocated over what
-        it holds."""
+        """The bytes of cache, scales included, for one token in all layers: allocated bytes over
+        tokens."""
         return self.kv_bytes / (self._num_pages * self.page_size)
 
     @property
     def num_open(self) -> int:
-        """Requests that have yet to be completed or cancelled."""
+        """The number of requests that have yet to be completed or cancelled."""
         return len(self.scheduler.requests)
 
     @property
     def stats(self) -> Stats:
-        """What was done since the first request that found none open."""
+        """The counts of what was done since the first request that arrived while none was open."""
         return self.scheduler.stats
 
     def sleep(self) -> None:
-        """Free the memory of keys and values, and of captured steps, until the next request;
-        nothing of them is read again. Captured steps are then captured anew. Raises IsobitError
-        while requests are open."""
+        """Free the memory of keys and values, and that of captured steps, until the next request:
+        they are not read again, and steps are captured anew. Raises IsobitError while requests are
+        open."""
         if self.num_open:
             raise IsobitError(
                 f"Engine.sleep: {self.num_open} requests are open; finish or cancel them first"
@@ -210,8 +207,8 @@ class Engine:
         salt: Hashable = None,
     ) -> Request:
         """Ask for `sampling.n` completions of a prompt, while others run or not; by an `adapter`
-        that the model serves (`Model.serving`), by default by the base alone. Pages of the prefix
-        cache are shared by requests of one `salt`: others cannot tell what was asked.
+        that the model serves (`Model.serving`), by default by the base alone. Requests of one
+        `salt` share pages of the prefix cache: those of another cannot tell what was asked.
 
         The same (prompt, sampling, prompt_id, sample_index) gives the same completions whatever
         else runs: token t of the prompt and what follows it, in sample s, is drawn with the random
@@ -229,8 +226,7 @@ class Engine:
     def continue_from(
         self, completion: Completion, tokens: Sequence[int], sampling: Sampling = _DEFAULT
     ) -> Request:
-        """Go on from a completion after given `tokens`: a tool's answer, a user's next turn, or
-        none.
+        """Continue a completion after given `tokens`: a tool's answer, a user's next turn, or none.
 
         What is sampled has the bits of `submit` with all tokens so far as the prompt, and the
         completion's prompt id and sample index: keys and values are found in the prefix cache or
@@ -253,12 +249,12 @@ class Engine:
         return self._go_on(completion, tokens, sampling, inside=False)
 
     def resume(self, completion: Completion, sampling: Sampling = _DEFAULT) -> Request:
-        """Go on with an answer that its length limit has interrupted, under the weights of now,
+        """Continue an answer that its length limit has interrupted, under the present weights,
         which may be newer than those that began it: at most `sampling.max_new_tokens` more tokens.
 
         Keys and values of other weights are computed again. Text and stop strings are of the whole
-        answer. Under the same weights it is what is sampled at once (tests/engine/test_resuming.py).
-        Raises IsobitError for a completion that has ended.
+        answer. Under the same weights it is what is sampled at once
+        (tests/engine/test_resuming.py). Raises IsobitError for a completion that has ended.
         """
         check_sampling(sampling)
         if completion.finish_reason != "length" or completion.completion_mask or completion.forks:
@@ -271,7 +267,7 @@ class Engine:
     def extend(
         self, completion: Completion, tokens: Sequence[int], sampling: Sampling = _DEFAULT
     ) -> Request:
-        """The name of `continue_from` until 0.2."""
+        """Call `continue_from`, whose name this was until 0.2."""
         warnings.warn(
             "Engine.extend is called Engine.continue_from now", FutureWarning, stacklevel=2
         )
@@ -279,9 +275,9 @@ class Engine:
 
     @torch.no_grad()
     def step(self, on_token: OnToken | None = None) -> list[tuple[Request, Completion]]:
-        """Compute one batch of what is open: the completions that ended with it, each with its
-        request. `on_token` is called with every token that was sampled, those of the completions
-        included.
+        """Compute one batch of the open requests, and return the completions that ended with it,
+        each with its request. `on_token` is called with every token that was sampled, those of the
+        completions included.
 
         Raises IsobitError if the weights have changed since the oldest open request arrived.
         """
@@ -306,7 +302,7 @@ class Engine:
         return finished
 
     def cancel(self, request: Request) -> None:
-        """Drop a request, whatever of it is done. One that is over stays as it is."""
+        """Drop a request, with what is done of it. A request that is over is not changed."""
         if request in self.scheduler.requests:
             self.scheduler.cancel(request)
         if not self.num_open:
@@ -362,22 +358,22 @@ class Engine:
         return groups
 
     def calibrate(self, prompts: Sequence[Prompt]) -> None:
-        """Find the static scales of a calibrated KV cache for the present weights; without one
-        there is nothing to do.
+        """Find the static scales of a calibrated KV cache for the present weights; without such a
+        cache there is nothing to do.
 
         To be called after every sync: requests with scales of other weights are refused.
         """
         Calibrator(self.model).calibrate(prompts)
 
     def cache_metrics(self) -> dict[str, float]:
-        """Which part of the keys and values of the last call a calibrated scale clamped; empty
-        without one, and while it sleeps."""
+        """Compute the fraction of the keys and values of the last call that a calibrated scale
+        clamped; empty without such a scale, and while the engine sleeps."""
         return clamped_fraction(*self.clamped)
 
     @property
     def clamped(self) -> tuple[int, int]:
-        """How many keys and values of the last call a calibrated scale clamped, and of how many;
-        zeros without one, and while it sleeps."""
+        """(keys and values of the last call that a calibrated scale clamped, all of its keys and
+        values); zeros without such a scale, and while the engine sleeps."""
         counts = [store.counts for store in self.stores if store.counts is not None]
         if not counts:
             return 0, 0
@@ -385,11 +381,13 @@ class Engine:
         return saturated, written
 
     def integrity(self) -> None:
-        """Prove that every page is free or held by whom it should be. Raises AssertionError."""
+        """Prove that every page is free, or held by sequences that use it. Raises
+        AssertionError."""
         integrity(self.scheduler)
 
     def _known(self, adapter: str | None) -> str | None:
-        """Raises IsobitError for an adapter that the model does not serve."""
+        """Return the name of an adapter. Raises IsobitError for one that the model does not
+        serve."""
         served = self.model.transformer.served
         if adapter is None or (served is not None and adapter in served.names):
             return adapter
@@ -402,7 +400,7 @@ class Engine:
     def _go_on(
         self, before: Completion, tokens: Sequence[int], sampling: Sampling, *, inside: bool
     ) -> Request:
-        """A request that follows a completion and given tokens; `inside` its own answer."""
+        """Submit a request that follows a completion and given tokens; `inside` its own answer."""
         so_far = self._encoded([*before.prompt_token_ids, *before.token_ids, *tokens])
         one, adapter = replace(sampling, n=1), self._known(before.adapter)
         numbers = before.prompt_id, before.sample_index
@@ -423,7 +421,7 @@ class Engine:
         return request
 
     def _begin(self) -> None:
-        """The first request after none was open."""
+        """Prepare the engine for the first request after none was open."""
         self.model.transformer.check_scales()
         self.wake()
         self.scheduler.begin(self._root())
@@ -432,7 +430,7 @@ class Engine:
         )
 
     def _root(self) -> Hashable:
-        """What keys and values depend on besides the tokens. The flow is the engine's own."""
+        """Return what keys and values depend on besides the tokens. An engine has one flow."""
         scales = self.model.transformer.kv_scales
         values = None if scales is None else scales.values.numpy().tobytes()
         return self.model.weights_version, values, self.record_routes
@@ -453,7 +451,7 @@ class Engine:
 
     @property
     def _num_pages(self) -> int:
-        """Of the stores: padded rows write to a spare one beside the pool's."""
+        """The pages of the stores: padded rows write to a spare one next to the pool's."""
         return self.pages.num_pages + getattr(self._graph_kind, "asynchronous", False)
 
     def _ready_graphs(self) -> DecodeGraphs | None:

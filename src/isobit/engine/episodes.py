@@ -10,7 +10,7 @@ Environments answer elsewhere and in time; meanwhile the engine decodes other ep
 keys are (seed, prompt, sample, absolute position), and tokens are only appended, so neither the
 order nor the time of replies moves a bit (tests/engine/test_episodes.py). An episode that waits
 keeps nothing in the engine: its pages are found again, or computed again. Left out: what tokens a
-message is (`dialogue.py`), and who is asked on which rank (`training/rollouts`).
+message is (`dialogue.py`), and which environment is asked on which rank (`training/rollouts`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,8 @@ from isobit.environments.recorded import EpisodeRecord
 from isobit.errors import IsobitError
 
 MOST_SAMPLES = 1 << 20
-"""Of a prompt, where episodes fork: the keys of later contexts are behind these."""
+"""The most samples of a prompt, where episodes fork: the keys of later contexts are behind
+these."""
 _WAIT_S = 0.05  # for a reply, where the engine has nothing to do
 
 
@@ -65,30 +66,31 @@ class _Open:
 
     @property
     def prompt(self) -> Prompt:
-        """As its environment has changed it."""
+        """The prompt, as its environment has changed it."""
         changed = None if self.began is None else self.began.prompt
         return self.given if changed is None else changed
 
     @property
     def changed_prompt(self) -> DataPrompt | None:
-        """What its environment has made of the prompt; None: it is as it was given."""
+        """The prompt that its environment has made of the given one; None where it is as it was
+        given."""
         changed = None if self.began is None else self.began.prompt
         return None if changed is None or list(changed) == list(self.given) else changed
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        """Schemas of those that the model may call in it."""
+        """The schemas of the tools that the model may call in the episode."""
         return () if self.began is None else self.began.tools
 
     @property
     def context(self) -> Completion:
-        """Of one that has answered: what its last turn goes on from."""
+        """The completion that the last turn goes on from; only of an episode that has answered."""
         assert self.so_far is not None
         return self.so_far
 
     @property
     def completion(self) -> Completion:
-        """Of one that has answered: all of its contexts."""
+        """The completion of all contexts; only of an episode that has answered."""
         return self.context if self.earlier is None else forked(self.earlier, self.context)
 
 
@@ -113,8 +115,9 @@ class Episodes:
         adapter: str | None = None,
         sample_index: int = 0,
     ) -> Request:
-        """Ask for `sampling.n` episodes on a prompt, each with an environment of its own, which is
-        given `columns`; `sampling.max_new_tokens` are those of a turn. The request names them."""
+        """Ask for `sampling.n` episodes on a prompt, each with a separate environment, which is
+        given `columns`; `sampling.max_new_tokens` are those of a turn. The request names the group
+        of episodes."""
         if self._dialogue is None:
             return self._engine.submit(prompt, sampling, prompt_id, sample_index, adapter)
         assert sample_index + sampling.n <= MOST_SAMPLES
@@ -130,9 +133,10 @@ class Episodes:
         return group
 
     def step(self) -> list[tuple[Request, Completion]]:
-        """One step of the engine, and what environments have said: the episodes that are over with
-        it, each with the request of its group. Where the engine has nothing to do it waits for a
-        reply, a moment at most. Raises as `Engine.step`, and what `Environments.poll` raises."""
+        """Compute one step of the engine, take what environments have said, and return the episodes
+        that are over with it, each with the request of its group. Where the engine has nothing to
+        do it waits for a reply, a moment at most. Raises as `Engine.step`, and what
+        `Environments.poll` raises."""
         if self._dialogue is not None:
             for reply in self._dialogue.environments.poll(
                 0.0 if self._engine.num_open else _WAIT_S
@@ -164,7 +168,8 @@ class Episodes:
         adapters: Sequence[str | None] | None = None,
         on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
-        """As `Engine.generate`, of examples: a group of episodes for each, in order."""
+        """Sample a group of episodes for each example, in order, as `Engine.generate` does for
+        prompts."""
         groups: list[list[Completion]] = [[] for _ in examples]
         with OpenGroups(self) as gathering:
             for place, (example, prompt_id) in enumerate(zip(examples, ids, strict=True)):
@@ -181,7 +186,8 @@ class Episodes:
         return groups
 
     def _take(self, reply: Reply) -> None:
-        """A reply: to the question how an episode begins, what follows a turn, or what it earned."""
+        """Take a reply of an environment: to the question how an episode begins, what follows a
+        turn, or what the episode earned."""
         episode = self._open.get(reply.key)
         if episode is None:  # it was cancelled meanwhile
             return
@@ -200,8 +206,8 @@ class Episodes:
             self._follow(episode, reply)
 
     def _begin(self, episodes: Sequence[_Open]) -> None:
-        """All environments of a group have begun: those next to one another whose prompts are equal
-        share a request, as all do where nothing is added."""
+        """Submit the prompts of a group whose environments have all begun: episodes next to one
+        another with equal prompts share a request, as all do where environments add nothing."""
         group, vocab_size = episodes[0].group, self._engine.model.config.vocab_size
         prompts: list[list[int]] = []
         for episode, before in zip(episodes, (None, *episodes)):
@@ -225,7 +231,7 @@ class Episodes:
                 episode.asked = request
 
     def _answered(self, request: Request, completion: Completion) -> None:
-        """A turn is sampled: its environment is asked what follows."""
+        """Take a sampled turn, and ask its environment what follows."""
         if self._dialogue is None:
             self._over.append((request, completion))
             return
@@ -237,13 +243,13 @@ class Episodes:
         turn, message = self._said.turn(episode.turns, completion, episode.begin, episode.tools)
         episode.messages.append(message)
         episode.turns += 1
-        if episode.began is not None and episode.began.step.done:  # there is nobody to ask
+        if episode.began is not None and episode.began.step.done:  # its environment answers no more
             self._finish(episode, {})
         else:
             self._said.environments.turn(episode.key, turn)
 
     def _follow(self, episode: _Open, reply: Reply) -> None:
-        """An environment's answer to a turn: the episode goes on, or is over."""
+        """Take an environment's answer to a turn: the episode goes on, or is over."""
         dialogue, messages = self._said, reply.step.messages
         episode.messages += messages
         episode.done = reply.step.done or not messages
@@ -261,8 +267,8 @@ class Episodes:
         self._go_on(episode, context, forks, room)
 
     def _context(self, episode: _Open, reply: Reply) -> tuple[list[int], bool]:
-        """The tokens that the next turn begins with, and whether they are others than those of
-        the last turn and more behind them."""
+        """Return the tokens that the next turn begins with, and whether they are something else
+        than the tokens of the last turn with more behind them."""
         dialogue, so_far = self._said, episode.context
         before = [*so_far.prompt_token_ids, *so_far.token_ids]
         if not dialogue.forks:
@@ -277,8 +283,8 @@ class Episodes:
         return whole, whole[: len(before)] != before or len(whole) == len(before)
 
     def _go_on(self, episode: _Open, context: Sequence[int], forks: bool, room: int) -> None:
-        """Ask for the next turn, of so many tokens at most. In a context of its own it is drawn
-        with keys of its own, since positions come again."""
+        """Ask for the next turn, of at most `room` tokens. In a new context it is drawn with other
+        keys, since positions come again."""
         group, so_far = episode.group, episode.context
         one = replace(group.sampling, n=1, max_new_tokens=room)
         if forks:
@@ -294,12 +300,14 @@ class Episodes:
         self._asked[episode.asked] = {so_far.sample_index: episode}
 
     def _room(self, group: Request, tokens: int) -> int:
-        """How many tokens the next turn may have, in an episode that has so many."""
+        """Return how many tokens the next turn may have, in an episode that has `tokens`
+        already."""
         turn, episode = group.sampling.max_new_tokens, self._said.max_tokens
         return turn if episode is None else min(turn, episode - tokens)
 
     def _close(self, episode: _Open) -> None:
-        """An episode is over: what it has earned is asked for, where anybody says."""
+        """End an episode: its environment is asked what it has earned, where environments give
+        rewards."""
         environments = self._said.environments
         episode.over = True
         if not environments.reward_weights:
@@ -314,7 +322,8 @@ class Episodes:
         environments.finish(episode.key, arguments)
 
     def _finish(self, episode: _Open, rewards: Mapping[str, float | None]) -> None:
-        """Nothing more is asked of an episode."""
+        """End an episode of which nothing more is asked, and keep its completion for the next
+        `step`."""
         completion = episode.completion
         self._forget(episode)
         group = self._groups[episode.group]
@@ -347,13 +356,14 @@ class Episodes:
 
 
 def _alike(left: _Open, right: _Open) -> bool:
-    """Whether two episodes have begun with the same prompt."""
+    """Return whether two episodes have begun with the same prompt and tools."""
     if left.began is None or right.began is None:
         return False
     return left.began.prompt == right.began.prompt and left.began.tools == right.began.tools
 
 
 def done_by(engine: AskedEngine) -> Stats:
-    """What an engine did since it had nothing to do, clamped keys and values included."""
+    """Return the counts of what an engine did since it had nothing to do, clamped keys and values
+    included."""
     clamped, written = engine.clamped
     return replace(engine.stats, kv_clamped=clamped, kv_written=written)

@@ -9,8 +9,8 @@ _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_
 
 
 def memory_limit(device: torch.device) -> tuple[int, str]:
-    """(bytes, what they are): of the GPU that the model is on, else of the machine, or its
-    cgroup's if that is less."""
+    """Return (bytes, what they are): the memory of the GPU that the model is on, else of the
+    machine, or of its cgroup if that is less."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory, "memory of this GPU"
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

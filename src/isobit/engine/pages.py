@@ -1,18 +1,19 @@
-"""The pages of the KV cache: who holds which page, by reference counts, and which tokens are in it.
+"""The pages of the KV cache: which sequences hold which page, by reference counts, and which tokens
+are in it.
 
 A page is `page_size` consecutive slots of every layer's keys and values. A sequence holds a
-reference to each page of its table. A page is free exactly when nobody holds it. A full page may be
-remembered by its tokens and by all that come before them; then it stays as it is while it is free,
-until no other page is, and whoever has the same tokens so far may share it. A page that is partly
-full may be remembered too; one who has the same tokens so far takes it while it is free, and goes
-on in it, so the next turn of a conversation computes nothing of the last one again. Of the free
-pages those that are remembered go last, the least recently used first.
+reference to each page of its table. A page is free exactly when no sequence holds it. A full page
+may be remembered by its tokens and by all that come before them; then it stays as it is while it is
+free, until no other page is, and any sequence with the same tokens so far may share it. A page that
+is partly full may be remembered too; a sequence with the same tokens so far takes it while it is
+free, and goes on in it, so the next turn of a conversation computes nothing of the last one again.
+Of the free pages those that are remembered go last, the least recently used first.
 
 A page is remembered under its own tokens and the entry of the page before it, or a root that says
 what else its contents depend on. Entries are compared and not hashed to numbers, so two prompts are
 never confused.
 
-Left out: what is in the pages (`kernels.KVStore`), and which sequence deserves one
+Left out: what is in the pages (`kernels.KVStore`), and which sequence is given one
 (`scheduler.py`).
 """
 
@@ -33,8 +34,9 @@ _PAGE, _PAGE_WITH_STATES = 16, 256
 
 
 def tokens_of_a_page(config: ModelConfig, given: int | None) -> int:
-    """Where nobody has given them: few, so that little of the last page is empty, or more where
-    each page has states of linear attention, which may take as much as hundreds of tokens."""
+    """Return the tokens of a page: those that are `given`; by default few, so that little of the
+    last page is empty, or more where each page has states of linear attention, which may take as
+    much as hundreds of tokens."""
     if given is not None:
         return given
     return _PAGE if config.linear is None else _PAGE_WITH_STATES
@@ -44,23 +46,23 @@ def cache_pages(
     each: int, sequences: int, most_sequences: int, most_bytes: int, page_bytes: int
 ) -> int:
     """Return the pages of a cache for `sequences` of `each` pages, of which `most_sequences` run at
-    a time, and a prompt beside the sequences that share its pages: at most `most_bytes`, and room
-    for one sequence."""
+    a time, and for a prompt in addition to the sequences that share its pages: at most
+    `most_bytes`, but room for one sequence."""
     most_pages = most_bytes // max(page_bytes, 1)  # a model without attention stores nothing
     return max(each, min((min(sequences, most_sequences) + 1) * each, most_pages))
 
 
 def most_cache_bytes(device: torch.device, reserved: int) -> int:
-    """Bytes of keys and values that an engine takes without being told to."""
+    """Return the bytes of keys and values that an engine takes by default."""
     if device.type != "cuda":
         return CACHE_BYTES
     return max(torch.cuda.mem_get_info(device)[0] - reserved, 0) // GPU_FRACTION
 
 
 class PagePool:
-    """Allocator of `num_pages` pages of `page_size` tokens. Pages are handed out in a fixed order,
-    so a run repeats itself. `parts`: whether pages that are not full are remembered, which states
-    of linear attention do not allow."""
+    """An allocator of `num_pages` pages of `page_size` tokens. Pages are handed out in a fixed
+    order, so a run repeats itself. `parts`: whether pages that are not full are remembered, which
+    states of linear attention do not allow."""
 
     def __init__(self, num_pages: int, page_size: int, *, parts: bool = True) -> None:
         self.num_pages, self.page_size, self._keeps_parts = num_pages, page_size, parts
@@ -106,7 +108,7 @@ class PagePool:
         self.peak_used = max(self.peak_used, self.num_used)
 
     def find(self, root: Hashable, tokens: NDArray[np.int64]) -> list[int]:
-        """The pages that are remembered of these tokens, from the first on."""
+        """Return the pages that are remembered for these tokens, from the first on."""
         found, before = list[int](), root
         for part in _parts(tokens, self.page_size):
             page = self._page_of.get((before, part))
@@ -119,8 +121,8 @@ class PagePool:
     def find_part(
         self, root: Hashable, tokens: NDArray[np.int64], found: list[int]
     ) -> tuple[int, int] | None:
-        """(page, how many tokens are in it) of the free page that is remembered of the most of these
-        tokens behind the pages `found`, and of nothing else."""
+        """Return (page, the number of tokens in it) for the free page that holds the most of these
+        tokens behind the pages `found`, and no other token; or None."""
         before, start = self._entry_of[found[-1]][1] if found else root, len(found) * self.page_size
         rest = tokens[start : start + self.page_size - 1].astype(np.int32).tobytes()
         for size in range(len(rest), 0, -4):
@@ -136,8 +138,8 @@ class PagePool:
         self.peak_used = max(self.peak_used, self.num_used)
 
     def remember(self, root: Hashable, tokens: NDArray[np.int64], pages: list[int]) -> None:
-        """These pages hold these tokens, which are computed. Where another page is remembered for
-        the same tokens, that one stays."""
+        """Remember that these pages hold these tokens, which are computed. Where another page is
+        remembered for the same tokens, that one stays."""
         before = root
         self.changes += 1
         for part, page in zip(_parts(tokens, self.page_size, self._keeps_parts), pages):
@@ -149,12 +151,12 @@ class PagePool:
             before = self._entry_of[self._page_of[key]][1]
 
     def forget(self) -> None:
-        """Remember nothing: the contents are no longer what they were."""
+        """Forget which tokens the pages hold: their contents are not valid any more."""
         self._free += reversed(self._idle)
         self._idle, self._page_of, self._entry_of = {}, {}, {}
 
     def num_idle(self, pages: Iterable[int]) -> int:
-        """How many of these remembered pages are free."""
+        """Count the free ones among these remembered pages."""
         return sum(page in self._idle for page in pages)
 
     def _forgotten(self) -> int:
@@ -166,8 +168,8 @@ class PagePool:
         del self._idle[page], self._page_of[self._entry_of.pop(page)[0]]
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop a reference to each page, the last first; those that nobody holds any more become
-        free."""
+        """Drop a reference to each page, the last first; pages that are then without a reference
+        become free."""
         self.changes += 1
         for page in reversed(list(pages)):
             assert self.references[page] > 0, (
@@ -210,12 +212,13 @@ class PagePool:
 
 
 def _parts(tokens: NDArray[np.int64], page_size: int, rest: bool = False) -> Iterable[bytes]:
-    """The tokens of each full page, and with `rest` those of the last."""
+    """Return the tokens of each full page, and with `rest` those of the last, as bytes."""
     count = tokens.size if rest else tokens.size // page_size * page_size
     data, step = tokens[:count].astype(np.int32).tobytes(), 4 * page_size
     return (data[i : i + step] for i in range(0, len(data), step))
 
 
 def pages_needed(length: int, new_tokens: int, page_size: int) -> int:
-    """Pages of one sequence; the last token sampled needs no key and value."""
+    """Return the number of pages of one sequence; the last token sampled does not need a key and a
+    value."""
     return -(-(length + new_tokens - 1) // page_size)

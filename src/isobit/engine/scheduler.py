@@ -1,4 +1,4 @@
-"""Which tokens are computed in which step: continuous batching over a fixed number of pages.
+"""The choice of the tokens that a step computes: continuous batching over a fixed number of pages.
 
 Requests arrive and are cancelled at any time. Every step has one row for each decoding sequence
 and, in what the token budget leaves, chunks of the oldest prompts. A request's prompt is computed
@@ -6,9 +6,9 @@ once: when it is, the first tokens of all its samples are drawn, and each sample
 becomes a sequence that shares the full pages of the prompt and gets a copy of the last, partly
 filled one. Where decode steps are launched ahead, chunks join the step whose rows are under way,
 and rows that came since then sit it out. When pages run out, the youngest sequence gives its pages
-back; it is computed again later (prompt and generated tokens), and goes on where it was. Whoever is
-admitted shares the pages that are remembered of its tokens (`pages.py`): of its request's prompt,
-of its own from before, and with `prefix_cache` of any.
+back; it is computed again later (prompt and generated tokens), and goes on where it was. A sequence
+that is admitted shares the pages that are remembered of its tokens (`pages.py`): those of its
+request's prompt, its own from before, and with `prefix_cache` those of any sequence.
 
 Tokens and log-probabilities do not depend on any of these decisions:
 tests/engine/test_invariance.py compares the bits.
@@ -72,7 +72,7 @@ class Scheduler:
         self.num_with_top = 0  # open requests that ask for the likeliest tokens
         self._next_number = 0
         self._refused: tuple[int, int] | None = (
-            None  # the number of who had to wait, and `pages.changes` then
+            None  # of what had to wait: its number, and `pages.changes` then
         )
 
     @property
@@ -85,8 +85,8 @@ class Scheduler:
         return not (self.num_penalized or self.num_with_top)
 
     def begin(self, root: Hashable) -> None:
-        """The first request after none was open. Pages that were computed under another `root` are
-        forgotten."""
+        """Prepare for the first request after none was open. Pages that were computed under another
+        `root` are forgotten."""
         if root != self.root:
             self.pages.forget()
         self.root, self.stats = root, Stats()
@@ -123,12 +123,12 @@ class Scheduler:
             self._finish(sequence)
 
     def length(self, sequence: Sequence) -> int:
-        """Tokens known of a sequence: its prompt and what it has sampled."""
+        """Count the known tokens of a sequence: its prompt and what it has sampled."""
         generated = int(self.record.generated[sequence.slot]) if sequence.slot >= 0 else 0
         return sequence.owner.prompt.size + generated
 
     def tokens(self, sequence: Sequence, start: int, stop: int) -> NDArray[np.int64]:
-        """Tokens [start, stop) of a sequence."""
+        """Return tokens [start, stop) of a sequence."""
         prompt = sequence.owner.prompt
         if stop <= prompt.size:
             return prompt[start:stop]
@@ -138,8 +138,8 @@ class Scheduler:
         return np.concatenate([prompt[start:], sampled])
 
     def key(self, sequence: Sequence) -> tuple[int, int, int]:
-        """The part of a sequence's sampling key that does not change: (seed, prompt id, sample
-        index)."""
+        """Return the part of a sequence's sampling key that does not change: (seed, prompt id,
+        sample index)."""
         request = sequence.owner.request
         return request.sampling.seed, request.prompt_id, sequence.sample_index
 
@@ -157,8 +157,9 @@ class Scheduler:
         return replace(plan, drafts=drafts) if drafts else plan
 
     def going(self, slots: NDArray[np.int64]) -> StepPlan | None:
-        """Those of these decoding sequences that have not ended, as a step that is computed already:
-        of the next tokens that were drafted and sampled. None if there are none."""
+        """Return those of these decoding sequences that have not ended, as a step that is computed
+        already: the step of the next tokens, which were drafted and sampled. None if all have
+        ended."""
         going = np.isin(self.rows.slot[: self.rows.count], slots)
         if not going.any():
             return None
@@ -167,10 +168,10 @@ class Scheduler:
         return StepPlan(decode, (), self.rows.slot[:decode].copy())
 
     def look_ahead(self, plan: StepPlan, going: NDArray[np.int64]) -> bool:
-        """May rows `going` of a step that has yet to be accounted for be launched again at once? If
-        so, they have the pages that takes. Not where a page would have to be taken back, which is a
-        decision of `plan`, nor while a row sits out: its token is not among those that the step
-        leaves on the device."""
+        """Return whether rows `going` of a step that has yet to be accounted for may be launched
+        again at once. If so, they have the pages that this takes. They may not where a page would
+        have to be taken back, which is a decision of `plan`, nor while a row sits out: its token is
+        not among those that the step leaves on the device."""
         full = self.rows.next_full(going)
         if not going.size or self.rows.count > plan.decode or self.pages.num_free < full.size:
             return False
@@ -178,9 +179,9 @@ class Scheduler:
         return True
 
     def launched(self, slots: NDArray[np.int64]) -> StepPlan | None:
-        """The step whose decoding rows, those of `slots`, were launched ahead: of these, the ones
-        that have not ended since, and the chunks beside them. Rows that have come meanwhile sit
-        out. None if no row is left."""
+        """Return the step whose decoding rows, those of `slots`, were launched ahead: the rows that
+        have not ended since, and chunks that find room next to all launched ones. Rows that have
+        come meanwhile sit out. None if no row is left."""
         under_way = np.isin(self.rows.slot[: self.rows.count], slots)
         if not under_way.any():
             return None
@@ -188,8 +189,8 @@ class Scheduler:
         return self._planned(int(under_way.sum()), slots.size)
 
     def _planned(self, decode: int, computed: int) -> StepPlan:
-        """A step of the first `decode` rows and the chunks that find room beside the `computed`
-        ones."""
+        """Return a step of the first `decode` rows and the chunks that find room next to the
+        `computed` ones."""
         chunks = tuple(self._chunks(self.max_batch_tokens - computed))
         assert decode or chunks, "a step without work"
         self.stats.steps += 1
@@ -221,7 +222,7 @@ class Scheduler:
             begin = end
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """Pages to copy now, (from, to). All are read before any is written."""
+        """Return the pages to copy now, (from, to). All are read before any is written."""
         copies, self.copies = self.copies, []
         return copies
 
@@ -235,15 +236,15 @@ class Scheduler:
         self._add_pages(full)
 
     def _add_pages(self, rows: NDArray[np.int64]) -> None:
-        """A free page for each of these rows."""
+        """Give each of these rows a free page."""
         for row, page in zip(rows.tolist(), self.pages.allocate(rows.size)):
             self.at[int(self.rows.slot[row])].pages.append(page)
             self.rows.add_page(row, page)
         self.may_need -= int(rows.size)
 
     def _drafts(self, speculation: Speculation, plan: StepPlan) -> dict[int, list[int]]:
-        """By decoding row the tokens that are computed behind its next one, as far as the step has
-        room for tokens, and pages are free that nobody will need soon."""
+        """Return, by decoding row, the tokens that are computed behind its next one, as far as the
+        step has room for tokens, and pages are free that running sequences will not need soon."""
         rows = plan.decode + sum(chunk.stop - chunk.start for chunk in plan.chunks)
         found = dict[int, list[int]]()
         if not speculation.looks(rows):
@@ -269,12 +270,12 @@ class Scheduler:
         return found
 
     def _slots_behind(self, row: int) -> int:
-        """How many positions behind a row's next one may have a slot."""
+        """Return the number of positions behind a row's next one that may have a slot."""
         spare = max(self.pages.num_free - self._headroom(), 0)
         return int(self.rows.num_slots[row] - self.rows.position[row]) - 1 + spare * self.page_size
 
     def _give_back_pages(self) -> None:
-        """Pages that only held drafts which did not count."""
+        """Release the pages that only held drafts which did not count."""
         count, size = self.rows.count, self.page_size
         needed = (self.rows.position[:count] // size + 1) * size
         for row in np.flatnonzero(self.rows.num_slots[:count] > needed).tolist():
@@ -286,7 +287,7 @@ class Scheduler:
             self.rows.num_slots[row] = needed[row]
 
     def preempt_all(self) -> None:
-        """All sequences wait, and are computed again from pages that are full."""
+        """Make all sequences wait; they are computed again, from pages that are full."""
         for number in sorted(self.running, reverse=True):
             self._preempt(self.running[number])
 
@@ -296,12 +297,12 @@ class Scheduler:
         self.stats.preemptions += 1
 
     def _room(self, count: int) -> bool:
-        """Whether another sequence that takes `count` pages may run."""
+        """Return whether another sequence that takes `count` pages may run."""
         room = self.pages.num_free - count >= self._headroom()
         return len(self.running) < self.max_sequences and room
 
     def _headroom(self) -> int:
-        """Pages that running sequences will need soon."""
+        """Return the number of pages that running sequences will need soon."""
         soon = -(-len(self.running) * HEADROOM_STEPS // self.page_size)
         return min(soon, self.may_need)
 
@@ -319,8 +320,8 @@ class Scheduler:
         sequence.pages = []
 
     def _remember(self, sequence: Sequence) -> None:
-        """All its tokens have keys and values but the last one sampled, or `computed` of them in
-        the prefill."""
+        """Remember a sequence's pages by its tokens with keys and values: all but the last one
+        sampled, or `computed` of them in the prefill."""
         computed = sequence.computed if sequence in self.prefilling else self.length(sequence) - 1
         self.pages.remember(
             self._root(sequence), self.tokens(sequence, 0, computed), sequence.pages
@@ -341,7 +342,7 @@ class Scheduler:
             self.prefilling.remove(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
-        """A sequence is over, and its request with the last one."""
+        """End a sequence that is over, and its request with the last one."""
         running = sequence.owner
         if sequence.slot >= 0:
             if self.speculation is not None:
@@ -355,7 +356,8 @@ class Scheduler:
             self.num_with_top -= running.request.sampling.top_logprobs > 0
 
     def _chunks(self, budget: int) -> Iterator[Chunk]:
-        """Chunks of the prompts under way and, while the budget lasts, of newly admitted ones."""
+        """Yield chunks of the prompts under way and, while the budget lasts, of newly admitted
+        ones."""
         waiting_in_line = iter(list(self.prefilling))
         while budget > 0:
             sequence = next(waiting_in_line, None) or self._admit()
@@ -369,10 +371,11 @@ class Scheduler:
             )
 
     def _admissible(self) -> tuple[list[int], tuple[int, int] | None] | None:
-        """The pages that the oldest waiting sequence would share, and the one that it would go on in
-        (`PagePool.find_part`); or None where there is none or it has to wait. Once refused, it
-        waits for a page to be given back or remembered: until then it finds no more, and running
-        sequences only take pages. So a step costs nothing for its length."""
+        """Return the pages that the oldest waiting sequence would share, and the page that it would
+        go on in (`PagePool.find_part`); or None where no sequence waits, or it has to go on
+        waiting. Once refused, it waits for a page to be given back or remembered: until then it
+        finds no more, and running sequences only take pages. So a step costs nothing for its
+        length."""
         if not self.waiting or not self._room(0):
             return None
         sequence = self.waiting[0][1]
@@ -389,8 +392,8 @@ class Scheduler:
         return None
 
     def _samples(self, sequence: Sequence) -> tuple[Sequence, ...]:
-        """Who draws a token when this sequence is prefilled: all samples of the request, where the
-        prompt is new."""
+        """Return the sequences for which a token is drawn when this one is prefilled: all samples
+        of the request, where the prompt is new."""
         return (
             (sequence,) if self.record.generated[sequence.slot] else tuple(sequence.owner.members)
         )
@@ -420,7 +423,8 @@ class Scheduler:
         return sequence
 
     def _begin(self, running: RunningRequest) -> None:
-        """A prompt is about to be computed for the first time: its sequences get their slots."""
+        """Give the sequences of a request their slots, before its prompt is computed for the first
+        time."""
         self.rows.widen(running.most_pages)
         sampling = running.request.sampling
         for sequence in running.members:
@@ -429,8 +433,8 @@ class Scheduler:
             self.at[sequence.slot] = sequence
 
     def _prefilled(self, chunk: Chunk, tokens: list[int], done: list[bool]) -> None:
-        """The sequence's tokens are all computed: let it decode, and with it the samples that
-        forked from it."""
+        """Let a sequence whose tokens are all computed decode, and with it the samples that forked
+        from it."""
         parent = chunk.sequence
         self.prefilling.remove(parent)
         self._remember(parent)
@@ -450,8 +454,8 @@ class Scheduler:
                 self._finish(sequence)
 
     def _fork(self, parent: Sequence, child: Sequence) -> Sequence:
-        """A sample of the same prompt: full pages shared, the partly filled one copied, since it is
-        written to."""
+        """Start a sample of the same prompt: full pages are shared, the partly filled one is
+        copied, since it is written to."""
         full = parent.owner.prompt.size // self.page_size
         shared, partial = parent.pages[:full], parent.pages[full:]
         self.pages.share(shared)

@@ -1,14 +1,13 @@
-"""Speculation without a draft model: which tokens a step computes beyond the next one of a sequence,
-because what was said before makes them likely.
+"""Speculation without a draft model: which tokens a step computes beyond the next one of a
+sequence, because what was said before makes them likely.
 
-Drafts come of the texts of a prompt (`continuations.py`): its own, completions of its other samples,
-done or under way, and those of earlier epochs. A draft is one more row of the step, and every row is
-sampled from. A draft counts if and only if it is the token
-that is sampled in its place; what comes after one that does not count is dropped. As the bits of a
-row depend neither on its batch nor on the rows beside it, tokens and log-probabilities are those of
-decoding one token after the other, whatever is drafted: tests/engine/test_speculation.py compares.
-Only speed depends on what is decided here, and no clock is read, so a run that is repeated drafts
-the same.
+Drafts come of the texts of a prompt (`continuations.py`): its own, completions of its other
+samples, done or under way, and those of earlier epochs. A draft is one more row of the step, and
+every row is sampled from. A draft counts if and only if it is the token that is sampled in its
+place; what comes after one that does not count is dropped. As the bits of a row depend neither on
+its batch nor on the rows next to it, tokens and log-probabilities are those of decoding one token
+after the other, whatever is drafted: tests/engine/test_speculation.py compares. Only speed depends
+on what is decided here, and no clock is read, so a run that is repeated drafts the same.
 
 A row costs less than a step: a step of R rows takes as long as `FIXED_ROWS` + R of its rows would
 without what a step costs in any case, and a draft takes `DRAFT_ROWS`, since it is looked for. So it
@@ -17,7 +16,8 @@ of guesses of its kind, also of some that were not drafted: the sampled token sa
 right.
 
 Left out: models whose layers keep states that a row overwrites (linear attention), and flows in
-which a row's bits depend on its batch. Where there are drafts no step is launched ahead of its tokens.
+which a row's bits depend on its batch. Where there are drafts no step is launched ahead of its
+tokens.
 """
 
 from collections import OrderedDict, deque
@@ -38,11 +38,11 @@ from isobit.precision import Precision
 FIXED_ROWS = 4
 DRAFT_ROWS = 1.3
 MOST_DRAFTED = 16
-"""Tokens of one sequence in one step, where their number is not given."""
+"""The most tokens drafted for one sequence in one step, where their number is not given."""
 MOST_ROWS = int(FIXED_ROWS / (DRAFT_ROWS - 1))
 """A step with more rows than this drafts nothing by itself: what is always right would not pay."""
 KEPT_TEXTS = 32
-"""Of a prompt, the newest."""
+"""The number of texts that are kept of a prompt, the newest."""
 KEPT_TOKENS, INDEXED_TOKENS = 2**22, 2**19
 """Of the texts of all prompts, and of those that are counted in an index, which takes about 1 KB
 for a token. The least recently used prompts go first."""
@@ -50,12 +50,12 @@ LONGEST = max(ORDERS)
 _OF_A_PROMPT = 256  # tokens of 4 bytes: its hash, and the objects that hold its texts
 _REMEMBERED = 256
 _PATIENCE, _PAUSE = 128, 15
-_LOOKED_AT = 8  # of so many guesses that do not pay one is made, to know how often it is right
+_LOOKED_AT = 8  # one of these many guesses that do not pay is made, to know how often it is right
 Tokens = NDArray[np.int32]
 
 
 def cannot_speculate(config: ModelConfig, precision: Precision, consistency: str) -> str | None:
-    """Why such a model decodes one token after the other in any case; None where it need not."""
+    """Return why a model decodes one token after the other in any case; None where it need not."""
     if config.linear is not None:
         return "layers with linear attention keep a state that a draft would overwrite"
     varies = not precision.shared or precision.varies_with_batch() is not None
@@ -66,15 +66,15 @@ def cannot_speculate(config: ModelConfig, precision: Precision, consistency: str
 
 @dataclass(eq=False)
 class _Texts:
-    """What was said of one prompt, each text with the place where it begins to be its own, and an
-    index over all while somebody needs one."""
+    """The texts that were said of one prompt, each with the place where it begins to be its own,
+    and an index over all while a sequence needs it."""
 
     said: deque[tuple[Tokens, int]] = field(default_factory=lambda: deque(maxlen=KEPT_TEXTS))
     index: Continuations | None = None
 
     @property
     def size(self) -> int:
-        """In tokens, with what the prompt takes by itself."""
+        """The size in tokens, with what the prompt takes by itself."""
         return _OF_A_PROMPT + sum(text.size for text, _ in self.said)
 
 
@@ -90,9 +90,9 @@ class _Followed:
 
 
 def speculation_of(model: Model, size: EngineSize) -> "Speculation | None":
-    """Drafts, where they are asked for and the model may have them. On a GPU steps are launched
-    ahead of their tokens, and drafts cannot be; whether they pay there has not been measured, so
-    `auto` makes none."""
+    """Return the drafts of an engine, where they are asked for and the model may have them, else
+    None. On a GPU steps are launched ahead of their tokens, and drafts cannot be; whether they pay
+    there has not been measured, so `auto` makes none."""
     most = size.num_speculative_tokens
     unmeasured = most == "auto" and model.transformer.ops["rollout"].device.type == "cuda"
     cannot = cannot_speculate(model.config, model.precision, model.ops.consistency)
@@ -113,8 +113,8 @@ class Speculation:
         self._idle = self._pause = 0
 
     def looks(self, rows: int) -> bool:
-        """Whether a step of so many rows looks for drafts. Where none has paid for a while, it is
-        one step of sixteen."""
+        """Return whether a step of `rows` rows looks for drafts. Where none has paid for a while,
+        one step of sixteen does."""
         if not self._auto:
             return True
         if rows > MOST_ROWS or self._pause:
@@ -124,8 +124,8 @@ class Speculation:
         return True
 
     def draft(self, sequence: Sequence, record: Record, room: int, rows: int) -> list[int]:
-        """At most `room` tokens that may follow a decoding sequence, in a step that computes so many
-        rows already."""
+        """Return at most `room` tokens that may follow a decoding sequence, in a step that computes
+        `rows` rows already."""
         followed, request = self._follow(sequence, record), sequence.owner.request
         assert followed.index is not None
         key = (request.sampling.seed, request.prompt_id, sequence.sample_index)
@@ -153,7 +153,7 @@ class Speculation:
         return drafted
 
     def finish(self, sequence: Sequence, record: Record) -> None:
-        """A sequence is over; later ones may repeat what it has said."""
+        """Keep what a sequence that is over has said; later ones may repeat it."""
         followed = self._followed.pop(sequence, None)
         if not record.generated[sequence.slot]:
             return
@@ -172,7 +172,7 @@ class Speculation:
             self._forget_index(oldest)
 
     def _of(self, sequence: Sequence) -> _Texts:
-        """The texts of a sequence's first prompt."""
+        """Return the texts of a sequence's first prompt."""
         # a hash: whole prompts would be kept as long as their texts, and are much longer
         key = sha256(_first_prompt(sequence).tobytes()).digest()
         texts = self._texts.get(key)
@@ -183,7 +183,8 @@ class Speculation:
         return texts
 
     def _follow(self, sequence: Sequence, record: Record) -> _Followed:
-        """Learn what a sequence has said since it was looked at."""
+        """Count what a sequence has said since it was looked at, and learn which guesses were
+        right."""
         followed = self._followed.get(sequence)
         if followed is None:
             followed = self._followed[sequence] = _Followed(self._of(sequence))
@@ -220,13 +221,13 @@ class Speculation:
             texts.index = None
 
     def _count(self, index: Continuations, text: Tokens, known: int) -> None:
-        """Count a text, of whose beginning the last of `known` tokens are counted already."""
+        """Add a text to an index that has counted its first `known` tokens already."""
         before = index.size
         index.add(text, min(known, LONGEST))
         self._indexed += index.size - before
 
     def _learn(self, expected: list[Guess], tokens: list[int]) -> None:
-        """How often guesses of a kind are right, as far as a sequence went their way."""
+        """Record how often guesses of a kind are right, as far as a sequence followed them."""
         for guess, token in zip(expected, tokens):
             kind = guess.kind
             self._tried[kind] += 1
@@ -245,8 +246,8 @@ def _first_prompt(sequence: Sequence) -> Tokens:
 
 
 def _known(sequence: Sequence) -> int:
-    """How many of a sequence's tokens are those of its prompt, or of the completion that it goes on
-    from: others have said them."""
+    """Count the tokens of a sequence that are those of its prompt, or of the completion that it
+    goes on from: earlier sequences have said them."""
     before = sequence.owner.request.extends
     if before is None:
         return sequence.owner.prompt.size
@@ -254,7 +255,7 @@ def _known(sequence: Sequence) -> int:
 
 
 def _tokens(sequence: Sequence, record: Record, start: int) -> Tokens:
-    """A sequence's tokens from `start` on: its prompt and what it has sampled."""
+    """Return a sequence's tokens from `start` on: its prompt and what it has sampled."""
     prompt, sampled = sequence.owner.prompt, record.tokens[sequence.slot]
     stop = int(record.generated[sequence.slot])
     if start >= prompt.size:

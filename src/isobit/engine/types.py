@@ -23,7 +23,7 @@ logits the lower token first."""
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are sampled from a prompt.
+    """The settings by which completions are sampled from a prompt.
 
     `n` completions per prompt, of at most `max_new_tokens` tokens each. `temperature` 0 is greedy.
     Before all else `repetition_penalty` divides positive logits of tokens that stand in prompt or
@@ -31,7 +31,7 @@ class Sampling:
     each on what the previous one kept: `top_k` (0: off), `top_p` (1: off), `min_p` (0: off).
     `stop`: the text ends before the first of these strings, or before this one. `ignore_eos`
     samples on through the end-of-sequence token; `stop_tokens` end a completion as that does.
-    With `top_logprobs` so many of the likeliest tokens are kept beside each that is drawn, at most
+    `top_logprobs`: the number of the likeliest tokens that are kept with each drawn token, at most
     20; the drawn ones are the same.
     Raises IsobitError for values that cannot work.
     """
@@ -87,7 +87,8 @@ class Sampling:
 
     @property
     def settings(self) -> tuple[float, float, float, float]:
-        """Of each draw: temperature, top-k, top-p, min-p; a greedy one has no filter."""
+        """The settings of each draw: temperature, top-k, top-p, min-p; a greedy one has no
+        filter."""
         return (
             (0.0, 0.0, 1.0, 0.0)
             if self.greedy
@@ -174,7 +175,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer, or several turns of which the last is sampled.
+    """A sampled answer, or several turns of which the last is sampled.
 
     `token_ids` holds every sampled token, including the end-of-sequence token and those that made
     up a stop string; `text` ends before either. `logprobs[t]` is the log-probability of
@@ -189,7 +190,7 @@ class Completion:
     the likeliest tokens at the place of `token_ids[t]` and their log-probabilities under the same
     distribution, the likeliest first; tokens that it excludes are not among them, and a given token
     has none. `episode`: what happened in a conversation with an environment. `forks`: the places in
-    `token_ids` where a context of its own begins, which sees nothing before it.
+    `token_ids` where a new context begins, which sees nothing before it.
     """
 
     prompt_id: int
@@ -209,20 +210,21 @@ class Completion:
 
     @property
     def sampled(self) -> list[bool]:
-        """`completion_mask`, written out."""
+        """The `completion_mask`, written out where it is None."""
         return (
             [True] * len(self.token_ids) if self.completion_mask is None else self.completion_mask
         )
 
 
 def asked_in(prompt: Prompt, completion: Completion) -> Prompt:
-    """The prompt of a row, or what an environment has made of it for this completion."""
+    """Return the prompt of a row, or what an environment has made of it for this completion."""
     changed = None if completion.episode is None else completion.episode.prompt
     return prompt if changed is None else changed
 
 
 def said_in(completion: Completion) -> str | EpisodeRecord:
-    """What is scored of a completion: its text, or the episode where an environment answered."""
+    """Return what is scored of a completion: its text, or the episode where an environment
+    answered."""
     return completion.text if completion.episode is None else completion.episode
 
 

@@ -1,10 +1,10 @@
 """Ray: started here or joined, checked for room before anything waits for it, and left as it was
 found.
 
-What is started here has no dashboard and sends no statistics; it listens on loopback, answers who
-has this process's token, and has its sockets in a folder that nobody else may enter. It ends with
-this process, however that ends: the kernel ends Ray's processes with their parent. Signal handlers
-stay the run's. Left out: what runs on it (`fleet.py`).
+A Ray that is started here has no dashboard and sends no statistics; it listens on loopback, answers
+clients that have this process's token, and has its sockets in a folder that no other user may
+enter. It ends with this process, however that ends: the kernel ends Ray's processes with their
+parent. Signal handlers stay the run's. Left out: what runs on it (`fleet.py`).
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": 
 
 
 def import_ray() -> Any:
-    """Ray. Raises IsobitError where it is not installed."""
+    """Return the module `ray`. Raises IsobitError where it is not installed."""
     os.environ.update({name: os.environ.get(name, value) for name, value in _QUIET.items()})
     try:
         import ray
@@ -91,7 +91,7 @@ class Cluster:
         )
 
     def _fit(self, node: Mapping[str, float]) -> int:
-        """How many engines a machine has room for."""
+        """Return the number of engines that a machine has room for."""
         wanted = {"CPU": self.cpus, "GPU": self.gpus}
         return min(int(node.get(kind, 0.0) / each + 1e-9) for kind, each in wanted.items() if each)
 
@@ -101,7 +101,7 @@ class Cluster:
 
 
 def _connect(ray: Any, settings: FleetSettings, device: torch.device) -> str | None:
-    """Start Ray, or join it; the folder of what was started."""
+    """Start Ray, or join it; return the folder of a Ray that was started, or None."""
     common: dict[str, Any] = {
         "log_to_driver": False,
         "logging_level": logging.ERROR,
@@ -121,8 +121,9 @@ def _connect(ray: Any, settings: FleetSettings, device: torch.device) -> str | N
 
 
 def start_ray(ray: Any, **options: Any) -> str:
-    """Start Ray on this machine, for this process alone; the folder of its sockets and logs, for
-    whoever ends it. Raises IsobitError for a Ray that would listen to others."""
+    """Start Ray on this machine, for this process alone; return the folder of its sockets and logs,
+    which the caller removes when Ray ends. Raises IsobitError for a Ray that would listen to
+    others."""
     place, folder = (
         os.environ.get("RAY_TMPDIR", "/tmp"),
         "",
@@ -150,7 +151,8 @@ def start_ray(ray: Any, **options: Any) -> str:
 
 @contextmanager
 def _closed_to_others() -> Iterator[None]:
-    """Ray that is started here takes this process's token, and the loopback for its address."""
+    """Make a Ray that is started here take this process's token, and the loopback for its
+    address."""
     ray_constants: Any = import_module("ray._private.ray_constants")
     raylet: Any = import_module("ray._raylet")
     before = {name: os.environ.get(name) for name in _TOKEN}
@@ -204,7 +206,7 @@ def _require_listener(cluster: str) -> None:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Ray sets a handler of SIGTERM; the run's own stay."""
+    """Keep the run's own signal handlers: Ray sets one of SIGTERM."""
     before = {
         number: signal.getsignal(number)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -219,8 +221,8 @@ def _own_signals() -> Iterator[None]:
 
 @contextmanager
 def _other_gpus(device: torch.device) -> Iterator[None]:
-    """Where engines have GPUs of their own, Ray that is started here shares out all but those of
-    the learner: of its ranks, this is the first."""
+    """Hide the GPUs of the learner from a Ray that is started here, so that it shares out all
+    others to engines that have their own; this rank is the learner's first."""
     name = "CUDA_VISIBLE_DEVICES"
     if device.type != "cuda":
         yield

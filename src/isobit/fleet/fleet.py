@@ -1,11 +1,11 @@
 """`Fleet`: samples groups on engines in separate processes; the completions are those of one
 engine, bit for bit.
 
-A completion is a function of weights, prompt, settings and ids (`engine/engine.py`), so which
-engine samples a group, when, beside what, or twice, changes nothing (tests/fleet/test_fleet.py).
-Engines pull: each holds some groups, and gets another when one is finished. One that has nothing
-left samples a group that another has not finished, and the first result counts. A dead engine's
-groups go back to the others. Left out: when batches are sampled
+A completion is a function of weights, prompt, settings and ids (`engine/engine.py`), so it does not
+matter which engine samples a group, when, together with what, or twice (tests/fleet/test_fleet.py).
+Engines pull: each holds some groups, and gets another when one is finished. An engine that has
+nothing left samples a group that another has not finished, and the first result counts. A dead
+engine's groups go back to the others. Left out: when batches are sampled
 (`training/rollouts/asynchronous.py`).
 """
 
@@ -35,8 +35,8 @@ _LOOK_S = 1.0  # the most that a look at them takes
 
 @dataclass(eq=False)
 class Batch:
-    """Groups on their way, by index: what is asked and what is `done`. An engine holds at most
-    `room` completions at a time, or one group."""
+    """Groups on their way, by index: the `requests`, and the completions of those that are `done`.
+    An engine holds at most `room` completions at a time, or one group."""
 
     number: int
     requests: list[dict[str, Any]]
@@ -48,32 +48,33 @@ class Batch:
     _held: set[int] = field(default_factory=set)
 
     def held_now(self, held: Collection[int]) -> None:
-        """Take note of what engines hold: new requests are free, and what one that is gone held."""
+        """Record what engines hold: new requests are free, and so are those that an engine held
+        that is gone."""
         for index in (*range(self._seen, len(self.requests)), *self._held.difference(held)):
             heappush(self._free, index)
         self._seen, self._held = len(self.requests), set(held)
 
     def free(self) -> int | None:
-        """The first group that is neither done nor held."""
+        """Return the first group that is neither done nor held, or None."""
         while self._free and self._free[0] in self.done:
             heappop(self._free)
         return self._free[0] if self._free else None
 
     def take(self, index: int) -> int:
-        """Give the free group to an engine."""
+        """Mark the first free group as held by an engine, and return it."""
         heappop(self._free)
         self._held.add(index)
         return index
 
     def completions(self, indices: Iterable[int]) -> int:
-        """Of these groups."""
+        """Count the completions of these groups."""
         return sum(self.requests[index]["sampling"]["n"] for index in indices)
 
 
 class Fleet:
-    """Engines like `like`, which is the learner's own. `generate` has its arguments; `stats` are of
-    the last call. `send` before it, whenever the weights have changed. Only `add` and `remove` may
-    be called while another thread generates."""
+    """Engines like `like`, which is the learner's own. `generate` takes the arguments of the
+    engine's; `stats` are of the last call. Call `send` before `generate` whenever the weights have
+    changed. Only `add` and `remove` may be called while another thread generates."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class Fleet:
             self.add()
 
     def add(self) -> int:
-        """One more engine, which takes part as soon as it is there; its number."""
+        """Start one more engine, which takes part as soon as it is there; return its number."""
         with self._lock:
             number, self._started = self._started, self._started + 1
             one = EngineActor.start(
@@ -115,7 +116,7 @@ class Fleet:
         return number
 
     def remove(self, number: int) -> None:
-        """End an engine; its groups go to others."""
+        """End an engine; its groups go to other engines."""
         with self._lock:
             for one in [one for one in self._engines if one.number == number]:
                 self._engines.remove(one)
@@ -124,7 +125,7 @@ class Fleet:
 
     @property
     def numbers(self) -> list[int]:
-        """Of the engines that take part, or will."""
+        """The numbers of the engines that take part, or will."""
         return [one.number for one in self._engines]
 
     def send(self) -> None:
@@ -150,9 +151,9 @@ class Fleet:
         on_group: OnGroup | None = None,
         note: Callable[[str], None] | None = None,
     ) -> list[list[Completion]]:
-        """As `Engine.generate`, with the weights that were sent last. Raises RunFailed when no
-        engine is left, or none has answered for `fleet.deadline_s`. `note` is told of engines that
-        come and go."""
+        """Sample completions as `Engine.generate` does, with the weights that were sent last.
+        `note` is called with a line about each engine that comes or goes. Raises RunFailed when no
+        engine is left, or none has answered for `fleet.deadline_s`."""
         assert self._weights is not None, "weights are sent before"
         config = self.model.config
         token_ids = encode(prompts, self.model.tokenizer, config.vocab_size)
@@ -173,8 +174,8 @@ class Fleet:
     def begin(
         self, groups: int, completions: int, note: Callable[[str], None] | None = None
     ) -> Batch:
-        """A batch of about so many groups of so many completions, whose requests are added to it;
-        it is the last one that counts."""
+        """Begin a batch of about `groups` groups of about `completions` completions each, whose
+        requests are added to it later. Only the batch that was begun last counts."""
         assert self._weights is not None, "weights are sent before"
         self.note, self._silence = note or self.note, _Silence()
         with self._lock:
@@ -185,7 +186,8 @@ class Fleet:
         return batch
 
     def advance(self, batch: Batch) -> list[int]:
-        """The groups that are finished next; none, if that takes a while. Raises as `generate`."""
+        """Return the groups that are finished next; none, if that takes a while. Raises as
+        `generate` does."""
         with self._lock:
             engines = list(self._engines)
         self._ask(engines, batch)
@@ -195,12 +197,12 @@ class Fleet:
 
     @property
     def stats(self) -> Stats:
-        """Of the last call, added up over engines: preemptions, tokens of prompts, cached ones,
-        clamped values."""
+        """The counts of the last call, added up over engines: preemptions, tokens of prompts,
+        cached ones, clamped values."""
         return self._last.stats
 
     def stop(self) -> None:
-        """Let a call of `generate` in another thread end with an error."""
+        """Make a call of `generate` in another thread end with an error."""
         self._stopped = True
 
     def close(self) -> None:
@@ -213,13 +215,14 @@ class Fleet:
         self._finalize()
 
     def _room(self, groups: int, completions: int) -> int:
-        """How many groups an engine holds at a time: half of its share, so that those who are fast
-        get more of the rest, within its `engine.max_sequences`."""
+        """Return the number of groups that an engine holds at a time: half of its share, so that
+        fast engines get more of the rest, within its `engine.max_sequences`."""
         share = -(-groups // (2 * max(len(self._engines), 1)))
         return max(1, min(share, self._most_sequences // completions))
 
     def _ask(self, engines: Sequence[EngineActor], batch: Batch) -> None:
-        """Give everyone who has nothing to do the next thing to do."""
+        """Give each engine that is ready its next work: new groups within its room, and which of
+        its groups are done elsewhere."""
         assert self._weights is not None
         held = Counter(index for one in engines for index in one.open)
         batch.held_now(held)
@@ -250,7 +253,7 @@ class Fleet:
                 )
 
     def _replies(self, engines: Sequence[EngineActor], batch: Batch) -> list[int]:
-        """The groups that are finished, once there is any reply; takes note of engines that come
+        """Return the groups that are finished, once there is any reply; note the engines that come
         and go."""
         asked = {reference: one for one in engines for reference in one.calls}
         if not asked:
@@ -277,7 +280,7 @@ class Fleet:
         return finished
 
     def _take(self, one: EngineActor, kind: str, reply: dict[str, Any], batch: Batch) -> list[int]:
-        """A reply: the groups that it finishes."""
+        """Handle one reply of an engine, and return the groups that it finishes."""
         if "refused" in reply:
             raise RunFailed(f"{one}: {reply['refused']}")
         if "error" in reply:
@@ -313,7 +316,7 @@ class Fleet:
         return new
 
     def _lost(self, one: EngineActor, reason: str) -> None:
-        """An engine is gone for good."""
+        """Remove an engine that is gone for good."""
         with self._lock:
             if one in self._engines:
                 self._engines.remove(one)
@@ -344,14 +347,14 @@ class Fleet:
 
 
 class _Silence:
-    """Seconds since engines last answered, without those in which this process itself was
+    """The seconds since engines last answered, without those in which this process itself was
     stopped."""
 
     def __init__(self) -> None:
         self._replies, self._seconds, self._looked = -1, 0.0, time.monotonic()
 
     def after(self, replies: int) -> float:
-        """The silence, if engines have answered so often."""
+        """Return the seconds of silence; `replies`: the number of answers so far."""
         now = time.monotonic()
         self._seconds += min(now - self._looked, _LOOK_S)
         self._looked = now
@@ -361,6 +364,6 @@ class _Silence:
 
 
 def _last_line(error: BaseException) -> str:
-    """What is wrong, without the trace of another process."""
+    """Return the last line of an error, without the trace of another process."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -1,5 +1,5 @@
-"""Where kernels keep on this machine what they have built and tested: folders that nobody else can
-write to."""
+"""The folders on this machine where kernels keep what they have built and tested, which other users
+cannot write to."""
 
 import fcntl
 import os
@@ -19,7 +19,7 @@ _Faults = TypeVar("_Faults")
 
 
 class CacheUnusable(IsobitError):
-    """There is no such folder; the message says why, in one line."""
+    """A folder for what kernels keep cannot be used; the message says why, in one line."""
 
 
 def cache_directory(name: str, file: str = "") -> Path:
@@ -52,7 +52,7 @@ def cache_directory(name: str, file: str = "") -> Path:
 
 
 def keep_kernels_of_triton() -> None:
-    """Name a folder for the kernels that Triton compiles, where it would keep them in a home
+    """Set a folder for the kernels that Triton compiles, where it would keep them in a home
     directory that cannot be written."""
     home = in_home(".triton")
     if not {"TRITON_CACHE_DIR", "TRITON_HOME"} & os.environ.keys() and not (
@@ -64,8 +64,8 @@ def keep_kernels_of_triton() -> None:
 
 @contextmanager
 def alone(lock: Path, waits: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Inside, no other process is inside with the same file; `waits` is called where one is. Raises
-    OSError where the file cannot be written."""
+    """Keep other processes out of the block that lock the same file; `waits` is called where
+    another one is inside. Raises OSError where the file cannot be written."""
     with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,8 +76,8 @@ def alone(lock: Path, waits: Callable[[], None] = lambda: None) -> Iterator[None
 
 
 def unless_passed(mark: Path, test: Callable[[], _Faults], none: _Faults) -> _Faults:
-    """What a test finds, falsy where it passes; `none` at once where the file `mark` says that it
-    has passed."""
+    """Return what a test finds, falsy where it passes; `none` at once, without the test, where the
+    file `mark` says that it has passed."""
     if mark.exists():
         return none
     found = test()

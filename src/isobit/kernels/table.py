@@ -21,7 +21,7 @@ BACKENDS = ("auto", "triton", "native", "reference")
 
 
 def get_ops(backend: str = "auto", consistency: str = "bitwise") -> Ops:
-    """The operators of a backend.
+    """Return the operators of a backend.
 
     `triton` runs on the GPUs of `gpu.ARCHITECTURES`, if its kernels pass a check there at the first
     start; `native` is C++, from the wheel or compiled on first use; `reference` is PyTorch. `auto`
@@ -57,7 +57,7 @@ def get_ops(backend: str = "auto", consistency: str = "bitwise") -> Ops:
 
 
 def triton_ops(consistency: str) -> "TritonOps":
-    """The operators of the GPU; where there is none and TRITON_INTERPRET=1, of Triton's
+    """Return the operators of the GPU; where there is none and TRITON_INTERPRET=1, of Triton's
     interpreter. Raises IsobitError where they cannot run."""
     if consistency not in ("bitwise", "fast"):
         raise IsobitError(
@@ -92,8 +92,8 @@ def _device() -> torch.device:
 
 @cache
 def _failing(gpu: Gpu) -> str | None:
-    """Why the kernels cannot be used on this GPU, or None. From here on they are compiled for
-    it."""
+    """Return why the kernels cannot be used on this GPU, or None. From here on they are compiled
+    for it."""
     from isobit.kernels.backends import self_check
     from isobit.kernels.backends.triton import TritonOps
     from isobit.kernels.triton import launch  # here: they import Triton
@@ -137,10 +137,8 @@ def _cpu_ops(backend: str, consistency: str, unused: str) -> Ops:
 
 
 def inference_engine_ops(learner: Ops) -> Ops:
-    """The operators of a rollout on a second engine; `learner` are those of the learner.
-
-    On a GPU these are other kernels: cuBLAS products, as under `consistency: fast`.
-    """
+    """Return the operators of a rollout on a second engine; `learner` are those of the learner. On
+    a GPU these are other kernels: cuBLAS products, as under `consistency: fast`."""
     if learner.backend == "triton":
         return triton_ops("fast")
     if learner.backend == "native":

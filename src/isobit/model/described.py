@@ -12,7 +12,7 @@ from isobit.model.text.tokenizer import DEFAULT_RULES, TextRules, Tokenizer
 
 @dataclass(frozen=True, eq=False)
 class Described:
-    """What a prompt needs to be read, and memory to be planned."""
+    """The parts of a model that are needed to read a prompt and to plan memory."""
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -21,9 +21,9 @@ class Described:
 def described(
     path: str | Path, adapter: str | None = None, rules: TextRules = DEFAULT_RULES
 ) -> Described:
-    """Of a Hugging Face directory, or of the model that a PEFT folder names; the tokenizer is that
-    of the `adapter` folder, where it brings one. Raises IsobitError for whatever is wrong with the
-    files."""
+    """Read the config and the tokenizer of a Hugging Face directory, or of the model that a PEFT
+    folder names; the tokenizer is that of the `adapter` folder, where it brings one. Raises
+    IsobitError for whatever is wrong with the files."""
     own = model_folder(path)
     folder = base_of(own) if is_adapter(own) else own
     config = ModelConfig.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
@@ -35,7 +35,7 @@ def described(
 
 
 def check_vocabulary(config: ModelConfig, tokenizer: Tokenizer, where: str = "") -> None:
-    """Raise IsobitError where the tokenizer has ids that the model has not."""
+    """Raise IsobitError where the tokenizer has ids that the model does not have."""
     if tokenizer.vocab_size > config.vocab_size:
         raise IsobitError(
             f"{where}the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary "

@@ -1,8 +1,8 @@
-"""An adapter added to its model's weights, for systems that take no adapters, and how much of it
-survives.
+"""An adapter added to its model's weights, for systems that do not take adapters, and how much of
+it survives.
 
 W + s · B·A is computed in float64 and rounded to the FP32 master. A run trains the model Q(W) with
-the update Δ = s · B·A beside it, unrounded; a merged model is Q(W + Δ). Where an update is smaller
+the update Δ = s · B·A next to it, unrounded; a merged model is Q(W + Δ). Where an update is smaller
 than the weights' rounding, it arrives with an error larger than itself. So the gap is measured:
 |Q(W + Δ) - Q(W) - Δ| / |Δ|, of Frobenius norms over all matrices that have an adapter
 (`tests/commands/test_merge.py`).
@@ -28,13 +28,14 @@ from isobit.precision import PackedFP4, Precision
 
 @dataclass(frozen=True)
 class Gap:
-    """Of a merge: `update` is |Δ| / |W|, `error` that of the quantized sum relative to |Δ|."""
+    """The gap of a merge: `update` is |Δ| / |W|, `error` that of the quantized sum relative to
+    |Δ|."""
 
     update: float
     error: float
 
     def text(self, precision: str) -> str:
-        """In a line."""
+        """Return the gap under a precision as one line."""
         if not self.update:
             return "merged: the adapter changes nothing"
         return (
@@ -45,8 +46,8 @@ class Gap:
 
 @torch.no_grad()
 def merged(folder: Path, precision: str | Mapping[str, Any] | Precision) -> tuple[Model, Gap]:
-    """The model of an adapter's folder with the adapter in its masters, and the gap under a flow.
-    Raises IsobitError as `Model.load`."""
+    """Return the model of an adapter's folder with the adapter in its masters, and the gap under a
+    flow. Raises IsobitError as `Model.load` does."""
     model = Model.load(base_of(folder), precision)
     adapter = read_peft(folder, model.config)
     if brings_tokenizer(folder):

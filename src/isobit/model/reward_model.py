@@ -76,8 +76,8 @@ class RewardModel:
         return RewardModel(Transformer(config, flow, ops, masters, ranks), score, tokenizer)
 
     def encode(self, prompt: Prompt, completion: str | Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of prompt and completion: a chat through the chat template, or the two texts
-        joined. A completion of several turns is the messages that follow the prompt, the
+        """Return the token ids of prompt and completion: a chat through the chat template, or the
+        two texts joined. A completion of several turns is the messages that follow the prompt, the
         assistant's first. Raises IsobitError for a conversation that the template refuses."""
         if isinstance(prompt, str):
             assert isinstance(completion, str)
@@ -92,7 +92,7 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """The score of each sequence of token ids, float32.
+        """Return the score of each sequence of token ids, float32.
 
         Raises IsobitError for an empty sequence and for one that is longer than the model's
         context.
@@ -119,7 +119,7 @@ class RewardModel:
         return scores
 
     def nbytes(self) -> int:
-        """Bytes of all weights that are kept."""
+        """Return the bytes of all weights that are kept."""
         return sum(self.transformer.working_bytes()) + self.score_weight.numel() * 4
 
 

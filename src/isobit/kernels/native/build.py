@@ -5,7 +5,7 @@ A wheel for x86-64 has a library for each level of processors (`recipe.LEVELS`),
 made of the sources that are here and neither CXX nor ISOBIT_CXXFLAGS is set. Otherwise one is
 compiled into the user's cache, for this processor, which a line on stderr says. Its file is named
 after sources, flags, compiler and processor, so another version builds anew and no stale one can be
-loaded; those that nobody has loaded for a day go when one is built. Left out: the commands
+loaded; those that no process has loaded for a day go when one is built. Left out: the commands
 (`recipe.py`) and the operators (`ops.py`). $ISOBIT_CXXFLAGS adds flags; `-DISOBIT_PORTABLE` leaves
 out all intrinsics.
 """
@@ -59,28 +59,28 @@ _WITHOUT = "without them PyTorch computes, many times as slowly"
 _CPU_SECONDS = 50
 """That compilers take for all files together, about."""
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What file systems without locks say."""
+"""The errors of file systems without locks."""
 _KEPT, _UNUSED_S = 4, 24 * 3600
 """Libraries in the cache that always stay, and how long another was not loaded before it goes."""
 
 
 class NoOperators(IsobitError, BuildFailed):
-    """There are no operators in C++ here; the message says why, in one line."""
+    """The operators in C++ cannot be had here; the message says why, in one line."""
 
 
 def library() -> ctypes.CDLL:
-    """The operators, compiled now if need be. Raises NoOperators."""
+    """Return the operators, compiled now if need be. Raises NoOperators."""
     return _opened()[0]
 
 
 def origin() -> str:
-    """Where the operators are from, for users. Raises NoOperators."""
+    """Return a text for users that says where the operators are from. Raises NoOperators."""
     return _opened()[1]
 
 
 @cache
 def available() -> tuple[bool, str]:
-    """(whether the backend works here, why): loads or compiles it at the first call."""
+    """Return (whether the backend works here, why); the first call loads or compiles it."""
     try:
         return True, origin()
     except NoOperators as error:
@@ -123,8 +123,8 @@ def _loaded(program: str, directory: Path) -> ctypes.CDLL:
 
 
 def prebuilt_here(features: frozenset[str], folder: Path = PREBUILT) -> tuple[str, Path] | None:
-    """Level and file of the best library in `folder` for a processor with these features, if it was
-    made of the present sources; none in a checkout, whose sources change."""
+    """Return the level and the file of the best library in `folder` for a processor with these
+    features, if it was made of the present sources; None in a checkout, whose sources change."""
     if not folder.is_dir():
         return None
     places = {
@@ -136,8 +136,8 @@ def prebuilt_here(features: frozenset[str], folder: Path = PREBUILT) -> tuple[st
 
 
 def compiled(program: str, directory: Path, sources: Path = HERE) -> Path:
-    """The library in `directory` that `program` makes of `sources`, now if not before; then stderr
-    says so, and what becomes of it where it fails. Raises BuildFailed."""
+    """Return the library in `directory` that `program` makes of `sources`, compiled now if it is
+    not there; then stderr says so, and what becomes of it where it fails. Raises BuildFailed."""
     general, extra = _flags()
     path = directory / _file_name(program, sources)
     if not path.exists():
@@ -184,8 +184,9 @@ def _compile(program: str, path: Path, general: list[str], sources: Path, extra:
 
 
 def clear_old(directory: Path) -> None:
-    """Remove the libraries that nobody has loaded for a day, but for the newest by use, and the
-    folders that compilations which were killed have left. Who has loaded one keeps it in memory."""
+    """Remove the libraries that no process has loaded for a day, except the newest by use, and the
+    folders that killed compilations have left. A process that has loaded a library keeps it in
+    memory."""
     old = time.time() - _UNUSED_S
     libraries = sorted(directory.glob("isobit-*.so"), key=_used, reverse=True)
     for library in libraries[_KEPT:]:
@@ -199,7 +200,8 @@ def clear_old(directory: Path) -> None:
 
 
 def _used(path: Path) -> float:
-    """When it was made, or loaded last; now where another process has removed it."""
+    """Return the time when a file was made, or loaded last; now where another process has removed
+    it."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -207,8 +209,8 @@ def _used(path: Path) -> float:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """A library, its interface declared and compared. Raises BuildFailed, IsobitError where the
-    interface differs."""
+    """Load a library, declare its interface and compare it. Raises BuildFailed, IsobitError where
+    the interface differs."""
     try:
         return declare(ctypes.CDLL(str(path)))
     except OSError as error:
@@ -216,8 +218,8 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 def differing(lib: ctypes.CDLL, test: str, run: Callable[[], int]) -> int:
-    """How many results a self-test of the library finds that differ; 0 at once where it has passed
-    on this processor, which a file in the cache marks. Without a cache, each start tests."""
+    """Count the results of a self-test of the library that differ; 0 at once where it has passed on
+    this processor, which a file in the cache marks. Without a cache, each start tests."""
     processor = hashlib.sha256(_processor().encode()).hexdigest()[:8]
     mark = f"{Path(lib._name).stem}.{processor}.{test}.passed"
     try:
@@ -244,14 +246,15 @@ def _version(program: str) -> str:
 
 
 def _processor() -> str:
-    """What `native` means here: the model and its features."""
+    """Return what `native` means here: the model of the processor and its features."""
     wanted = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU part")
     lines = {line for line in _cpuinfo() if line.split("\t")[0].strip() in wanted}
     return "\n".join(sorted(lines)) or platform.processor() + platform.machine()
 
 
 def _features() -> frozenset[str]:
-    """What /proc/cpuinfo lists; nothing where there is none, or on another kind of processor."""
+    """Return the features of an x86 processor that /proc/cpuinfo lists; empty where that file is
+    missing, or on another kind of processor."""
     return processor_features() if on_x86() else frozenset()
 
 

@@ -30,7 +30,7 @@ class LargePages:
         self._last: Callable[[], NDArray[np.uint8] | None] = lambda: None
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of `count` elements, its values undefined."""
+        """Return a tensor of `count` elements, its values undefined."""
         size = count * dtype.itemsize
         if size < self._smallest:
             return torch.empty(count, dtype=dtype)
@@ -43,8 +43,9 @@ class LargePages:
         return torch.from_numpy(memory[start : start + size]).view(dtype)
 
     def _new(self, size: int) -> NDArray[np.uint8]:
-        """Memory for a new chunk, which begins in it with a large page. A slice of a slice holds this
-        array, and not the slice between them: this is what lives as long as a tensor does."""
+        """Allocate memory for a new chunk, which begins in it with a large page. A slice of a slice
+        holds this array, and not the slice between them: the array lives as long as a tensor on it
+        does."""
         self._size, self._used = max(self._chunk, -(-size // _PAGE) * _PAGE), 0
         memory = np.empty(self._size + _PAGE, np.uint8)
         self._last, self._first = weakref.ref(memory), -memory.ctypes.data % _PAGE

@@ -50,8 +50,8 @@ def tree_sum(x: Tensor, dim: int = -1) -> Tensor:
 
 
 def block_sum(x: Tensor) -> Tensor:
-    """The sum of all elements, in blocks of a fixed size where there are many, so that its bits do
-    not depend on threads: PyTorch shares a sum of more than 32,768 elements among them."""
+    """Compute the sum of all elements, in blocks of a fixed size where there are many, so that its
+    bits do not depend on threads: PyTorch shares a sum of more than 32,768 elements among them."""
     if x.numel() <= _SUM_BLOCK:
         return x.sum()
     flat = x.reshape(-1)
@@ -60,19 +60,19 @@ def block_sum(x: Tensor) -> Tensor:
 
 
 def total(values: Tensor) -> float:
-    """`block_sum` in float64, without a gradient."""
+    """Compute the `block_sum` of all values in float64, without a gradient."""
     return float(block_sum(values.detach().double()))
 
 
 def mean(values: Tensor) -> float:
-    """Likewise the mean; NaN of none."""
+    """Compute the mean of all values from their `total`; NaN where there are none."""
     return total(values) / (values.numel() or math.nan)
 
 
 def undecided(x: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
-    """Where a number within `error`, and some roundings, of float64 x might round to another number
-    of `dtype`: places [count, dimensions of x]. `error` broadcasts to x; it is 0, or at least
-    2^-132. NaN in x is NaN in any order.
+    """Find the elements of float64 x that, changed by at most `error` and some roundings, might
+    round to another number of `dtype`: places [count, dimensions of x]. `error` broadcasts to x; it
+    is 0, or at least 2^-132. NaN in x is NaN in any order.
 
     Rounding changes where the lost bits of x are 100...0. How far they are from that is counted in
     units of x's last place, and taken as if these were |x| · 2^-53, which is between half a unit
@@ -89,8 +89,8 @@ def undecided(x: Tensor, error: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def product_sums(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The float64 matrix of tree_sum(a[i] · b[j]) + bias[j] for a [M, K], b [N, K], BF16 or FP32;
-    elements may differ from it only in ways that rounding to `dtype` removes.
+    """Compute the float64 matrix of tree_sum(a[i] · b[j]) + bias[j] for a [M, K], b [N, K], BF16 or
+    FP32; elements may differ from it only in ways that rounding to `dtype` removes.
 
     Products are exact in float64. A row's elements are multiples of a power of two; where sums of
     products of such multiples need no more than 53 bits, every order is exact and nothing need be
@@ -114,7 +114,7 @@ def product_sums(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) 
 
 
 def _tiles(error_a: Tensor, error_b: Tensor) -> Iterator[slice]:
-    """Some rows at a time; none if every sum is exact."""
+    """Yield some rows at a time; none if every sum is exact."""
     if float(error_a.amax()) == 0 or float(error_b.amax()) == 0:
         return
     step = max(1, _TILE // error_b.shape[0])
@@ -123,7 +123,8 @@ def _tiles(error_a: Tensor, error_b: Tensor) -> Iterator[slice]:
 
 
 def _errors(left: Tensor, a: Tensor, right: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """(x [M], y [N]): x[i] · y[j] bounds how far two orders of the sum of a[i] · b[j] are apart.
+    """Return (x [M], y [N]): x[i] · y[j] bounds how far two orders of the sum of a[i] · b[j] are
+    apart.
 
     Each is within (K - 1) · 2^-53 · Σ|a·b| of the true sum, to first order, and Σ|a·b| is at most
     the product of the Euclidean norms. It is 0 where all partial sums are multiples, below 2^53, of
@@ -137,7 +138,7 @@ def _errors(left: Tensor, a: Tensor, right: Tensor, b: Tensor) -> tuple[Tensor, 
 
 
 def _grid(x: Tensor) -> Tensor:
-    """For every row of BF16 or FP32 x a number, float64 [rows], that is no larger than the last
+    """Return, for every row of BF16 or FP32 x, a number, float64 [rows], not larger than the last
     place of any nonzero element; infinity for a row of zeros."""
     word, infinity = _WORDS[x.dtype], x.new_full((), torch.inf)
     largest = torch.iinfo(word).max
@@ -148,6 +149,7 @@ def _grid(x: Tensor) -> Tensor:
 
 
 def norm_bound(x: Tensor) -> Tensor:
-    """A bound of the Euclidean norm over the last dimension: 0 for zeros, else at least 2^-66."""
+    """Return a bound of the Euclidean norm over the last dimension: 0 for zeros, else at least
+    2^-66."""
     norm = torch.linalg.vector_norm(x, dim=-1)
     return norm.mul_(1 + 2.0**-20).add_(norm.sign(), alpha=2.0**-66)

@@ -21,15 +21,15 @@ _SUM_BLOCK = 1024
 
 
 def scaled(logits: Tensor, temperature: Temperature) -> Tensor:
-    """logits [T, V] / temperature, rounded once."""
+    """Divide logits [T, V] by the temperature, rounded once."""
     return logits / (temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature)
 
 
 def token_logprobs(
     logits: Tensor, tokens: Tensor, temperature: Temperature
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature) at `tokens`, and the entropy, both [T] float32; float64
-    inside."""
+    """Compute log softmax(logits / temperature) at `tokens`, and the entropy, both [T] float32;
+    float64 inside."""
     z = scaled(logits, temperature).contiguous()
     shifted = z.double() - z.amax(-1, keepdim=True).double()
     weights = torch.exp(shifted)
@@ -41,14 +41,15 @@ def token_logprobs(
 
 
 def sample(logits: Tensor, keys: Tensor, temperature: Temperature) -> Tensor:
-    """One token per row; ties go to the lowest index, and a token of probability 0 never wins."""
+    """Draw one token per row; ties go to the lowest index, and a token of probability 0 never
+    wins."""
     z = scaled(logits, temperature)
     weights = torch.exp(z.double() - z.amax(-1, keepdim=True).double())
     return (weights / exponentials(keys, logits.shape[-1])).argmax(-1)
 
 
 def exponentials(keys: Tensor, count: int) -> Tensor:
-    """-log(u) for tokens 0 to count-1 of every row of `keys` [B, 4] (seed, prompt, sample,
+    """Compute -log(u) for tokens 0 to count-1 of every row of `keys` [B, 4] (seed, prompt, sample,
     position): [B, count] float64."""
     seed, prompt, index, position = (column.unsqueeze(-1) for column in keys.unbind(-1))
     token = torch.arange(-(-count // 4), device=keys.device).unsqueeze(0)
@@ -67,7 +68,7 @@ def exponentials(keys: Tensor, count: int) -> Tensor:
 def philox(
     counter: tuple[_Word, _Word, _Word, _Word], key: tuple[_Word, _Word]
 ) -> tuple[_Word, _Word, _Word, _Word]:
-    """Philox4x32-10 on 32-bit words: integers, or int64 tensors of one shape."""
+    """Compute Philox4x32-10 on 32-bit words: integers, or int64 tensors of one shape."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -79,8 +80,8 @@ def philox(
 
 
 def _multiply(word: _Word, multiplier: int) -> tuple[_Word, _Word]:
-    """High and low halves of the 64-bit product; it wraps around in int64, whose bits are still
-    right."""
+    """Return the high and low halves of the 64-bit product; it wraps around in int64, whose bits
+    are still right."""
     wide = word * multiplier
     return (wide >> 32) & MASK, wide & MASK
 

@@ -52,12 +52,13 @@ class Projection(NamedTuple):
 
     @property
     def masters(self) -> tuple[str, str]:
-        """The names of A and B."""
+        """The names of the projection's two factors, A and B."""
         return f"{self.name}.lora_A", f"{self.name}.lora_B"
 
     @property
     def expert(self) -> tuple[str, int] | None:
-        """Of an expert's (`layers.3.experts.gate_proj`, its number); None of another matrix."""
+        """The name of an expert's matrix for all experts, and the expert's number:
+        (`layers.3.experts.gate_proj`, number); None for a matrix that is not an expert's."""
         layer, found, rest = self.name.partition(".experts.")
         if not found:
             return None
@@ -67,10 +68,11 @@ class Projection(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """Factors of `projections`, whole, FP32 on the CPU, by name; `base` is the path of the model
-    that they adapt; `rslora`: alpha is divided by the root of the rank; `together`: PEFT holds the
-    factors of a layer's experts in one tensor, so (`peft_experts.py`); `classes`: how names
-    begin in its folder, as in each class of the model (`hub/wrapped.py`); `renamed`: as of the family's mixtures."""
+    """Factors of `projections`, whole, FP32 on the CPU, by name. `base`: the path of the model that
+    they adapt. `rslora`: alpha is divided by the root of the rank. `together`: how PEFT holds the
+    factors of a layer's experts in one tensor, if it does (`peft_experts.py`). `classes`: how names
+    begin in its folder, for each class of the model (`hub/wrapped.py`). `renamed`: as in the
+    family's mixtures."""
 
     rank: int
     alpha: float
@@ -84,16 +86,16 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        """What the product of B and A is multiplied by."""
+        """The factor of the product of B and A."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of A and B of each projection, in their order."""
+        """The shapes of A and B of each projection, in the order of the projections."""
         return factor_shapes(self.projections, self.rank)
 
     def of(self, weight: str) -> list[Projection]:
-        """The adapted projections of a master."""
+        """Return the adapted projections of a master."""
         return self._by_weight.get(weight, [])
 
     @cached_property
@@ -105,7 +107,8 @@ class Adapter:
 
     @cached_property
     def experts(self) -> dict[str, int]:
-        """How many experts have factors, by `layers.3.experts.gate_proj`: all of a layer's."""
+        """The number of experts that have factors, by names such as `layers.3.experts.gate_proj`:
+        all of a layer's."""
         return Counter(one.expert[0] for one in self.projections if one.expert is not None)
 
     def __str__(self) -> str:
@@ -115,7 +118,7 @@ class Adapter:
 
 
 def factor_shapes(projections: Sequence[Projection], rank: int) -> dict[str, tuple[int, ...]]:
-    """Name to shape of A [rank, inputs] and B [outputs, rank] of projections."""
+    """Return the shapes of A [rank, inputs] and B [outputs, rank] of projections, by name."""
     found: dict[str, tuple[int, ...]] = {}
     for one in projections:
         a, b = one.masters
@@ -126,7 +129,7 @@ def factor_shapes(projections: Sequence[Projection], rank: int) -> dict[str, tup
 def product(
     x: Operand, weight: Weight, ops: Ops, dtype: torch.dtype
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(y [T, N] in `dtype` of x [T, K], the u [T, r] of each adapter)."""
+    """Return (y [T, N] in `dtype` for x [T, K], the u [T, r] of each adapter)."""
     if not weight.adapters:
         return ops.product(x, weight.prepared, weight.bias, dtype), ()
     total = ops.product(x, weight.prepared, weight.bias, torch.float32)
@@ -137,8 +140,8 @@ def product(
 def add(
     total: Tensor, x: Operand, adapters: Iterable[LowRank], ops: Ops, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """Add to W·x̂ + bias, `total` [T, N] float32, what the adapters of a weight make of x [T, K];
-    the u of each."""
+    """Add what the adapters of a weight make of x [T, K] to W·x̂ + bias, `total` [T, N] float32;
+    return the u of each adapter."""
     values = plain(x, dtype)
     return tuple(
         add_part(
@@ -151,8 +154,8 @@ def add(
 def backward(
     dy: Tensor, x: Operand, kept: Sequence[Tensor], weight: Weight, ops: Ops, needs_input: bool
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """(what the adapters add to dx [T, K], float32, or None; dA and dB of each in turn, float32),
-    of dy [T, N]."""
+    """Return (what the adapters add to dx [T, K], float32, or None; dA and dB of each adapter in
+    turn, float32) for dy [T, N]."""
     values, dx, found = plain(x, dy.dtype), None, list[Tensor]()
     for one, u in zip(weight.adapters, kept):
         part = dy[:, one.lo : one.hi].contiguous()
@@ -168,9 +171,9 @@ def backward(
 
 
 def update_norm(adapters: Iterable[LowRank], ops: Ops) -> float:
-    """The Frobenius norm of scale · B·A over all `adapters`, of the working factors: of one it is
-    that of the sum over (Bᵀ·B) ∘ (A·Aᵀ), whose factors are [r, r]. Of a layer's experts, which are
-    all among them, it is found for all at once."""
+    """Compute the Frobenius norm of scale · B·A over all `adapters`, from the working factors: the
+    square of an adapter's is the sum over (Bᵀ·B) ∘ (A·Aᵀ), whose factors are [r, r]. For a layer's
+    experts, which are all among the adapters, it is computed for all at once."""
     squares, seen = [], set[int]()
     for one in adapters:
         if one.together is None:
@@ -190,7 +193,8 @@ def update_norm(adapters: Iterable[LowRank], ops: Ops) -> float:
 
 
 def _grams(factors: Tensor, ops: Ops) -> Tensor:
-    """The products of the rows of each matrix [E, r, K] with each other: [E r, r], float64."""
+    """Compute the products of the rows of each matrix [E, r, K] with each other: [E r, r],
+    float64."""
     count, rank, inputs = factors.shape
     own = factors.contiguous()
     offsets = torch.arange(count + 1, device=own.device) * rank

@@ -3,10 +3,10 @@ written, in FP32.
 
 Names are PEFT's (`base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`), so `peft` loads
 what is written here, and its folders load here (`tests/model/test_peft.py`). They are those of the
-modules of the base's own class: of a model that reads images too, `model.language_model.layers.0`
-(`tests/model/test_wrapped_adapters.py`). What an adapter's
-config.json says beside rank and alpha is taken only where it changes nothing; the rest is refused
-by name. Left out: the arithmetic (`low_rank.py`).
+modules of the base's own class: for a model that reads images too, `model.language_model.layers.0`
+(`tests/model/test_wrapped_adapters.py`). Keys of an adapter's config.json other than rank and alpha
+are accepted only where they change nothing; the rest is refused by name. Left out: the arithmetic
+(`low_rank.py`).
 """
 
 import filecmp
@@ -61,23 +61,24 @@ _REFUSED = {
 }
 """Keys of adapter_config.json that change what an adapter computes, and what they stand for."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initializations that write into the base model, without which the factors mean something else."""
+"""Initializations that write into the base model; without that change the factors mean something
+else."""
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether a directory is an adapter's, and no model's."""
+    """Return whether a directory is an adapter's and not a model's."""
     return exists(directory / CONFIG) and not exists(directory / "config.json")
 
 
 def brings_tokenizer(directory: Path) -> bool:
-    """Whether a tokenizer is beside an adapter, with the tokens that end a sequence, as
-    `Model.save` writes it."""
+    """Return whether the folder of an adapter has a tokenizer, with the tokens that end a sequence,
+    as `Model.save` writes it."""
     return exists(directory / "tokenizer.json") and exists(directory / "generation_config.json")
 
 
 def base_of(directory: Path) -> Path:
-    """The model that an adapter's directory names. Raises IsobitError if it names none, or one that
-    is not here."""
+    """Return the directory of the model that an adapter's directory names. Raises IsobitError if it
+    names none, or one that is not here."""
     base = read_json(directory / CONFIG).get("base_model_name_or_path")
     if isinstance(base, str) and base and exists(Path(base)):
         return model_folder(base)
@@ -90,8 +91,8 @@ def base_of(directory: Path) -> Path:
 
 def check_served(directory: Path, base: Path | None) -> None:
     """Raise IsobitError for a directory that no model at `base` can serve: a whole model, or an
-    adapter of another one that is here too; a copy of `base` is none, and where the model has moved
-    nobody can say."""
+    adapter of another model that is here too. A copy of `base` is not another model; where the
+    model that the adapter names has moved, nothing can be said, and the adapter is accepted."""
     if exists(directory / "config.json") and not exists(directory / CONFIG):
         raise IsobitError(
             f"adapter {directory}: a whole model, merged or never adapted; give it as the model "
@@ -117,7 +118,7 @@ def _require_config(directory: Path) -> None:
 
 
 def _same_weights(first: Path, second: Path) -> bool:
-    """Whether two models' files of weights are the same bytes."""
+    """Return whether two models' files of weights are the same bytes."""
     names = [
         sorted(path.name for path in folder.glob("*.safetensors")) for folder in (first, second)
     ]
@@ -129,8 +130,9 @@ def _same_weights(first: Path, second: Path) -> bool:
 
 
 def read_peft(directory: Path, config: ModelConfig, base: str = "") -> Adapter:
-    """The adapter of a directory, for a model of this architecture at `base`. Raises IsobitError
-    for what is missing or damaged, what is not supported, and factors that do not fit the model."""
+    """Read the adapter of a directory, for a model of this architecture at `base`. Raises
+    IsobitError for files that are missing or damaged, for what is not supported, and for factors
+    that do not fit the model."""
     _require_config(directory)
     values = read_json(directory / CONFIG)
     rank, alpha, rslora = _settings(values, directory / CONFIG)
@@ -156,9 +158,10 @@ def read_peft(directory: Path, config: ModelConfig, base: str = "") -> Adapter:
 
 
 def _of_language_model(weights: Weights, config: ModelConfig, directory: Path) -> Weights:
-    """Return the factors by the names of the language model alone, which a model around one may
-    have too, as isobit wrote them before, or has beside its own. Raises IsobitError for other names
-    of two classes, and for those inside another model where the base is a language model alone."""
+    """Return the factors by the names of the language model alone. A folder for a model around it
+    may have those names too: in place of the model's own, as isobit wrote them before, or in
+    addition to them. Raises IsobitError for other names of two classes, and for names inside
+    another model where the base is a language model alone."""
     factors: dict[str, dict[str, str]] = {}  # by how names begin: names alone, and in the folder
     others: list[str] = []
     for key in weights.shapes:
@@ -200,8 +203,8 @@ def _same_factors(weights: Weights, first: Mapping[str, str], copy: Mapping[str,
 def write_peft(
     directory: Path, adapter: Adapter, masters: Mapping[str, Tensor], ranks: Ranks
 ) -> None:
-    """Write an adapter's two files; each rank writes the rows that it keeps of the `masters`, the
-    first one the rest. Raises OSError if one cannot."""
+    """Write an adapter's two files; each rank writes the rows of the `masters` that it keeps, and
+    the first rank the rest. Raises OSError if a file cannot be written."""
     shards = Shards.of(adapter.shapes, ranks)
     parts = {} if adapter.together is None else joined(adapter, masters, shards, _PREFIX)
     for one in _apart_in_files(adapter):
@@ -241,14 +244,14 @@ def _config(adapter: Adapter) -> dict[str, Any]:
 
 
 def _apart_in_files(adapter: Adapter) -> list[Projection]:
-    """The matrices whose factors are tensors of their own."""
+    """Return the matrices whose factors are separate tensors in a folder."""
     together = adapter.together is not None
     return [one for one in adapter.projections if not together or one.expert is None]
 
 
 def _by_parameter(adapter: Adapter) -> list[Projection]:
-    """Return the matrices beside experts that PEFT would take for the experts' own, by their ends.
-    Named by their parameter they have the same factors."""
+    """Return the matrices outside the experts that PEFT would take for the experts' own, by the
+    ends of their names. Named by their parameter they have the same factors."""
     return [
         one
         for one in _apart_in_files(adapter)
@@ -257,8 +260,8 @@ def _by_parameter(adapter: Adapter) -> list[Projection]:
 
 
 def _target_modules(adapter: Adapter) -> list[str]:
-    """The ends of the modules' names; whole names where an end is found in some layers only, as
-    dense ones among experts are, or is that of experts too."""
+    """Return the ends of the modules' names; whole names where an end is found in some layers only,
+    as that of dense layers among layers with experts, or is that of experts too."""
     layers: dict[str, set[str]] = {}
     apart = _apart_in_files(adapter)
     if adapter.together is not None:
@@ -281,7 +284,7 @@ def _target_modules(adapter: Adapter) -> list[str]:
 
 
 def _keys(one: Projection) -> dict[str, str]:
-    """The names of A and B here, and in a file."""
+    """Return the names of A and B here, each with its name in a file."""
     return {name: f"{_PREFIX}{one.module}.{name.rpartition('.')[2]}.weight" for name in one.masters}
 
 
@@ -291,8 +294,8 @@ def _own_keys(one: Projection) -> tuple[str, str]:
 
 
 def _settings(values: Mapping[str, Any], path: Path) -> tuple[int, float, bool]:
-    """(rank, alpha, whether it is rsLoRA). Raises IsobitError for what else an adapter's
-    config.json asks for."""
+    """Return (rank, alpha, whether it is rsLoRA). Raises IsobitError for any other kind of adapter
+    that an adapter's config.json asks for."""
     if values.get("peft_type") != "LORA":
         raise IsobitError(
             f"{path}: peft_type is {brief(repr(values.get('peft_type')))}; only LORA is read"
@@ -320,8 +323,8 @@ def _settings(values: Mapping[str, Any], path: Path) -> tuple[int, float, bool]:
 
 
 def _adapted(shapes: Shapes, config: ModelConfig, rank: int, directory: Path) -> list[Projection]:
-    """The projections whose factors these tensors are. Raises IsobitError for tensors that are no
-    factors, and for those that do not fit."""
+    """Return the projections whose factors these tensors are. Raises IsobitError for tensors that
+    are not factors, and for factors that do not fit."""
     chosen, known = [], set[str]()
     for one in projections(config):
         a, b = _keys(one).values()

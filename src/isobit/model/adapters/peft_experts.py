@@ -7,9 +7,9 @@ columns are the experts' in turn. Where it adapts both tensors of a module it wr
 is inside, `base_layer`, is of gates and ups. In gpt-oss gates and ups are rows of B in turn
 (`columns`, as of `hub/packed_experts.py`).
 
-Here gates and ups have factors of their own, of rank r each. They are written as PEFT joins them
+Here gates and ups have separate factors, of rank r each. They are written as PEFT joins them
 itself: R = 2 r, the A of both, and the B of both on a diagonal of blocks, which `rank_pattern` and
-`alpha_pattern` say. Where there is no such pattern, one A of rank r is that of an expert's gate and
+`alpha_pattern` say. Without such a pattern one A of rank r is that of an expert's gate and
 of its up, and both get a copy of it, which computes the same.
 """
 
@@ -36,16 +36,16 @@ Read = Callable[[str], Tensor]
 
 
 class Form(NamedTuple):
-    """Which `roles`' factors are together, gates and ups first; whether those of gates and ups are
-    `wide`, R = 2 r."""
+    """The form of experts' factors in a folder: `roles`, the matrices whose factors are together,
+    gates and ups first; `wide`, whether those of gates and ups have R = 2 r."""
 
     roles: Sequence[str]
     wide: bool = False
 
 
 def form_of(values: Mapping[str, Any], path: Path) -> Form:
-    """That of an adapter_config.json. Raises IsobitError for parameters that are no experts', and
-    for ranks and alphas that differ otherwise."""
+    """Return the form of an adapter_config.json. Raises IsobitError for parameters that are not
+    experts', and for ranks and alphas that differ otherwise."""
     given = values.get("target_parameters") or []
     given = given if isinstance(given, list) else [""]
     # of a linear layer named by its weight the factors are the layer's
@@ -73,7 +73,7 @@ def form_of(values: Mapping[str, Any], path: Path) -> Form:
 
 
 def _all_are(pattern: Any, number: Any, factor: float) -> bool:
-    """Whether a pattern names gates and ups alone, with so many times a number."""
+    """Return whether a pattern names gates and ups alone, each with `factor` times `number`."""
     if not isinstance(pattern, dict) or not isinstance(number, (int, float)):
         return False
     return all(
@@ -85,8 +85,8 @@ def _all_are(pattern: Any, number: Any, factor: float) -> bool:
 
 
 def config_of(adapter: Adapter, beside: Sequence[Projection] = ()) -> dict[str, Any]:
-    """Return the keys of adapter_config.json that say so; `beside`: matrices that are named by
-    their parameter too."""
+    """Return the keys of adapter_config.json that describe experts' factors held together;
+    `beside`: other matrices that are named by their parameter too."""
     roles = _roles_of(adapter)
     modules = dict.fromkeys(_module(one) for one in adapter.projections if one.expert is not None)
     names = [f"{module}.{role}" for role in roles for module in modules]
@@ -114,15 +114,15 @@ def _role(one: Projection) -> str:
 
 
 def _module(one: Projection) -> str:
-    """The module of a layer's experts in transformers, of one of their matrices: Mixtral's has
-    another name in files."""
+    """Return the name in transformers of the module of a layer's experts, from one of their
+    matrices: Mixtral's has another name in files."""
     layer = one.module.partition(".experts.")[0].replace(".block_sparse_moe", ".mlp")
     return f"{layer}.experts"
 
 
 class _Group(NamedTuple):
-    """The factors of one tensor: its experts' matrices, in the order of the experts, so many for
-    each; the names of A [E · R, K] and B [N, R · E]."""
+    """The factors of one tensor: `members`, its experts' matrices in the order of the experts,
+    `parts` for each; `a` and `b`, the names of A [E · R, K] and B [N, R · E]."""
 
     members: list[Projection]
     parts: int
@@ -138,7 +138,7 @@ class _Group(NamedTuple):
         return max(one.hi for one in self.members[: self.parts])
 
     def rows_of(self, one: Projection, part: int, packing: Packing | None) -> slice:
-        """Those of B."""
+        """Return the rows of B that are those of a member, its expert's part number `part`."""
         if self.parts > 1 and packing == "columns":
             return slice(part, None, self.parts)
         return slice(one.lo, one.hi)
@@ -166,9 +166,9 @@ def apart(
     packing: Packing | None,
     prefix: str,
 ) -> tuple[Shapes, Read]:
-    """(the shapes of all factors, how they are read by their names) of `weights`, whose experts'
-    factors are together, as if each of the `experts` had its own, by the names of A and B here.
-    Raises IsobitError for factors that are missing or do not fit."""
+    """Return (the shapes of all factors, a function that reads a factor by its name) of `weights`,
+    whose experts' factors are together, as if each of the `experts` had its own, by the names of A
+    and B here. Raises IsobitError for factors that are missing or do not fit."""
     shapes, places = dict(weights.shapes), dict[str, Callable[[], Tensor]]()
     read = lru_cache(2)(weights.rows)
     for group in _groups(experts, form.roles, prefix):
@@ -194,12 +194,13 @@ def apart(
 
 
 def _of_a(read: Read, name: str, expert: int, ranks: int, mine: slice) -> Tensor:
-    """An expert's A [r, K]."""
+    """Return the A [r, K] of one expert's matrix, read from the A of all experts."""
     return read(name)[expert * ranks : (expert + 1) * ranks][mine].clone()
 
 
 def _of_b(read: Read, name: str, expert: int, ranks: int, mine: slice, rows: slice) -> Tensor:
-    """Some rows of an expert's B [N, r]. Raises IsobitError where the other columns are not 0."""
+    """Return some rows of an expert's B [N, r]. Raises IsobitError where the other columns are not
+    0."""
     own = read(name)[rows].reshape(-1, ranks, read(name).shape[1] // ranks)[:, :, expert]
     found = own[:, mine].clone()
     if int(torch.count_nonzero(own)) != int(torch.count_nonzero(found)):
@@ -213,8 +214,9 @@ def _of_b(read: Read, name: str, expert: int, ranks: int, mine: slice, rows: sli
 def joined(
     adapter: Adapter, masters: Mapping[str, Tensor], shards: Shards, prefix: str
 ) -> dict[str, Part]:
-    """The tensors of a file that hold experts' factors together. Alone, each is made when it is
-    written; of several ranks the first makes and writes them, of the rows that all have sent."""
+    """Return the tensors of a file that hold experts' factors together. On one rank, each is made
+    when it is written; of several ranks the first makes and writes them, from the rows that all
+    have sent."""
     experts = [one for one in adapter.projections if one.expert is not None]
     found: dict[str, Part] = {}
     for group in _groups(experts, _roles_of(adapter), prefix):

@@ -25,8 +25,8 @@ from isobit.precision.flow import LINEAR_LAYERS
 
 @dataclass(frozen=True)
 class NewAdapter:
-    """What a new adapter is made by; `targets`: names of `PROJECTIONS`, or all-linear; `rslora` as
-    of `Adapter`."""
+    """The settings of a new adapter; `targets`: names of `PROJECTIONS`, or all-linear; `rslora` as
+    in `Adapter`."""
 
     rank: int
     alpha: float
@@ -36,8 +36,8 @@ class NewAdapter:
 
 
 def projections(config: ModelConfig) -> list[Projection]:
-    """The matrices that may have adapters: of attention, of MLPs and of experts, where PEFT takes
-    them."""
+    """Return the matrices that may have adapters: those of attention, MLPs and experts, where PEFT
+    takes them."""
     found = []
     for weight, tensors in parts(config):
         if weight.rpartition(".")[2] not in LINEAR_LAYERS or _is_beside_peft(weight, config):
@@ -52,15 +52,16 @@ def projections(config: ModelConfig) -> list[Projection]:
 
 
 def _is_beside_peft(weight: str, config: ModelConfig) -> bool:
-    """Whether PEFT refuses adapters of a matrix, or has no folder for them: the last projection of
-    Mamba-2, and experts without a gate."""
+    """Return whether PEFT refuses adapters of a matrix, or has no folder for them: the last
+    projection of Mamba-2, and experts without a gate."""
     layer, role = layer_and_role(weight)
     mamba = isinstance(config.linear, Mamba) and config.is_linear(layer)
     return (mamba and role == "o") or (role.startswith("experts ") and not config.gated)
 
 
 def held_together(config: ModelConfig) -> Packing | None:
-    """How PEFT holds the factors of a layer's experts in one tensor, if it does."""
+    """Return how PEFT holds the factors of a layer's experts in one tensor, or None where it does
+    not."""
     mixtures = FAMILIES[config.family].mixtures
     if mixtures is None or config.experts is None:
         return None
@@ -69,13 +70,14 @@ def held_together(config: ModelConfig) -> Packing | None:
 
 
 def is_renamed(config: ModelConfig) -> bool:
-    """Return whether PEFT takes MLPs beside experts for theirs, by their names."""
+    """Return whether PEFT takes the MLPs outside the experts for the experts', by their names."""
     mixtures = FAMILIES[config.family].mixtures
     return mixtures is not None and mixtures.renamed
 
 
 def targeted(config: ModelConfig, targets: Sequence[str]) -> tuple[Projection, ...]:
-    """The matrices that `targets` name. Raises IsobitError where they are another family's."""
+    """Return the matrices that `targets` name. Raises IsobitError where a name is another family's,
+    or where only one of two matrices of experts is named that PEFT adapts together."""
     known = projections(config)
     if ALL_LINEAR in targets:
         return tuple(known)
@@ -97,8 +99,8 @@ def targeted(config: ModelConfig, targets: Sequence[str]) -> tuple[Projection, .
 
 
 def new_adapter(config: ModelConfig, given: NewAdapter, base: str = "") -> Adapter:
-    """A random A and B = 0, by `given`. The same seed gives the same values. Raises IsobitError as
-    `targeted`."""
+    """Make an adapter with a random A and B = 0, by the settings `given`. The same seed gives the
+    same values. Raises IsobitError as `targeted` does."""
     chosen = targeted(config, given.targets)
     generator = torch.Generator().manual_seed(given.seed)
     tensors = {}
@@ -121,9 +123,9 @@ def new_adapter(config: ModelConfig, given: NewAdapter, base: str = "") -> Adapt
 
 
 def beyond_use(config: ModelConfig, rank: int, targets: Sequence[str]) -> str | None:
-    """What to warn of where factors have more of a rank than the matrices that they change, or
-    None. Not refused: with matrices of several sizes people choose a rank by the large ones, and
-    PEFT and its folders have no limit."""
+    """Return a warning where factors have a larger rank than the matrices that they change can
+    have, or None. Such a rank is not refused: with matrices of several sizes a rank is often chosen
+    by the large ones, and PEFT and its folders have no limit."""
     smaller: dict[str, tuple[int, int]] = {}
     for one in targeted(config, targets):
         shape = one.hi - one.lo, one.inputs

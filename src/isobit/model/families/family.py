@@ -33,7 +33,7 @@ other layers."""
 
 
 def sizes(vocabulary: int, hidden: int, inner: int, layers: int, heads: int) -> dict[str, int]:
-    """`Family.sizes`, in this order."""
+    """Return `Family.sizes` from these sizes, in this order."""
     return {
         "vocab_size": vocabulary,
         "hidden_size": hidden,
@@ -64,15 +64,15 @@ class Mixtures:
     says which layers: `mlp_only_layers` and `decoder_sparse_step`, `first_k_dense_replace`,
     `mlp_layer_types` or, where layers have one part, `hybrid_override_pattern`. `normalize` stands
     for norm_topk_prob. `scoring`: experts have a score each, and these stand for n_group,
-    topk_group and routed_scaling_factor. `shared`: the size of an MLP beside the experts, for every
+    topk_group and routed_scaling_factor. `shared`: the size of an MLP by the experts, for every
     token, 0 if there is none; with `scoring` n_shared_experts, or what `shared_key` names;
     `shared_gate`: it has a gate. `latent_key`: the key of the latent's size that experts work in,
     where a model may have one. `biases`: routers and experts have them. `together`: how files
     that are written hold a layer's experts in one tensor, if they do (`hub/packed_experts.py`).
     `adapters`: PEFT holds experts' in one tensor too, so (`adapters/peft_experts.py`); None: each
     by itself. `renamed`: PEFT 0.21 takes modules with the names of experts' projections for theirs.
-    `switch`: the key that says whether a model has any; they stand beside the MLP of every
-    layer then, both with norms of their own, and `shared` stands for nothing: its size is
+    `switch`: the key that says whether a model has any; they stand next to the MLP of every
+    layer then, both with separate norms, and `shared` stands for nothing: its size is
     intermediate_size."""
 
     count: int
@@ -115,7 +115,7 @@ class Family:
     `linear_attention`: some layers have it in place of attention. `one_part`: a layer has one part
     alone (`hub/layer_kinds.py`), and linear attention is Mamba-2 (`hub/mamba.py`). `rotary`:
     attention has rotary embedding. `rms_key`: config.json's key of the norms' constant.
-    `gated_attention`: q_proj gives each head a gate beside its query. `partial_rotary`: the part of
+    `gated_attention`: q_proj gives each head a gate and its query. `partial_rotary`: the part of
     a head that is rotated where config.json does not say, None where that is always all of it;
     `interleaved`: its neighbours are rotated with each other, (0, 1), (2, 3), ..., not its halves.
     `kv_heads` None is one for each query head; `head_dim` None is hidden_size / heads. `nullable`
@@ -125,7 +125,7 @@ class Family:
     `multipliers`: config.json has numbers that scores, sums and
     logits are multiplied by (`hub/multipliers.py`). `rope_kinds`: the scalings of
     rotary embeddings that transformers takes in the family; `original_positions`: what stands for
-    original_max_position_embeddings beside them, and so counts more than the one inside;
+    original_max_position_embeddings next to them, and so counts more than the one inside;
     `rope_more`: their parameters that no other family has, all needed. `wrappers`: the model_types
     of models that wrap such a one, and whose language model is read; `opened_alone`: transformers
     has a class for the language model alone of such a model's checkpoint too; `sizes`: what stands for sizes
@@ -133,7 +133,7 @@ class Family:
     without a weight. `score_scale`: what scores are multiplied by, whatever head_dim is.
     `layer_scalars`: a layer's sum is multiplied by a number of its own, which is not trained.
     `capped_logits`: config.json may have a cap of logits. `global_head_dim`: layers without a
-    window have heads of their own (`hub/layer_heads.py`), and this stands for their width; None
+    window have heads of another size (`hub/layer_heads.py`), and this stands for their width; None
     where all layers' are alike. `layer_embeddings`: layers may have
     embeddings of their own, and read the keys of others (`hub/layer_inputs.py`), and this stands
     for the embeddings' width; None where they do neither. `checks` raise for a config.json, and its
@@ -207,8 +207,8 @@ class Family:
         return self.mixtures is None or self.mixtures.dense
 
     def fresh_rope(self, theta: float, max_positions: int) -> Rope:
-        """The rotary embedding of a model that is made, not read: without scaling, where the family
-        has any without."""
+        """Return the rotary embedding of a model that is made, not read: without scaling, where the
+        family has any without."""
         if "default" in self.rope_kinds:
             return Rope.of(theta, self.partial_rotary or 1.0)
         return Rope.from_hf(

@@ -1,6 +1,6 @@
 """Qwen3.5, dense and with experts: three of four layers have linear attention by the gated delta
-rule; the others a gate on what attention gives, and rotate a quarter of a head. Beside the experts
-of a layer stands an MLP that serves every token, times a gate.
+rule; the others have a gate on what attention gives, and rotate a quarter of a head. To the experts
+of a layer an MLP is added that serves every token, times a gate.
 
 Published checkpoints read images too. Their text is taken: config.json's text_config, and the
 tensors of the language model; the vision tower and the layers that predict further tokens (MTP) are

@@ -39,7 +39,7 @@ class Other:
     cap: float | None = None
 
     def logits(self, rows: slice) -> Tensor:
-        """[rows, V] float32."""
+        """Compute the logits of these rows, [rows, V] float32."""
         return logits_of(self.ops, self.hidden[rows], self.head, self.cap)
 
 
@@ -52,7 +52,8 @@ def head_divergence(
     ops: Ops,
     cap: float | None = None,
 ) -> Tensor:
-    """[T] float32 of hidden [T, C], `chunk` rows of logits at a time; these are capped by `cap`."""
+    """Compute the divergence of each row, [T] float32, from hidden [T, C], `chunk` rows of logits
+    at a time; the logits are capped by `cap`."""
     given = head, other, divergence, chunk, ops, cap
     found: Tensor = _HeadDivergence.apply(hidden, head.master, *given)
     return found

@@ -44,7 +44,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def model_folder(path: str | Path, what: str = "model") -> Path:
-    """The Hugging Face directory at a path. Raises IsobitError where there is none."""
+    """Return the Hugging Face directory at a path. Raises IsobitError where there is none."""
     if not isinstance(path, (str, Path)):
         raise IsobitError(
             f"{what}: expected the path of a Hugging Face model directory, got {path!r:.80}"
@@ -66,8 +66,8 @@ def model_folder(path: str | Path, what: str = "model") -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, within the limits of `isobit.data.foreign`; IsobitError if it is
-    missing or malformed."""
+    """Read a JSON object from a file, within the limits of `isobit.data.foreign`. Raises
+    IsobitError if it is missing or malformed."""
     try:
         values = parse_json(read_text(path))
     except BadJson as error:
@@ -79,7 +79,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """A text file of a model directory; IsobitError if it is missing, not UTF-8 or far too long."""
+    """Read a text file of a model directory. Raises IsobitError if it is missing, not UTF-8 or far
+    too long."""
     try:
         return read_bytes(path, _MOST_TEXT_BYTES).decode("utf-8")
     except FileNotFoundError:
@@ -146,8 +147,8 @@ class Weights:
         return Weights(self._directory, {new: self._tensors[old] for old, new in names.items()})
 
     def rows(self, name: str, lo: int = 0, hi: int | None = None) -> Tensor:
-        """Rows `lo` to `hi` of a tensor, by default all, float32. Raises IsobitError if a number is
-        not finite. Where scales are powers of two, the values of FP8 blocks are exact."""
+        """Read rows `lo` to `hi` of a tensor, by default all, float32. Raises IsobitError if a
+        number is not finite. Where scales are powers of two, the values of FP8 blocks are exact."""
         hi = next(iter(self.shapes[name]), 1) if hi is None else hi
         if name in self._packed:
             return self._unpacked(name, lo, hi)
@@ -177,8 +178,8 @@ class Weights:
 def _of_language_model(
     tensors: Mapping[str, tuple[Path, FileTensor]],
 ) -> Mapping[str, tuple[Path, FileTensor]]:
-    """Without the towers beside it, and the layers that predict further tokens, where files have a
-    language model."""
+    """Return the tensors without those of towers outside the language model, and of the layers that
+    predict further tokens, where files have a language model inside another."""
     inside = [prefix for prefix in _LANGUAGE_MODEL if "language_model" in prefix]
     if not any(name.startswith(tuple(inside)) for name in tensors):
         return tensors
@@ -200,9 +201,10 @@ def _finite(values: Tensor, path: Path, name: str) -> Tensor:
 def open_weights(
     directory: Path, check: Callable[[Shapes], None] | None = None, name: str | None = None
 ) -> Iterator[Weights]:
-    """The weights of a directory, or of the file of this `name` in it. `check` gets their shapes
-    before any is read, and raises for what the model cannot take. Raises IsobitError for a file
-    that is missing or corrupt, and for headers and an index that contradict each other."""
+    """Open the weights of a directory, or of the file of this `name` in it. `check` is called with
+    their shapes before any is read, and raises for what the model cannot take. Raises IsobitError
+    for a file that is missing or corrupt, and for headers and an index that contradict each
+    other."""
     tensors: dict[str, tuple[Path, FileTensor]] = {}
     with ExitStack() as stack:
         files = _weight_files(directory) if name is None else {name: []}
@@ -229,15 +231,15 @@ def open_weights(
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a directory, float32, by their Hugging Face names; raises as `open_weights`
-    and `Weights.rows`."""
+    """Read all tensors of a directory, float32, by their Hugging Face names; raises as
+    `open_weights` and `Weights.rows` do."""
     with open_weights(directory) as weights:
         return {name: weights.rows(name) for name in weights.shapes}
 
 
 def _opened(path: Path, stack: ExitStack) -> dict[str, FileTensor]:
-    """The tensors of a safetensors file. Raises IsobitError for one that is missing, cannot be
-    read, or is damaged."""
+    """Open the tensors of a safetensors file. Raises IsobitError for a file that is missing, cannot
+    be read, or is damaged."""
     if not exists(path):
         raise IsobitError(f"{path.parent}: weight file {path.name} is missing")
     try:
@@ -259,7 +261,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _weight_files(directory: Path) -> dict[str, list[str]]:
-    """The files of the weights, and the tensors that the index says are in each."""
+    """Return the files of the weights, and the tensors that the index says are in each."""
     if exists(directory / WEIGHTS):
         return {WEIGHTS: []}
     if exists(directory / INDEX):
@@ -319,7 +321,8 @@ def write_weights(
 
 
 def _shards(parts: Mapping[str, Part], shard_bytes: int) -> list[dict[str, Part]]:
-    """The parts in their order, in as few files as hold at most `shard_bytes`, or a single part."""
+    """Return the parts in their order, in as few files as hold at most `shard_bytes`, or a single
+    part."""
     shards: list[dict[str, Part]] = [{}]
     size = 0
     for name, part in parts.items():

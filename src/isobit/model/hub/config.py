@@ -46,7 +46,7 @@ _OF_MLP = ("post_norm", "mlp_out_norm")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One architecture. Sizes are counts; `max_positions` is the context length in tokens.
+    """An architecture. Sizes are counts; `max_positions` is the context length in tokens.
     `windows`: of each layer the last tokens that a row sees, itself included, None where it sees
     all; () if it does in every layer. `unrotated`: the layers without rotary embedding.
     `sliding_rope`: that of layers with a window, None if it is `rope`. `query_scalar`: scores are
@@ -54,7 +54,7 @@ class ModelConfig:
     none has. `multipliers`: None in a family without them. `latent`: the sizes of multi-head latent
     attention, None where it is another. `global_heads`: those of layers without a window, None
     where they are as the others'. `logit_cap`: logits are cap · tanh(logits / cap), None: they are
-    not capped. `inputs`: what layers take beside the hidden state. `kinds`: of each layer its one
+    not capped. `inputs`: what layers take but the hidden state. `kinds`: of each layer its one
     part; () where layers have attention and MLP. `wrapped`: the class of the checkpoint that was
     read has the language model inside another model, and so in its modules' names."""
 
@@ -147,14 +147,14 @@ class ModelConfig:
         )
 
     def heads_of(self, layer: int) -> LayerHeads:
-        """The heads of a layer's attention."""
+        """Return the heads of a layer's attention."""
         if self.global_heads is not None and not self.slides(layer):
             return self.global_heads
         return LayerHeads(self.num_kv_heads, self.head_dim)
 
     def qkv_rows(self, layer: int) -> int:
-        """Rows of a layer's projection: of queries, their gates, keys, and values that are not the
-        keys; of queries alone where it reads keys."""
+        """Return the number of rows of a layer's projection: those of queries, their gates, keys,
+        and values that are not the keys; of queries alone where the layer reads another's keys."""
         heads = self.heads_of(layer)
         queries = self.num_heads * heads.dim * (2 if self.gated_attention else 1)
         if layer >= self.num_stores:
@@ -163,26 +163,27 @@ class ModelConfig:
 
     @property
     def num_stores(self) -> int:
-        """Layers, the first ones, that store keys and values or states of their own."""
+        """The number of layers, the first ones, that store their own keys and values or states."""
         return self.num_layers - self.inputs.reading
 
     @cached_property
     def _read(self) -> Mapping[int, int]:
-        """Of each layer that reads another's keys and values, which: the last one of its kind that
-        has any of its own. Asked for in every layer of a forward, so it is found once."""
+        """The layer whose keys and values are read, by each layer that reads another's: the last
+        one of its kind that has its own. It is needed in every layer of a forward, so it is found
+        once."""
         last = {self.slides(one): one for one in range(self.num_stores)}
         return {one: last[self.slides(one)] for one in range(self.num_stores, self.num_layers)}
 
     def keys_of(self, layer: int) -> int:
-        """The layer whose keys and values a layer reads: its own, or another's."""
+        """Return the layer whose keys and values a layer reads: itself or another."""
         return self._read.get(layer, layer)
 
     def is_read(self, layer: int) -> bool:
-        """Whether another layer reads this one's keys and values."""
+        """Return whether another layer reads this one's keys and values."""
         return layer in self._read.values()
 
     def inner_of(self, layer: int) -> int:
-        """The width of a layer's MLP."""
+        """Return the width of a layer's MLP."""
         wide = self.inputs.wide and layer >= self.num_stores
         return self.intermediate_size * (2 if wide else 1)
 
@@ -192,7 +193,7 @@ class ModelConfig:
         return FAMILIES[self.family].gated_attention
 
     def norms_of(self, layer: int) -> tuple[str, ...]:
-        """The norms of a layer: `Family.norms`, of the parts that it has."""
+        """Return the norms of a layer: `Family.norms`, for the parts that it has."""
         names, mine = FAMILIES[self.family].norms, self.has_mlp(layer)
         return tuple(
             name for name in names if (mine if name in _OF_MLP else self.has_attention(layer))
@@ -210,7 +211,7 @@ class ModelConfig:
 
     @property
     def layer_scalars(self) -> bool:
-        """Whether a layer's sum is multiplied by a number of its own."""
+        """Whether the sum of each layer is multiplied by a number of that layer."""
         return FAMILIES[self.family].layer_scalars
 
     @property
@@ -220,12 +221,12 @@ class ModelConfig:
 
     @property
     def activation(self) -> MlpActivation:
-        """Of the gates, or of MLPs without."""
+        """The activation of the gates, or of MLPs without a gate."""
         return FAMILIES[self.family].activation
 
     @property
     def gated(self) -> bool:
-        """Whether MLPs have a gate beside their up projection."""
+        """Whether MLPs have a gate in addition to their up projection."""
         return self.activation != RELU2
 
     @property
@@ -241,22 +242,22 @@ class ModelConfig:
 
     @property
     def shared_gate(self) -> bool:
-        """Whether the MLP beside the experts has a gate."""
+        """Whether the MLP that is added to the experts has a gate."""
         mixtures = FAMILIES[self.family].mixtures
         return mixtures is not None and mixtures.shared_gate
 
     @property
     def norm_offset(self) -> float:
-        """What norms add to their weights before they multiply."""
+        """The number that norms add to their weights before they multiply."""
         return FAMILIES[self.family].norm_offset
 
     def offset_of(self, norm: str) -> float:
-        """The `norm_offset` of a layer's norm; that of states has none."""
+        """Return the `norm_offset` of a layer's norm; 0 for that of states."""
         return 0.0 if norm.endswith("state_norm") else self.norm_offset
 
     @property
     def attention_scale(self) -> float:
-        """What scores are multiplied by."""
+        """The factor of the attention scores."""
         if self.multipliers is not None:
             return self.multipliers.attention
         if (fixed := FAMILIES[self.family].score_scale) is not None:
@@ -266,47 +267,47 @@ class ModelConfig:
 
     @property
     def embedding_scale(self) -> float | None:
-        """What embeddings are multiplied by, in their type; None if by nothing."""
+        """The factor of embeddings, in their type; None where there is none."""
         if self.multipliers is not None:
             return self.multipliers.embedding
         return float(self.hidden_size**0.5) if FAMILIES[self.family].scaled_embedding else None
 
     def window(self, layer: int) -> int | None:
-        """How many tokens a row of the layer sees, itself included; None if it sees all before
-        it."""
+        """Return the number of tokens that a row of the layer sees, itself included; None if it
+        sees all before it."""
         window = self.windows[layer] if self.windows else None
         return None if window is None or window >= self.max_positions else window
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer is one of those with a window."""
+        """Return whether the layer is one of those with a window."""
         return bool(self.windows) and self.windows[layer] is not None
 
     def rope_of(self, layer: int) -> Rope | None:
-        """The rotary embedding of a layer, None if it has none."""
+        """Return the rotary embedding of a layer, None if it has none."""
         if layer in self.unrotated or not FAMILIES[self.family].rotary:
             return None
         return (self.sliding_rope if self.slides(layer) else None) or self.rope
 
     def is_linear(self, layer: int) -> bool:
-        """Whether the layer has linear attention in place of attention."""
+        """Return whether the layer has linear attention in place of attention."""
         return self.linear is not None and layer in self.linear.layers
 
     def has_attention(self, layer: int) -> bool:
-        """Whether the layer has attention, linear or not."""
+        """Return whether the layer has attention, linear or not."""
         return not self.kinds or self.kinds[layer] in (LINEAR, FULL)
 
     def has_mlp(self, layer: int) -> bool:
-        """Whether the layer has an MLP, or experts."""
+        """Return whether the layer has an MLP, or experts."""
         return not self.kinds or not self.has_attention(layer)
 
     @property
     def experts_beside(self) -> bool:
-        """Whether experts stand beside a layer's MLP, both with norms of their own."""
+        """Whether a layer has both experts and an MLP, each with separate norms."""
         mixtures = FAMILIES[self.family].mixtures
         return self.experts is not None and mixtures is not None and mixtures.switch is not None
 
     def is_mixture(self, layer: int) -> bool:
-        """Whether the layer has experts in place of one MLP, or beside it."""
+        """Return whether the layer has experts, in place of one MLP or in addition to it."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
     @property
@@ -316,13 +317,13 @@ class ModelConfig:
 
     @property
     def num_mixtures(self) -> int:
-        """Layers with experts."""
+        """The number of layers with experts."""
         return sum(self.is_mixture(layer) for layer in range(self.num_layers))
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], where: str = "config.json") -> "ModelConfig":
-        """From the parsed config.json. Raises IsobitError for an unsupported architecture or
-        feature."""
+        """Read the config from the parsed config.json. Raises IsobitError for an unsupported
+        architecture or feature."""
         outer, values = values, text_of(values, where)
         name = family_of(values, where)
         family = FAMILIES[name]
@@ -392,8 +393,8 @@ class ModelConfig:
         return _with_own_heads(config, values, where)
 
     def to_hf(self) -> dict[str, Any]:
-        """A config.json that `transformers` reads, in the keys that its versions 4 and 5 both
-        know."""
+        """Return a config.json that `transformers` reads, in the keys that its versions 4 and 5
+        both know."""
         family = FAMILIES[self.family]
         values: dict[str, Any] = {
             "architectures": [family.architecture],
@@ -457,8 +458,8 @@ class ModelConfig:
 
 
 def _with_own_heads(config: ModelConfig, values: Mapping[str, Any], where: str) -> ModelConfig:
-    """With the heads of layers without a window, the logits' cap, and what layers take beside the
-    hidden state, where the family has them."""
+    """Return the config with the heads of layers without a window, the logits' cap, and the inputs
+    of layers other than the hidden state, where the family has them."""
     family, heads, cap, inputs = FAMILIES[config.family], None, None, LayerInputs()
     slides = [config.slides(layer) for layer in range(config.num_layers)]
     if (width := family.layer_embeddings) is not None:

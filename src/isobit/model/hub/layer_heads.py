@@ -15,8 +15,8 @@ _OVERRIDES = ("num_key_value_heads", "head_dim")
 
 
 class LayerHeads(NamedTuple):
-    """Of a layer: heads of keys and values, the width of every head, and whether one projection
-    gives both keys and values."""
+    """The heads of a layer: those of keys and values, the width of every head, and whether one
+    projection gives both keys and values."""
 
     kv_heads: int
     dim: int
@@ -24,7 +24,7 @@ class LayerHeads(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Elements of a token's keys, in all heads."""
+        """The number of elements of a token's keys, in all heads."""
         return self.kv_heads * self.dim
 
     @staticmethod
@@ -35,9 +35,10 @@ class LayerHeads(NamedTuple):
         slides: Sequence[bool],
         dim: int,
     ) -> "LayerHeads":
-        """Of the layers that do not slide: by the keys of published models, of which `dim` stands
-        for global_head_dim, or by the per_layer_config that transformers writes. `others`: of those
-        that slide. IsobitError for layers of one kind that differ."""
+        """Read the heads of the layers that do not slide: from the keys of published models, where
+        `dim` is the default of global_head_dim, or from the per_layer_config that transformers
+        writes. `others`: the heads of the layers that slide. Raises IsobitError for layers of one
+        kind that differ."""
         joint = flag(values, "attention_k_eq_v", where)
         if _BY_LAYER in values:  # null and {}: no layer differs
             by_layer = values[_BY_LAYER]
@@ -54,7 +55,7 @@ class LayerHeads(NamedTuple):
         return found._replace(joint=joint)
 
     def to_hf(self) -> dict[str, Any]:
-        """The keys of config.json, as published models have them."""
+        """Return the keys of config.json, as published models have them."""
         return {
             "global_head_dim": self.dim,
             _GLOBAL_HEADS: self.kv_heads,
@@ -67,7 +68,7 @@ _BY_LAYER = "per_layer_config"
 
 
 def _by_layer(given: Any, where: str, others: LayerHeads, slides: Sequence[bool]) -> LayerHeads:
-    """Of per_layer_config, which has a mapping for each layer that differs."""
+    """Read the heads from per_layer_config, which has a mapping for each layer that differs."""
     layers = [str(layer) for layer in range(len(slides))]
     usual = dict(zip(_OVERRIDES, others[:2]))
     if not isinstance(given, dict) or not all(

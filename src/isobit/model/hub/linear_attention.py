@@ -43,17 +43,17 @@ class LinearAttention:
 
     @property
     def values(self) -> int:
-        """Elements of a token's values, in all heads."""
+        """The number of elements of a token's values, in all heads."""
         return self.value_heads * self.value_dim
 
     @property
     def channels(self) -> int:
-        """Of the convolution: a token's queries, keys and values."""
+        """The channels of the convolution: the elements of a token's queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.values
 
     @property
     def heights(self) -> tuple[int, ...]:
-        """Rows of the matrices in the first projection: queries, keys, values, and what gates
+        """The rows of the matrices in the first projection: queries, keys, values, and what gates
         them."""
         keys = self.key_heads * self.key_dim
         return keys, keys, self.values, self.values
@@ -77,14 +77,16 @@ class LinearAttention:
 
     @staticmethod
     def like(heads: int, dim: int, num_layers: int) -> "LinearAttention":
-        """Of a model whose attention has these heads, in all layers but every fourth."""
+        """Return the sizes for a model whose attention has these heads: linear attention in all
+        layers but every fourth."""
         return LinearAttention(
             tuple(n for n in range(num_layers) if (n + 1) % _EVERY), heads, heads, dim, dim
         )
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], where: str, num_layers: int) -> "LinearAttention":
-        """IsobitError for a value of a wrong type, and for layers of another kind."""
+        """Read the sizes from config.json. Raises IsobitError for a value of a wrong type, and for
+        layers of another kind."""
         every = whole(values, "full_attention_interval", where, _EVERY)
         kinds = values.get("layer_types") or [
             _KINDS[(layer + 1) % every == 0] for layer in range(num_layers)
@@ -107,16 +109,16 @@ class LinearAttention:
         )
 
     def to_hf(self, num_layers: int) -> dict[str, Any]:
-        """The keys of config.json."""
+        """Return the keys of config.json."""
         kinds = [_KINDS[layer not in self.layers] for layer in range(num_layers)]
         return {"layer_types": kinds} | {key: getattr(self, name) for name, key in _KEYS.items()}
 
 
 def initial(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor | None:
-    """Random values of a master that linear attention alone has, None of another: a convolution
-    begins as PyTorch's, uniform in ±1 / sqrt(width); A uniform in 0 to 16, and a step of 0.001 to
-    0.1, uniform in its logarithm, as Mamba 2's (Dao and Gu 2024, arXiv 2405.21060), so that some
-    heads forget within ten tokens and some keep hundreds."""
+    """Draw random values of a master that linear attention alone has; None for another master: a
+    convolution begins as PyTorch's, uniform in ±1 / sqrt(width); A uniform in 0 to 16, and a step
+    of 0.001 to 0.1, uniform in its logarithm, as Mamba 2's (Dao and Gu 2024, arXiv 2405.21060), so
+    that some heads forget within ten tokens and some keep hundreds."""
     uniform = (
         torch.rand(shape, generator=generator)
         if name.endswith((".conv", ".decay", ".step_bias"))

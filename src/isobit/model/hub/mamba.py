@@ -2,7 +2,7 @@
 keys in config.json.
 
 They are linear attention of another form: what a state is read by and written at, C and B, are
-queries and keys of `n_groups` heads, x are values, and there is no gate for each. Left out: the
+queries and keys of `n_groups` heads, x are values, without a gate for each. Left out: the
 arithmetic (`forward/mamba.py`, and `isobit.kernels.delta.definition`).
 """
 
@@ -27,7 +27,7 @@ class Mamba(LinearAttention):
 
     @property
     def group(self) -> int:
-        """Values that are normed together: those of one group of heads."""
+        """The number of values that are normed together: those of one group of heads."""
         return self.values // self.key_heads
 
     @property
@@ -52,7 +52,8 @@ class Mamba(LinearAttention):
 
     @staticmethod
     def of_kinds(values: Mapping[str, Any], where: str, kinds: Sequence[str]) -> "Mamba":
-        """From config.json, of layers of these kinds. IsobitError for a value of a wrong type."""
+        """Read the sizes from config.json, for layers of these kinds. Raises IsobitError for a
+        value of a wrong type."""
         sizes = {"key_heads": 8, "value_heads": 128, "key_dim": 128, "value_dim": 64, "width": 4}
         found = {
             name: whole(values, _KEYS[name], where, default) for name, default in sizes.items()
@@ -67,14 +68,15 @@ class Mamba(LinearAttention):
         return Mamba(layers, **found, least_step=least)
 
     def to_hf(self, num_layers: int) -> dict[str, Any]:
-        """The keys of config.json, but for the layers'."""
+        """Return the keys of config.json, without those of the kinds of layers."""
         return {key: getattr(self, name) for name, key in _KEYS.items()} | {_LEAST: self.least_step}
 
 
 def linear_sizes(
     values: Mapping[str, Any], where: str, kinds: Sequence[str], layers: int
 ) -> LinearAttention:
-    """Of linear attention: Mamba-2's, where layers have one part."""
+    """Read the sizes of linear attention: Mamba-2's, where layers have one part, else the gated
+    delta rule's."""
     if kinds:
         return Mamba.of_kinds(values, where, kinds)
     return LinearAttention.from_hf(values, where, layers)

@@ -49,9 +49,9 @@ def fuse(
     dtype: torch.dtype = torch.float32,
     shapes: Iterable[str] = (),
 ) -> dict[str, Tensor]:
-    """The rows that a rank keeps of the masters, by name, from those of Hugging Face tensors that
-    `check_shapes` takes, rounded to `dtype`. No others are read. `shapes`: the tensors' names,
-    which say whether a layer's experts are together."""
+    """Return the rows that a rank keeps of the masters, by name, from those of Hugging Face tensors
+    that `check_shapes` takes, rounded to `dtype`. No other rows are read. `shapes`: the tensors'
+    names, which say whether a layer's experts are together."""
     shards, read = Shards.of(parameter_shapes(config), ranks), _reader(read, config, shapes)
 
     def own(master: str, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> Tensor:
@@ -71,8 +71,8 @@ def split(
     dtype: torch.dtype = torch.float32,
     ranks: Ranks = ALONE,
 ) -> dict[str, Part]:
-    """Hugging Face tensors, of which each rank writes the rows that it keeps of the masters; the
-    inverse of `fuse`."""
+    """Return Hugging Face tensors, of which each rank writes the rows that it keeps of the masters;
+    the inverse of `fuse`."""
     shards = Shards.of(parameter_shapes(config), ranks)
     found: dict[str, Part] = {}
     packing = packing_of(config)
@@ -95,9 +95,9 @@ def _joined(
     shards: Shards,
     packing: Packing,
 ) -> dict[str, Part]:
-    """The tensors that hold experts together. Alone, each is made when it is written; of several
-    ranks the first makes and writes them, of the rows that all have sent, and holds them until
-    then."""
+    """Return the tensors that hold experts together. On one rank, each is made when it is written;
+    of several ranks the first makes and writes them, from the rows that all have sent, and holds
+    them until then."""
     groups: dict[str, list[tuple[Place, str, int, int]]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for master, tensors in parts(config):
@@ -122,7 +122,8 @@ def _joined(
 def whole_masters(
     masters: Mapping[str, Tensor], wanted: Iterable[str], dtype: torch.dtype, shards: Shards
 ) -> Mapping[str, Tensor]:
-    """These masters with the rows that other ranks keep; where there are others, as `dtype`."""
+    """Return these masters with the rows that other ranks keep; where there are other ranks, as
+    `dtype`."""
     if shards.ranks.size == 1:
         return masters
     device = next(iter(masters.values())).device
@@ -135,8 +136,8 @@ def whole_masters(
 
 
 def packing_of(config: ModelConfig, shapes: Iterable[str] = ()) -> Packing | None:
-    """How files hold a layer's experts together, if they do: as the family's are written, or as
-    these tensors' names say."""
+    """Return how files hold a layer's experts together, or None where they do not: as the family's
+    files are written, or as the names of these tensors say."""
     mixtures = FAMILIES[config.family].mixtures
     if config.experts is None or mixtures is None:
         return None
@@ -177,8 +178,8 @@ class Fused(Mapping[str, Tensor]):
 
 
 class _Piece(NamedTuple):
-    """Rows `lo` to `hi` of a Hugging Face tensor, which are row `at` and those after it of what a
-    rank keeps."""
+    """Rows `lo` to `hi` of a Hugging Face tensor, which are row `at` and those after it of the rows
+    that a rank keeps."""
 
     name: str
     shape: tuple[int, ...]
@@ -188,7 +189,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(tensors: Sequence[tuple[str, tuple[int, ...]]], rows: Rows) -> Iterator[_Piece]:
-    """Where these rows of a master are, in the tensors that it is made of."""
+    """Yield the pieces of Hugging Face tensors that these rows of a master are made of."""
     first = 0
     for name, shape in tensors:
         lo, hi = max(rows[0] - first, 0), min(rows[1] - first, shape[0])
@@ -198,8 +199,8 @@ def _pieces(tensors: Sequence[tuple[str, tuple[int, ...]]], rows: Rows) -> Itera
 
 
 def check_shapes(shapes: Shapes, config: ModelConfig, where: str) -> None:
-    """Raise IsobitError unless these tensors are those of the architecture. Takes no longer than
-    they are many, however large the sizes in config.json."""
+    """Raise IsobitError unless these tensors are those of the architecture. The time that this
+    takes is bounded by the number of tensors, however large the sizes in config.json."""
     count = 0 if config.experts is None else config.experts.count
     packing = packing_of(config, shapes)
     most = len(shapes) if packing is None else sum(map(math.prod, shapes.values()))
@@ -231,9 +232,8 @@ def check_shapes(shapes: Shapes, config: ModelConfig, where: str) -> None:
 
 
 def _ignored(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor is nothing that is read: tables of rotary embedding, layers that predict
-    further tokens, where a family has them, and keys and values of a layer that reads
-    another's."""
+    """Return whether a tensor is not read: tables of rotary embedding, layers that predict further
+    tokens, where a family has them, and keys and values of a layer that reads another's."""
     layer, _, inside = name.removeprefix("model.layers.").partition(".")
     number = int(layer) if layer.isdecimal() and len(layer) < 6 else -1
     if config.num_stores <= number < config.num_layers:
@@ -263,14 +263,14 @@ def check_tied(
 
 
 def outside(master: str, config: ModelConfig) -> str:
-    """The Hugging Face tensor of a master outside the layers."""
+    """Return the Hugging Face tensor of a master outside the layers."""
     named = FAMILIES[config.family].modules.get(master)
     return _OUTSIDE[master] if named is None else f"model.{named[0]}.weight"
 
 
 def parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int, ...]]]]]:
-    """For every master, in order: its name, and the Hugging Face tensors that are its rows, with
-    their shapes."""
+    """Yield for every master, in order, its name and the Hugging Face tensors that are its rows,
+    with their shapes."""
     modules = FAMILIES[config.family].modules
     for master, shape in parameter_shapes(config).items():
         if master in _OUTSIDE:
@@ -309,7 +309,7 @@ def matrices(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _heights(base: str, rows: int, config: ModelConfig, layer: int) -> tuple[int, ...]:
-    """Rows of each of the matrices that a master, or its bias, is made of."""
+    """Return the rows of each of the matrices that a master, or its bias, is made of."""
     if base == "gates" or (base == "gate_up" and config.gated):
         return rows // 2, rows // 2
     if base == "qkv_a":
@@ -328,8 +328,8 @@ def _heights(base: str, rows: int, config: ModelConfig, layer: int) -> tuple[int
 
 
 def layer_and_role(name: str) -> tuple[int, str]:
-    """Layer and role from a linear layer's name: (3, qkv) from `layers.3.qkv`, (3, experts down)
-    from `layers.3.experts.7.down`, (3, shared down) from `layers.3.shared.down`."""
+    """Return layer and role from a linear layer's name: (3, qkv) from `layers.3.qkv`, (3, experts
+    down) from `layers.3.experts.7.down`, (3, shared down) from `layers.3.shared.down`."""
     parts = name.split(".")
     inside = f"{parts[2]} " if parts[2] in ("experts", "shared") else ""
     return int(parts[1]), f"{inside}{parts[-1]}"

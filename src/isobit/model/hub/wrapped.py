@@ -19,9 +19,9 @@ _SENSES = {"vision_config": "images", "visual_config": "images", "audio_config":
 
 
 def text_of(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Of a model that reads images too, and whose language model is read, the language model's
-    values; those beside it count where it has none. Raises IsobitError for another model around a
-    language model."""
+    """Return the language model's values of a model that reads images too and whose language model
+    is read; values outside the language model's part count where that part does not have them.
+    Raises IsobitError for another model around a language model."""
     name = values.get("model_type")
     text = next((values[key] for key in _INNER if isinstance(values.get(key), dict)), None)
     if text is None or (isinstance(name, str) and name in FAMILIES):
@@ -59,7 +59,7 @@ def classes_of(wrapped: bool, family: Family) -> tuple[str, ...]:
 
 
 def renamed(name: str, prefix: str) -> str:
-    """Return the name of a language model's layer as it is in a class whose names begin so."""
+    """Return the name of a language model's layer in a class whose names begin with `prefix`."""
     return prefix + name.removeprefix(prefix_of(name))
 
 
@@ -82,6 +82,6 @@ def family_of(values: Mapping[str, Any], where: str) -> str:
 
 
 def architectures(values: Mapping[str, Any]) -> str:
-    """The class names that config.json gives, for a message."""
+    """Return the class names that config.json gives, for a message."""
     named = values.get("architectures")
     return listed(named) if isinstance(named, list) and named else "none"

@@ -24,9 +24,10 @@ from isobit.model.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 _ID = "call{:05d}"
-"""Of a call that has no id of its own: nine letters and digits, as Mistral's templates want."""
+"""The id of a call that does not bring one: nine letters and digits, as Mistral's templates
+want."""
 _SHOWN = 40
-"""Characters of what two renderings differ in."""
+"""The number of characters that are shown where two renderings differ."""
 _PROMPT: Sequence[Message] = ({"role": "user", "content": ""},)
 _SAYING = {"role": "assistant", "content": "qzanswerx"}
 _THOUGHTS = "qzthoughtsx"
@@ -40,16 +41,16 @@ _NO_END = (
 
 @dataclass(frozen=True)
 class _Cut:
-    """Where an answer ends: behind so many `ends` of the prompt. `closes`: the end belongs to the
-    answer, and does not open the next message."""
+    """The place where an answer ends: after `ends` ends of the prompt. `closes`: the end belongs to
+    the answer, and does not open the next message."""
 
     ends: int
     closes: bool
 
 
 class Appending:
-    """What turns append under a tokenizer's chat template and these `variables` of it, to
-    conversations whose prompts have the roles of `prompt`."""
+    """The tokens that turns append under a tokenizer's chat template and these `variables` of it,
+    to conversations whose prompts have the roles of `prompt`."""
 
     def __init__(
         self,
@@ -62,9 +63,9 @@ class Appending:
         self._ends = frozenset(tokenizer.eos_ids)
 
     def appended(self, messages: Sequence[Message], answer: Sequence[int]) -> list[int]:
-        """The tokens behind an answer: its end, unless it ended with a token that ends answers,
-        the messages, and the start of the next answer. Raises IsobitError for messages that the
-        template refuses, and where it does not end an answer with an end of sequence."""
+        """Return the tokens behind an answer: its end, unless it ended with a token that ends
+        answers, the messages, and the start of the next answer. Raises IsobitError for messages
+        that the template refuses, and where it does not end an answer with an end of sequence."""
         given = _with_ids(messages)
         cut = self._cut_of(given[0]["role"])
         whole = self._encoded([self._said(given), *given], True)
@@ -105,8 +106,8 @@ class Appending:
                 )
 
     def refusal(self, role: str) -> str | None:
-        """Why what is appended with a message of this role, `tool` or `user`, is not what the
-        template would write of the whole conversation, in one line; None: it is."""
+        """Return, in one line, why what is appended with a message of this role, `tool` or `user`,
+        is not what the template would write for the whole conversation; None where it is."""
         why = self._tool_refusal if role == "tool" else self._user_refusal
         if why is None:
             return None
@@ -125,8 +126,8 @@ class Appending:
         return self._difference(_dummies("user"))
 
     def _difference(self, given: list[dict[str, Any]]) -> str | None:
-        """What the template does to an answer that dummies follow, or to them; None: it only writes
-        them behind it."""
+        """Return what the template changes in an answer that dummies follow, or in the dummies;
+        None where it only writes them behind it."""
         role = given[0]["role"]
         try:
             for said in self._answers(given):
@@ -150,19 +151,19 @@ class Appending:
         return None
 
     def _end(self, last: Sequence[int]) -> int:
-        """How many tokens an answer that nothing follows has with its prompt and its end. What a
-        template writes behind the last end of turn is no part of the answer."""
+        """Count the tokens of an answer that nothing follows, with its prompt and its end. What a
+        template writes behind the last end of turn is not part of the answer."""
         places = [place for place, token in enumerate(last) if token in self._ends]
         return places[self._before] + 1 if len(places) > self._before else len(last)
 
     @cached_property
     def _before(self) -> int:
-        """How many ends the prompt has."""
+        """The number of end-of-sequence tokens in the prompt."""
         return self._count(self._encoded([], True))
 
     def _answers(self, given: Sequence[Message]) -> Iterator[dict[str, Any]]:
-        """Dummies of an answer: plain, with thoughts beside its text, and with thoughts in it where
-        the template looks for their end."""
+        """Yield dummies of an answer: plain, with thoughts next to its text, and with thoughts in
+        its text where the template looks for their end."""
         said = self._said(given)
         yield said
         yield said | {"reasoning_content": _THOUGHTS, "thinking": _THOUGHTS}
@@ -194,13 +195,14 @@ class Appending:
         return IsobitError(_NO_END.format(", ".join(map(str, names)) or "it has none"))
 
     def _said(self, given: Sequence[Message]) -> dict[str, Any]:
-        """The dummy of the answer that these messages follow."""
+        """Return the dummy of the answer that these messages follow."""
         called = [message for message in given if message["role"] == "tool"]
         return _calling(called, self._arguments) if called else _SAYING
 
     @cached_property
     def _arguments(self) -> Any:
-        """No arguments of a call, as the template takes them: some want JSON as text."""
+        """The empty arguments of a call in the form that the template takes: some templates want
+        JSON as text."""
         choices: tuple[Any, ...] = ({}, "{}")
         for arguments in choices:
             try:
@@ -224,7 +226,7 @@ class Appending:
 
 
 def _calling(given: Sequence[Message], arguments: Any) -> dict[str, Any]:
-    """The dummy of an answer that calls the tools whose messages are given."""
+    """Return the dummy of an answer that calls the tools whose messages are given."""
     calls = [
         {
             "id": message["tool_call_id"],
@@ -237,8 +239,8 @@ def _calling(given: Sequence[Message], arguments: Any) -> dict[str, Any]:
 
 
 def _shape(prompt: Sequence[Message]) -> list[dict[str, Any]]:
-    """A prompt with dummies in the place of what its messages say. An assistant's message at its
-    end, which the model goes on with, is part of the answer and left out."""
+    """Return a prompt with dummies in place of what its messages say. An assistant's message at its
+    end, which the model continues, is part of the answer and left out."""
     kept = prompt[:-1] if prompt and prompt[-1].get("role") == "assistant" else prompt
     return [{**message, "content": f"qz{place}x"} for place, message in enumerate(kept)]
 
@@ -249,8 +251,8 @@ def _dummies(role: str) -> list[dict[str, Any]]:
 
 
 def _with_ids(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages in which those of tools have a name and the id of a call. Raises IsobitError where
-    there are none."""
+    """Return messages in which those of tools have a name and the id of a call. Raises IsobitError
+    where there are no messages."""
     if not messages:
         raise IsobitError("nothing follows an answer; expected a message at least")
     own = {"name": "tool"}
@@ -265,8 +267,8 @@ def _with_ids(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def numbered(
     messages: Sequence[Message], written: Callable[[Any], Any] = lambda arguments: arguments
 ) -> list[dict[str, Any]]:
-    """A conversation whose calls have ids, and their arguments as `written`; tools' messages have
-    those of the calls that they answer, in order."""
+    """Return a conversation whose calls have ids, and their arguments as `written`; tools' messages
+    have the ids of the calls that they answer, in order."""
     found, ids, calls = list[dict[str, Any]](), list[str](), 0
     for message in messages:
         if message["role"] == "tool":
@@ -285,7 +287,7 @@ def numbered(
 
 
 def _why(last: str, whole: str, prompt: Sequence[Message]) -> str:
-    """What a template changes in `last` where the rendering goes on as `whole`."""
+    """Return what a template changes in `last` where the rendering goes on as `whole`."""
     if any(last.count(mark) > whole.count(mark) for mark in (_THOUGHTS, _END)):
         return "leaves out the thoughts of an answer"
     for message in prompt:

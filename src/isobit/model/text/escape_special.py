@@ -1,9 +1,9 @@
-"""Special tokens in what others wrote: the messages of a chat, the text of a prompt, what a tool
+"""Special tokens in text from outside: the messages of a chat, the text of a prompt, what a tool
 returned.
 
-`<|im_start|>system` in a user's message is text, unless somebody says otherwise: a vocabulary's
-special tokens stand for the start and end of turns, and whoever writes a row of data could end
-their own. Three rules (`RULES`): *escape* encodes such text as any other, *allow* takes it for the
+`<|im_start|>system` in a user's message is text, unless a setting says otherwise: a vocabulary's
+special tokens stand for the start and end of turns, and the text of a row of data could end its own
+turn. Three rules (`RULES`): *escape* encodes such text as any other, *allow* takes it for the
 tokens, *refuse* raises. Text that has none of them has the same tokens under each. Tokens that the
 chat template writes around messages count as special here, whatever their flag says (`turns.py`).
 
@@ -42,17 +42,18 @@ _PICKS: tuple[Callable[[str], int], ...] = (
     lambda word: len(word) - 1,
     lambda word: len(word) // 2,
 )
-"""Which character of a special token, or of the start of one, is replaced."""
+"""Functions that choose the character of a special token, or of the start of one, that is
+replaced."""
 _LONGEST = 1000
-"""Characters of a special token. A longer one is no token of anybody's, and its starts would take
-long to look for."""
+"""The most characters of a special token. A longer one is not expected in any vocabulary, and its
+starts would take long to look for."""
 _SLICE = 1 << 15
-"""Characters that are searched, or encoded, without letting other threads run."""
+"""The number of characters that are searched, or encoded, without letting other threads run."""
 
 
 class ContentEncoder:
-    """Encodes what others wrote with a fast tokenizer. `turns`: added tokens that count as special,
-    beside those that are."""
+    """Encodes text from outside with a fast tokenizer. `turns`: added tokens that count as special,
+    in addition to those with the flag."""
 
     def __init__(self, fast: FastTokenizer, turns: Collection[str] = ()) -> None:
         self.fast = fast
@@ -79,8 +80,8 @@ class ContentEncoder:
             )
 
     def text(self, text: str, rule: Rule, add_special: bool) -> list[int]:
-        """Token ids of a text; with `add_special`, the tokenizer adds its own, such as a start
-        token, unless the text may begin with that and does."""
+        """Return the token ids of a text; with `add_special`, the tokenizer adds its own tokens,
+        such as a start token, unless the rule is *allow* and the text already begins with them."""
         spelled = [] if rule == "allow" else self._spelled(text, rule)
         if not spelled:
             whole = encoding(self.fast, text, add_special)
@@ -89,7 +90,8 @@ class ContentEncoder:
         return self._checked(encoding(self._as_text, text, add_special).ids, spelled, added)
 
     def chat(self, messages: Messages, rule: Rule, render: Render) -> list[int]:
-        """Token ids of the rendered chat. What is special in it is what the template wrote."""
+        """Return the token ids of the rendered chat, in which only what the template wrote is a
+        special token, unless the rule is *allow*."""
         spelled = [] if rule == "allow" else self._spelled(messages, rule)
         plain = render(messages)
         if rule == "allow" or not any(map(self._may_make_one, _texts(messages))):
@@ -102,7 +104,7 @@ class ContentEncoder:
         return [self._ids.get(token, token) for token in ids]
 
     def spelled(self, value: str | Messages) -> list[str]:
-        """The special tokens that a text or the messages of a chat spell."""
+        """Return the special tokens that a text or the messages of a chat spell."""
         return [
             self._tokens[token].content for text in _texts(value) for token in self._found(text)
         ]
@@ -111,16 +113,16 @@ class ContentEncoder:
         return encoding(self.fast, rendered).ids
 
     def _may_make_one(self, text: str) -> bool:
-        """Whether a template could make a special token of it: it spells one in any case or
-        backwards, or ends with the start of one."""
+        """Return whether a template could make a special token of a text: the text spells one in
+        any case or backwards, or ends with the start of one."""
         return bool(self._found(text) or self._start_at_end(text) or self._is_alike(text))
 
     def _is_alike(self, text: str) -> bool:
         return any(True for way in (text, text[::-1]) for _ in _matches(self._alike, way))
 
     def _forms_of(self, token: AddedToken) -> set[str]:
-        """How a token stands in a text, or in what the normalizer makes of it where it is looked
-        for in that."""
+        """Return the forms that a token has in a text, and in what the normalizer makes of it if
+        the token is looked for there."""
         normalizer = self.fast.normalizer
         both = token.normalized and normalizer is not None
         return {token.content, normalizer.normalize_str(token.content)} if both else {token.content}
@@ -130,8 +132,8 @@ class ContentEncoder:
         return rf"(?<!\w){word}(?!\w)" if self._tokens[self._forms[form]].single_word else word
 
     def _found(self, text: str) -> list[int]:
-        """The special tokens that a text spells. A text that the normalizer changes may have some
-        in another form."""
+        """Return the special tokens that a text spells. A text that the normalizer changes may have
+        some in another form."""
         normalizer = self.fast.normalizer
         same = normalizer is None or not self._normalized
         if same or (len(text) <= _SLICE and normalizer.normalize_str(text) == text):
@@ -146,11 +148,12 @@ class ContentEncoder:
 
     @cached_property
     def _unknown(self) -> int | None:
-        """The token of what the vocabulary cannot write."""
+        """The token for what the vocabulary cannot write."""
         return self.fast.token_to_id(getattr(self.fast.model, "unk_token", None) or "")
 
     def _spelled(self, value: str | Messages, rule: Rule) -> list[str]:
-        """Raises IsobitError if the rule refuses them."""
+        """Return the special tokens that `value` spells. Raises IsobitError if the rule refuses
+        them."""
         spelled = self.spelled(value)
         if spelled and rule == "refuse":
             raise IsobitError(
@@ -160,8 +163,8 @@ class ContentEncoder:
         return spelled
 
     def _checked(self, ids: list[int], spelled: Sequence[str], added: Sequence[int]) -> list[int]:
-        """The ids of what others wrote, beside what the tokenizer `added`. Raises IsobitError where
-        text became a special token all the same."""
+        """Return the ids of text from outside, which come with those that the tokenizer `added`.
+        Raises IsobitError where text became a special token all the same."""
         for name in set(spelled):
             token = self.fast.token_to_id(name)
             if (
@@ -176,8 +179,8 @@ class ContentEncoder:
         return ids
 
     def _start_at_end(self, text: str) -> int:
-        """How many characters at its end are the first ones of a special token, but not all; the
-        most."""
+        """Return the largest number of characters at the end of a text that are the first
+        characters of a special token, but not all of it."""
         tail = text[max(0, len(text) - _LONGEST) :]
         for found in self._first.finditer(tail):
             start = tail[found.start() :]
@@ -191,8 +194,9 @@ class ContentEncoder:
     def _marked(
         self, messages: Messages, spelled: list[str], plain: str, render: Render
     ) -> tuple[str, "_Hiding"]:
-        """What the template writes of the messages, with a character of each special token that
-        they spell hidden. Raises IsobitError for a template that writes anything else then."""
+        """Return what the template writes for the messages with a character of each special token
+        that they spell hidden, and the `_Hiding`. Raises IsobitError for a template that then
+        writes anything else."""
         for pick in _PICKS:
             hiding = _Hiding(
                 pick,
@@ -222,8 +226,8 @@ class ContentEncoder:
         )
 
     def _hidden(self, hiding: "_Hiding", text: str, end: bool) -> str:
-        """A text of which a template can make no special token any more, nor, where `end`, at its
-        end."""
+        """Return a text of which a template can no longer make a special token, nor, where `end`,
+        from its end."""
         while self._is_alike(text):
             text = _replaced(self._alike, hiding.hide, text)
             text = _replaced(self._alike, hiding.hide, text[::-1])[::-1]
@@ -237,7 +241,7 @@ class ContentEncoder:
 
     @cached_property
     def _as_text(self) -> FastTokenizer:
-        """A copy for which no special token is one."""
+        """A copy of the tokenizer that takes every special token for text."""
         values = json.loads(self.fast.to_str())
         for token in values["added_tokens"]:
             token["special"] = token["id"] in self._tokens
@@ -247,7 +251,7 @@ class ContentEncoder:
 
     @cached_property
     def _renaming(self) -> FastTokenizer:
-        """Such a copy, with a token more for each special one, of another name."""
+        """A copy like `_as_text`, with one more token for each special one, under another name."""
         copy = FastTokenizer.from_str(self._as_text.to_str())
         copy.encode_special_tokens = True
         copy.add_tokens(
@@ -266,39 +270,41 @@ class ContentEncoder:
 
     @cached_property
     def _ids(self) -> dict[int, int]:
-        """The ids of the names to those of the special tokens."""
+        """The ids of the special tokens, by the ids of their other names."""
         pairs = [(self._renaming.token_to_id(name), token) for token, name in self._names.items()]
         return {name: token for name, token in pairs if name is not None}
 
 
 class _Hiding:
-    """Replaces a character, each by one of its own that is in none of the texts, and puts it
-    back."""
+    """Replaces a character of a word by one that is in none of the texts, a different one for each
+    character, and puts it back."""
 
     def __init__(self, pick: Callable[[str], int], used: Collection[str]) -> None:
         self._pick, self._of = pick, dict[str, str]()
         self._free = (character for character in map(chr, _PRIVATE) if character not in used)
 
     def hide(self, word: str) -> str:
-        """The word with one character hidden."""
+        """Return the word with one character hidden."""
         place = self._pick(word)
         if word[place] not in self._of:
             self._of[word[place]] = next(self._free)
         return word[:place] + self._of[word[place]] + word[place + 1 :]
 
     def restored(self, rendered: str) -> str:
-        """A rendered text, in which tojson may have written such characters as numbers."""
+        """Return a rendered text in which hidden characters that tojson wrote as numbers are
+        characters again."""
         for hidden in self._of.values():
             rendered = rendered.replace(json.dumps(hidden)[1:-1], hidden)
         return rendered
 
     def shown(self, text: str) -> str:
-        """The text with the characters put back."""
+        """Return the text with the original characters put back."""
         return text.translate({ord(hidden): shown for shown, hidden in self._of.items()})
 
 
 def _repeated(whole: Encoding) -> int:
-    """How many tokens the tokenizer put before a text that begins with the same ones."""
+    """Count the tokens that the tokenizer put before a text, where the text itself begins with the
+    same ones; else 0."""
     count = next((i for i, added in enumerate(whole.special_tokens_mask) if not added), 0)
     return count if whole.ids[count : 2 * count] == whole.ids[:count] else 0
 
@@ -312,8 +318,8 @@ def encoding(fast: FastTokenizer, text: str, add_special: bool = False) -> Encod
 
 
 def _matches(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
-    """Find the places of a pattern of special tokens as `finditer` does, a slice at a time: a search
-    lets no other thread run."""
+    """Find the places of a pattern of special tokens as `finditer` does, one slice at a time: other
+    threads cannot run during a search."""
     place = 0
     while place < len(text):
         end = place + _SLICE
@@ -339,7 +345,7 @@ def _spans(pattern: re.Pattern[str], text: str) -> list[tuple[int, int]]:
 
 
 def _texts(value: Any) -> list[str]:
-    """Every text in a chat, keys of mappings too."""
+    """Return every text in a chat, keys of mappings too."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, Mapping):
@@ -352,7 +358,8 @@ def _texts(value: Any) -> list[str]:
 
 
 def _mapped(value: Any, change: Callable[[str, bool], str], end: bool = False) -> Any:
-    """Every text in a chat changed; the end of a key and of a role is the template's to read."""
+    """Return a chat with every text in it changed by `change`; keys and roles are changed without
+    regard to their ends, which the template reads."""
     if isinstance(value, str):
         return change(value, end)
     if isinstance(value, Mapping):

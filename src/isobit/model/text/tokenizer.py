@@ -1,10 +1,10 @@
 """Text to tokens and back, through `tokenizers`; chat templates (`chat.py`).
 
 Reads `tokenizer.json`, the tokens that are added to it (`added_tokens.py`), the chat templates, and
-the end-of-sequence ids of `generation_config.json` or `config.json`. Beside these the tokenizer's
-own ends a completion too: fine-tuning often changes one of them alone. `Tokenizer.characters` makes
-one from an alphabet, for models made from scratch. Left out: slow tokenizers and tokenizers with
-code of their own.
+the end-of-sequence ids of `generation_config.json` or `config.json`. In addition to these the
+tokenizer's own end of sequence ends a completion: fine-tuning often changes one of them alone.
+`Tokenizer.characters` makes a tokenizer from an alphabet, for models made from scratch. Left out:
+slow tokenizers, and tokenizers that bring their own code.
 """
 
 import re
@@ -37,16 +37,17 @@ _TEMPLATES = "additional_chat_templates"
 _SHORT = 1 << 14  # characters, or tokens, that take no time worth speaking of
 _PROBED = 16  # characters of a text for each token that it may have, by which its length is judged
 Check = Callable[[str], None]
-"""Raises for a text that is not to be encoded."""
+"""A function that raises for a text that is not to be encoded."""
 
 
 @dataclass(frozen=True)
 class TextRules:
-    """How what others wrote becomes tokens. `special_tokens_in_content`: what special tokens that
-    it spells become (`escape_special.py`). `now`: what a template's `strftime_now` says, None: when
-    the tokenizer is read; a run keeps it, so that its prompts are the same on another day.
-    `chat_template`: a file, in the place of the model's own; `chat_template_kwargs`: variables of
-    it, where a conversation has none of its own."""
+    """The rules by which text from outside becomes tokens. `special_tokens_in_content`: what
+    special tokens that the text spells become (`escape_special.py`). `now`: the time that a
+    template's `strftime_now` writes, None: when the tokenizer is read; a run keeps it, so that its
+    prompts are the same on another day. `chat_template`: a file, in place of the model's own
+    template; `chat_template_kwargs`: variables of the template, for conversations that do not have
+    their own."""
 
     special_tokens_in_content: Rule = "escape"
     now: datetime | None = None
@@ -73,7 +74,7 @@ class Tokenizer:
         self.eos_ids = tuple(eos_ids)
         self.chat_template = template
         self.other_templates: dict[str, str] = {}
-        """Templates by name that are saved beside the one that is used, such as `tool_use`."""
+        """Templates by name that are saved next to the one that is used, such as `tool_use`."""
         self.ends: str | None = None
         """What ends a completion, in words, where files of the model do not agree."""
         self.special_tokens_in_content: Rule = rules.special_tokens_in_content
@@ -92,8 +93,8 @@ class Tokenizer:
 
     @staticmethod
     def load(directory: str | Path, rules: TextRules = DEFAULT_RULES) -> "Tokenizer":
-        """From a Hugging Face directory; IsobitError if a file, or a template of the `rules`, is
-        missing or malformed."""
+        """Read a tokenizer from a Hugging Face directory. Raises IsobitError if a file, or a
+        template of the `rules`, is missing or malformed."""
         directory = Path(directory)
         path = directory / "tokenizer.json"
         if not exists(path):
@@ -122,8 +123,8 @@ class Tokenizer:
 
     @staticmethod
     def characters(alphabet: str, rules: TextRules = DEFAULT_RULES) -> "Tokenizer":
-        """One token per character of `alphabet`, after <pad>, <s> and </s>; nothing is added to a
-        text."""
+        """Make a tokenizer with one token per character of `alphabet`, after <pad>, <s> and </s>;
+        it adds nothing to a text."""
         symbols = sorted(set(alphabet))
         vocabulary = {symbol: i for i, symbol in enumerate([*_SPECIALS, *symbols])}
         fast = FastTokenizer(
@@ -145,12 +146,12 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token id."""
+        """The largest token id plus one."""
         return max(self.fast.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Token ids; with `add_special`, the post-processor adds what it adds (such as a start
-        token).
+        """Return the token ids of a text; with `add_special`, the post-processor adds its tokens
+        (such as a start token).
 
         Raises IsobitError for text that the vocabulary cannot write.
         """
@@ -160,9 +161,9 @@ class Tokenizer:
     def encode_text(
         self, text: str, add_special: bool = True, check: Check = lambda text: None
     ) -> list[int]:
-        """`encode` of text that somebody else wrote: special tokens that it spells are text, unless
-        `special_tokens_in_content` says otherwise (`escape_special.py`). Raises what `check` does of
-        the text, which is asked before it is encoded."""
+        """Encode text from outside, as `encode` does: special tokens that it spells are text,
+        unless `special_tokens_in_content` says otherwise (`escape_special.py`). `check` is called
+        with the text before it is encoded, and what it raises is raised."""
         check(text)
         with _of_tokenizers(f"the tokenizer cannot encode {text[:80]!r}"):
             return self._content().text(text, self.special_tokens_in_content, add_special)
@@ -174,8 +175,9 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         check: Check = lambda text: None,
     ) -> list[int]:
-        """Token ids of `render_chat`, in which the special tokens are the template's, as in
-        `encode_text`, and which is checked as there."""
+        """Return the token ids of the text of `render_chat`, in which the special tokens are the
+        template's, as in `encode_text`; `check` is called with the rendered text before it is
+        encoded."""
 
         def render(given: Sequence[Mapping[str, Any]]) -> str:
             own = given, None
@@ -193,8 +195,8 @@ class Tokenizer:
             return self._content().chat(written, self.special_tokens_in_content, render)
 
     def surely_longer(self, text: str, count: int) -> bool:
-        """Whether a text has more than `count` tokens, by its length and its beginning alone: what
-        is encoded to know it is bounded by `count`."""
+        """Return whether a text has more than `count` tokens, as far as its length and its
+        beginning alone show: the part that is encoded for this is bounded by `count`."""
         beginning = text[: _PROBED * count]
         if len(text) <= max(len(beginning), _SHORT):
             return False
@@ -208,7 +210,7 @@ class Tokenizer:
         return max(map(len, self.fast.get_vocab(with_added_tokens=True)))
 
     def _content(self) -> ContentEncoder:
-        """What encodes others' texts under the present template."""
+        """Return the encoder of text from outside under the present template."""
         if self._contents is None or self._contents[0] != self.chat_template:
             added = self.fast.get_added_tokens_decoder().values()
             turns = () if self.chat_template is None else turn_tokens(added, self._render)
@@ -216,16 +218,17 @@ class Tokenizer:
         return self._contents[1]
 
     def special_tokens_in(self, prompt: str | Sequence[Any]) -> list[str]:
-        """The special tokens that a text or the messages of a chat spell."""
+        """Return the special tokens that a text or the messages of a chat spell."""
         return self._content().spelled(prompt)
 
     def is_byte(self, token: int) -> bool:
-        """Whether a token is named as a byte (`<0xE2>`): those next to one another are decoded
-        together."""
+        """Return whether a token is named as a byte (`<0xE2>`): such tokens next to one another are
+        decoded together."""
         return _BYTE.fullmatch(self.fast.id_to_token(token) or "") is not None
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Text without special tokens, or with them where `special` is true."""
+        """Return the text of token ids without special tokens, or with them where `special` is
+        true."""
         with _of_tokenizers("the tokenizer cannot decode its tokens"):
             if len(ids) <= _SHORT:
                 return self.fast.decode(list(ids), skip_special_tokens=not special)
@@ -236,8 +239,8 @@ class Tokenizer:
     def decode_completion(
         self, prompt: Sequence[int], completion: Sequence[int], *, special: bool = False
     ) -> str:
-        """The text that `completion` adds to `prompt`: decoders may treat the first token of a text
-        differently."""
+        """Return the text that `completion` adds to `prompt`: decoders may treat the first token of
+        a text differently."""
         whole = self.decode([*prompt, *completion], special=special)
         before = self.decode(prompt, special=special)
         return (
@@ -247,11 +250,11 @@ class Tokenizer:
         )
 
     def is_special(self, token: int) -> bool:
-        """Whether a token is left out of the text that `decode` writes."""
+        """Return whether a token is left out of the text that `decode` writes."""
         return token in self._special
 
     def spells_special(self, text: str) -> bool:
-        """Whether a text has the name of such a token in it."""
+        """Return whether a text contains the name of a token that `decode` leaves out."""
         return any(name in text for name in self._special.values())
 
     def render_chat(
@@ -260,11 +263,12 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as the template writes it, with the start of the assistant's turn unless
-        it is whole. Where the assistant's turn is begun in it, by a last message of its own, the
-        text ends with that, to be continued. `variables` of the template beside its own, such as
-        `tools`; the first message may have some as well, under `chat_template_kwargs`. Raises
-        IsobitError without a template, and for what the template refuses."""
+        """Return the conversation as the template writes it, with the start of the assistant's turn
+        if `add_generation_prompt`. Where the last message is the assistant's, it is the start of
+        the turn: the text ends with it, to be continued. `variables` are given to the template in
+        addition to its own, such as `tools`; the first message may have some as well, under
+        `chat_template_kwargs`. Raises IsobitError without a template, and for what the template
+        refuses."""
         if add_generation_prompt and messages and messages[-1].get("role") == "assistant":
             return chat.continued(messages, lambda given: self._render(given, False, variables))
         return self._render(messages, add_generation_prompt, variables)
@@ -296,7 +300,7 @@ class Tokenizer:
         return chat.render(self.chat_template, variables | named_tokens(self.settings), self.now)
 
     def _use_template(self, path: str | Path) -> None:
-        """Take the chat template of a file; `save` writes it. Raises IsobitError if it cannot be
+        """Use the chat template of a file; `save` writes it. Raises IsobitError if it cannot be
         read or parsed."""
         try:
             text = read_bytes(Path(path), _MOST_TEMPLATE_BYTES).decode("utf-8")
@@ -310,7 +314,8 @@ class Tokenizer:
         self.settings.pop("chat_template", None)
 
     def differs(self, other: "Tokenizer") -> str | None:
-        """In what another one would write or end texts differently; None: in nothing."""
+        """Return the part in which another tokenizer would write or end texts differently; None if
+        there is no such part."""
         if self.fast.to_str() != other.fast.to_str():
             return "tokenizer"
         if set(self.eos_ids) != set(other.eos_ids):
@@ -320,7 +325,7 @@ class Tokenizer:
     def save(self, directory: str | Path) -> None:
         """Write tokenizer.json, tokenizer_config.json and the chat templates."""
         directory = Path(directory)
-        # not `save`, whose error on a full disk is no OSError
+        # not `save`, whose error on a full disk is not an OSError
         (directory / "tokenizer.json").write_text(self.fast.to_str(pretty=True), encoding="utf-8")
         template, settings = self.chat_template, dict(self.settings)
         if self.other_templates or template != settings.get(
@@ -337,8 +342,8 @@ class Tokenizer:
 
 @contextmanager
 def _of_tokenizers(what: str) -> Iterator[None]:
-    """Turn what the library raises into an IsobitError: a plain Exception, or, where its code in
-    Rust panics, an exception that is none."""
+    """Turn what the library raises into an IsobitError: an Exception, or, where its Rust code
+    panics, an exception that is not an Exception."""
     try:
         yield
     except IsobitError:
@@ -350,7 +355,7 @@ def _of_tokenizers(what: str) -> Iterator[None]:
 
 
 def _check_ids(vocabulary: Mapping[str, int], path: Path) -> None:
-    """Raise IsobitError where two tokens have one id, of which only one could be written again."""
+    """Raise IsobitError where two tokens have one id: only one of them could be written again."""
     if len(set(vocabulary.values())) == len(vocabulary):
         return
     seen = dict[int, str]()
@@ -370,7 +375,8 @@ def _optional_json(path: Path) -> dict[str, Any]:
 def _eos_ids(
     directory: Path, fast: FastTokenizer, settings: Mapping[str, Any]
 ) -> tuple[tuple[int, ...], str | None]:
-    """The ids, those of the model first; and what they are, where the tokenizer's is another."""
+    """Return the end-of-sequence ids, those of the model first; and a text that says what they are,
+    where the tokenizer's is another."""
     ids: tuple[int, ...] = ()
     path = directory
     for name in ("generation_config.json", "config.json"):
@@ -408,7 +414,8 @@ def _is_named(entry: Any) -> bool:
 
 
 def _templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name. Those in files take the place of those in tokenizer_config.json."""
+    """Return the chat templates by name. Those in files take the place of those in
+    tokenizer_config.json."""
     path, folder = directory / "chat_template.jinja", directory / _TEMPLATES
     found = {"default": read_text(path)} if exists(path) else {}
     for each in sorted(folder.glob("*.jinja")) if folder.is_dir() else ():

@@ -24,9 +24,9 @@ _LEAST_PROBABILITY = 1e-8  # of a token and of its complement, in binary_kl
 
 @dataclass(frozen=True)
 class Correction:
-    """Per token [tokens]: the `weights` float32 that multiply the loss (0 where rejected), the
-    ratios as they were before truncation, whose tails say more, which of them were truncated, and
-    which tokens were kept."""
+    """The result of a correction, per token [tokens]: the `weights`, float32, that multiply the
+    loss (0 where rejected); `untruncated`, the ratios before truncation, whose tails say more;
+    `clipped`, which of them were truncated; `kept`, which tokens were not rejected."""
 
     weights: Tensor
     untruncated: Tensor
@@ -37,8 +37,8 @@ class Correction:
 def correct(
     rule: CorrectionRule, old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Sequence[int]
 ) -> Correction:
-    """Apply a rule to the tokens [tokens] float32 of sequences of `lengths`; empty ones have no
-    part in anything."""
+    """Apply a rule to the log-probabilities [tokens], float32, of sequences of `lengths`; an empty
+    sequence changes nothing."""
     assert old_logprobs.shape == rollout_logprobs.shape == (sum(lengths),)
     lr = (old_logprobs - rollout_logprobs).double()
     counts = torch.tensor(list(lengths), dtype=torch.int64)
@@ -62,8 +62,9 @@ def correct(
 
 
 def correction_metrics(correction: Correction) -> dict[str, float]:
-    """Mean weight, fractions truncated and rejected, and the effective sample size 1 / mean((w /
-    mean w)²) of both kinds of weight; of an entirely rejected batch it is 0."""
+    """Compute the mean weight, the fractions of tokens truncated and rejected, the largest ratio,
+    and the effective sample size 1 / mean((w / mean w)²) by the weights and by the untruncated
+    ratios; that by the weights is 0 for an entirely rejected batch."""
     weights = correction.weights.double()
     ratio = correction.untruncated.double()
     kept = correction.kept
@@ -84,11 +85,10 @@ def step_metrics(
     before: Sequence[float],
     after: Sequence[float],
 ) -> dict[str, float]:
-    """How much of a step a correction leaves: the fraction of completions with a token that it
-    kept; and, summed over the tokens, Σ w·s·|A| / Σ s'·|A|, where w are the correction's weights, A
-    the `advantages` [tokens], and s' and s the weights in the loss of each sequence's tokens,
-    `before` and `after` the correction. Empty if every advantage is
-    0."""
+    """Measure how much of a step a correction leaves: the fraction of completions with a token that
+    it kept; and, summed over the tokens, Σ w·s·|A| / Σ s'·|A|, where w are the correction's
+    weights, A the `advantages` [tokens], and s' and s the weights in the loss of each sequence's
+    tokens, `before` and `after` the correction. Empty if every advantage is 0."""
     sizes = advantages.double().abs()
     if not bool(sizes.any()):
         return {}
@@ -103,7 +103,8 @@ def step_metrics(
 
 
 def small_step(rule: CorrectionRule, metrics: Mapping[str, float]) -> str | None:
-    """One line that warns of a correction that leaves little of the step."""
+    """Return one line that warns of a correction that leaves little of the step, or None where it
+    leaves enough."""
     left, kept = (
         metrics.get(f"correction/{name}", 1.0) for name in ("effective_step", "kept_fraction")
     )
@@ -117,7 +118,8 @@ def small_step(rule: CorrectionRule, metrics: Mapping[str, float]) -> str | None
 
 
 def _mean_weight(weights: Tensor, kind: str, counts: Tensor) -> float:
-    """Over tokens, or over sequences; 1 where there is nothing to divide by (verl's bound)."""
+    """Return the mean weight over tokens, or over sequences; 1 where it is at most 1e-8 (verl's
+    bound), too small to divide by."""
     if kind == "sequence":
         filled = counts[counts > 0]
         weights = weights[
@@ -150,7 +152,7 @@ def _kept(
 
 
 def _measured(rejection: Rejection, lr: Tensor, counts: Tensor, sequence: Tensor) -> Tensor:
-    """The value of every token, for a measure that is a function of lr."""
+    """Return the value of each token by a measure that is a function of lr."""
     measure, level = rejection.measure, rejection.level
     if measure in ("ratio", "inverse_ratio"):
         signed = lr if measure == "ratio" else -lr
@@ -167,7 +169,8 @@ def _measured(rejection: Rejection, lr: Tensor, counts: Tensor, sequence: Tensor
 
 
 def _binary_kl(old_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
-    """The larger of the two divergences between Bernoulli distributions; [tokens] float64."""
+    """Return the larger of the two divergences between the Bernoulli distributions of each token;
+    [tokens] float64."""
     p, q = (
         torch.exp(logprobs.double()).clamp(_LEAST_PROBABILITY, 1 - _LEAST_PROBABILITY)
         for logprobs in (old_logprobs, rollout_logprobs)
@@ -177,7 +180,7 @@ def _binary_kl(old_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
 
 
 def _of_level(level: str, values: Tensor, counts: Tensor, sequence: Tensor) -> Tensor:
-    """A token's own value, or its sequence's."""
+    """Return, for each token, its own value or that of its sequence, by `level`."""
     return (
         values if level == "token" else _over_sequences(values, level, counts, sequence)[sequence]
     )

@@ -18,14 +18,15 @@ from isobit.rl.algorithm.objective import ResolvedObjective
 from isobit.rl.algorithm.samples import Group, Sample, groups_from_json, groups_to_json
 
 LogitNorms = Callable[[Sequence[Sample]], Sequence[Sequence[float]]]
-"""Of samples, what `AdvantageInputs.logit_norms` has of each."""
+"""A function that returns, for each of the samples, what `AdvantageInputs.logit_norms` has of
+it."""
 
 
 @dataclass
 class StepBatch:
-    """The groups of one step. Under dynamic sampling groups without spread are dropped and others
-    sampled instead, `rounds_left` times; what comes in beyond `wanted` is kept for the next step.
-    `objective` says what spread is."""
+    """The groups of one step. Under dynamic sampling, groups without spread are dropped and others
+    are sampled instead, `rounds_left` times; groups beyond `wanted` are kept for the next step.
+    `objective` defines what spread is."""
 
     wanted: int
     dynamic: bool = False
@@ -39,7 +40,7 @@ class StepBatch:
 
     @property
     def missing(self) -> int:
-        """How many more groups to roll out now."""
+        """The number of groups that are still to be rolled out now."""
         return self.wanted - len(self.groups) if self.rounds_left > 0 else 0
 
     @property
@@ -48,12 +49,12 @@ class StepBatch:
         return [*self.groups, *self.replayed]
 
     def carry_over(self, groups: Sequence[Group]) -> None:
-        """Begin with what an earlier step left."""
+        """Begin the batch with the groups that an earlier step left."""
         self.groups, self.surplus = list(groups[: self.wanted]), list(groups[self.wanted :])
 
     def to_json(self) -> dict[str, Any]:
-        """A batch that waits to be learned from, in plain values; what was scored and is among its
-        groups is the number of that one."""
+        """Return a batch that waits to be learned from, in plain values. A scored group that is
+        among the batch's groups is written as its number there."""
         places = {id(group): place for place, group in enumerate(self.groups)}
         scored = [
             place if (place := places.get(id(group))) is not None else groups_to_json([group])[0]
@@ -63,7 +64,7 @@ class StepBatch:
 
     @staticmethod
     def from_json(values: Mapping[str, Any], wanted: int) -> "StepBatch":
-        """The inverse of `to_json`."""
+        """Return the batch that `to_json` wrote."""
         groups = groups_from_json(values["groups"])
         scored = [
             groups[each] if isinstance(each, int) else groups_from_json([each])[0]
@@ -74,7 +75,8 @@ class StepBatch:
         )
 
     def add(self, groups: Sequence[Group]) -> None:
-        """Take scored groups in."""
+        """Add the scored groups of one round: drop those without spread under dynamic sampling, and
+        keep those beyond `wanted` as surplus."""
         self.rounds_left -= 1
         self.scored += groups
         kept = [g for g in groups if not self.dynamic or teaches(g, self.objective)]
@@ -87,11 +89,11 @@ class StepBatch:
 def assign_credit(
     groups: Sequence[Group], objective: ResolvedObjective, logit_norms: LogitNorms | None = None
 ) -> tuple[list[Sample], list[Advantage]]:
-    """The samples that can be learned from and their advantages, each one number or one for each
-    trained token; unscored samples are left out. `logit_norms` is called where the advantage weighs
-    places.
+    """Return the samples that can be learned from and their advantages, each one number or one for
+    each trained token; unscored samples are left out. `logit_norms` is called where the advantage
+    weighs places.
 
-    The overlong penalty and the KL in the reward change the advantage, and not the reward that is
+    The overlong penalty and the KL in the reward change the advantage, but not the reward that is
     logged.
     """
     samples: list[Sample] = []
@@ -110,8 +112,8 @@ def assign_credit(
 
 
 def teaches(group: Group, objective: ResolvedObjective) -> bool:
-    """Whether the rewards of a group differ: their sum, or, if they are decoupled, those of any
-    function."""
+    """Return whether the rewards of a group differ: their sums, or, where rewards are decoupled,
+    those of any function with a weight."""
     if not objective.decoupled_rewards:
         return has_spread([s.reward for s in group])
     return any(
@@ -124,10 +126,10 @@ def _advantages(
     objective: ResolvedObjective,
     norms: Sequence[Sequence[Sequence[float]]] | None,
 ) -> Advantages:
-    """Of the shaped sum of rewards; or, decoupled, the sum of each function's advantages by weight
-    (after GDPO, Liu et al. 2026, arXiv 2601.05242, without its normalization over the batch), with
-    what shapes the reward as one more of weight 1.
-    """
+    """Return the advantages of all groups: those of the shaped sum of rewards; or, where rewards
+    are decoupled, the weighted sum of each function's advantages (after GDPO, Liu et al. 2026,
+    arXiv 2601.05242, without its normalization over the batch), with what shapes the reward as one
+    more function of weight 1."""
     estimate = advantage_function(objective.advantage)
     extra = [[_overlong(sample, objective) for sample in group] for group in groups]
     charged = [[_charged(sample, objective) for sample in group] for group in groups]
@@ -158,8 +160,9 @@ def _advantages(
 
 
 def _sum(parts: Sequence[tuple[float, Advantage | None]]) -> Advantage:
-    """Weighted: a number, or token by token where any part is, in which a number is that of every
-    token; a function that did not score it adds nothing."""
+    """Return the weighted sum of advantages: a number, or, where any part is token by token, one
+    number for each token, in which a part that is a number counts for every token. A function that
+    did not score the sample adds nothing."""
     given = [(weight, part) for weight, part in parts if part is not None]
     numbers = [weight * part for weight, part in given if isinstance(part, (int, float))]
     rows = [
@@ -186,8 +189,8 @@ def _overlong(sample: Sample, objective: ResolvedObjective) -> float:
 
 
 def _charged(sample: Sample, objective: ResolvedObjective) -> tuple[float, ...]:
-    """What the KL to the reference takes from each trained token; nothing where a teacher was shown
-    nothing, which has no advantage either."""
+    """Return what the KL to the reference takes from each trained token; 0 for a sample whose
+    teacher was shown nothing, which has no advantage either."""
     untaught = objective.distills and sample.reference_kl is None
     if not objective.kl_in_reward or sample.reward is None or untaught:
         return (0.0,) * sample.num_trained

@@ -32,14 +32,16 @@ from isobit.kernels.sampling.definition import row_sum
 
 @dataclass(frozen=True)
 class Divergence:
-    """Which one: `beta` from 0 to 1, and the tokens that are told apart, 0 for all."""
+    """A divergence of a policy from its teacher: `beta` from 0 to 1, and `top_k`, the number of
+    tokens that are told apart, 0 for all."""
 
     beta: float
     top_k: int = 0
 
     def of(self, policy: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-        """[T] of logits [T, V] of both, by whose dtype it is computed; its gradient is by the
-        policy's logits. The policy's likeliest tokens are a constant of it."""
+        """Return the divergence [T] of the distributions of two logits [T, V], computed in the
+        dtype of the logits. Its gradient is by the policy's logits. The choice of the policy's
+        likeliest tokens is a constant, without a gradient."""
         mine, theirs = policy / temperature, teacher / temperature
         if 0 < self.top_k < mine.shape[-1]:
             chosen = mine.detach().topk(self.top_k, dim=-1).indices
@@ -49,9 +51,10 @@ class Divergence:
 
 
 class _Distance(Function):
-    """The divergence [T] of the distributions of logits [T, N]. The gradient by the policy's is p·(c
-    - Σ p·c), with c the derivative by each probability: log p/q, or (1 - β)·log p/m; under the
-    forward KL it is p - q. It adds up to 0, so that of the likeliest token is what the others leave."""
+    """The divergence [T] of the distributions of logits [T, N]. The gradient by the policy's logits
+    is p·(c - Σ p·c), with c the derivative by each probability: log p/q, or (1 - β)·log p/m; under
+    the forward KL it is p - q. It adds up to 0, so that of the likeliest token is what the others
+    leave."""
 
     @staticmethod
     def forward(ctx: Any, policy: Tensor, teacher: Tensor, beta: float) -> Tensor:
@@ -91,7 +94,8 @@ class _Distance(Function):
 
 
 def _logprobs(logits: Tensor) -> Tensor:
-    """Log-probabilities [T, N]. That of the likeliest is -log(1 + what the others have over it)."""
+    """Return the log-probabilities [T, N] of logits. That of the likeliest token is -log(1 + the
+    sum of the other tokens' probabilities over its own)."""
     likeliest = logits.argmax(-1, keepdim=True)
     shifted = logits - logits.gather(-1, likeliest)
     others = row_sum(shifted.exp().scatter_(-1, likeliest, 0.0)).unsqueeze(-1)
@@ -99,7 +103,8 @@ def _logprobs(logits: Tensor) -> Tensor:
 
 
 def _log_mixed(difference: Tensor, odds: Tensor | float) -> Tensor:
-    """log(1 - g + g·e^d), g the sigmoid of `odds`: also where it is nearly 0."""
+    """Return log(1 - g + g·e^d) with g = sigmoid(`odds`) and d = `difference`, precise also where
+    it is nearly 0."""
     odds = torch.as_tensor(odds, dtype=difference.dtype, device=difference.device)
     own, others = logsigmoid(odds), logsigmoid(-odds)
     small, second = torch.expm1(difference).mul_(own.exp()), difference + own
@@ -111,8 +116,8 @@ def _log_mixed(difference: Tensor, odds: Tensor | float) -> Tensor:
 
 
 def _with_rest(logits: Tensor, chosen: Tensor) -> Tensor:
-    """The logits [T, k] of chosen tokens, and the log of what all others have together, [T, k +
-    1]."""
+    """Return [T, k + 1]: the logits [T, k] of the chosen tokens, and the log of the sum of exp of
+    all other logits."""
     others = logits.scatter(-1, chosen, -torch.inf)
     most = others.detach().amax(-1, keepdim=True)
     rest = most + row_sum(torch.exp(others - most)).log().unsqueeze(-1)

@@ -66,7 +66,7 @@ are rounded."""
 
 
 def loss_function(name: str) -> LossFunction:
-    """The loss by this name or in this file. Raises IsobitError where it cannot be found or
+    """Return the loss by this name or in this file. Raises IsobitError where it cannot be found or
     called."""
     if name in _LOSSES:
         return _LOSSES[name]
@@ -81,8 +81,8 @@ def loss_function(name: str) -> LossFunction:
 
 
 def advantage_function(name: str) -> AdvantageFunction:
-    """The advantage by this name or in this file. Raises IsobitError where it cannot be found or
-    called."""
+    """Return the advantage by this name or in this file. Raises IsobitError where it cannot be
+    found or called."""
     if name in _ADVANTAGES:
         return _ADVANTAGES[name]
     call, what = _found(
@@ -115,8 +115,8 @@ def advantage_function(name: str) -> AdvantageFunction:
 
 
 def digests(objective: Objective) -> dict[str, list[str]]:
-    """sha256 of the files of a user's functions, by the key that names them; as `machine.json`
-    keeps them, which lists the later ones of a resumed run too."""
+    """Return the sha256 of the files of a user's functions, by the key that names them, in the form
+    of `machine.json`, which also lists the later files of a resumed run."""
     found = {}
     for key, name, named in (
         (_LOSS, objective.loss, _LOSSES),
@@ -161,8 +161,8 @@ def check_split(loss: LossFunction, objective: ResolvedObjective, what: str) -> 
 
 
 def _probe(objective: ResolvedObjective) -> LossInputs:
-    """Made-up tokens of a few sequences: a policy that has moved a little, advantages of both
-    signs."""
+    """Return made-up tokens of a few sequences: a policy that has moved a little, advantages of
+    both signs."""
     generator = torch.Generator().manual_seed(0)
     count = sum(_PROBED_LENGTHS)
     old = -3 * torch.rand(count, generator=generator) - 0.1
@@ -186,15 +186,15 @@ def _probe(objective: ResolvedObjective) -> LossInputs:
 
 
 def _cut(inputs: LossInputs, tokens: slice, first: int) -> LossInputs:
-    """The inputs of some tokens, whose first sequence was number `first`."""
+    """Return the inputs of some tokens, whose first sequence had the number `first`."""
     values: dict[str, Any] = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
     tensors = {name: value[tokens] for name, value in values.items() if isinstance(value, Tensor)}
     return LossInputs(**values | tensors | {"sequence": inputs.sequence[tokens] - first})
 
 
 def _gradient(loss: LossFunction, inputs: LossInputs, what: str) -> Tensor:
-    """The gradient of the weighted sum of the loss by policy_logprobs and by entropy, [2, T], of
-    these inputs."""
+    """Return the gradient of the weighted sum of the loss of these inputs by policy_logprobs and by
+    entropy, [2, T]."""
     leaves = [x.clone().requires_grad_() for x in (inputs.policy_logprobs, inputs.entropy)]
     outputs = loss(replace(inputs, policy_logprobs=leaves[0], entropy=leaves[1]))
     if not outputs.loss.requires_grad:
@@ -207,13 +207,13 @@ def _gradient(loss: LossFunction, inputs: LossInputs, what: str) -> Tensor:
 
 
 def weighted_sum(outputs: LossOutputs, inputs: LossInputs) -> Tensor:
-    """What a micro-batch adds to the loss of the step."""
+    """Return the sum that a micro-batch adds to the loss of the step."""
     return block_sum(outputs.loss * inputs.importance_weights * inputs.token_weights)
 
 
 def _found(reference: str, key: str, form: str) -> tuple[Callable[[object], Any], str]:
-    """(the user's function of one argument, which raises IsobitError for what it raises, and how
-    errors call it)."""
+    """Return (the user's function of one argument, wrapped so that whatever it raises becomes an
+    IsobitError, and its name in error texts)."""
     what = f"{key} {reference!r}"
     function, file = find_function(reference, key)
     try:
@@ -271,7 +271,7 @@ def _listed(values: Any, count: int, what: str) -> Sequence[Any]:
 
 
 def _advantage(value: Any, reward: float | None, num_tokens: int, what: str) -> Advantage | None:
-    """An advantage in plain numbers."""
+    """Return an advantage in plain numbers. Raises IsobitError for a value that is not one."""
     if (value is None) != (reward is None):
         raise IsobitError(
             f"{what}: expected None exactly where the reward is None, which is {reward}; got "

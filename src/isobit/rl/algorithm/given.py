@@ -1,10 +1,10 @@
-"""Losses of answers that were given, not sampled: supervised training's. The learner takes them as it
-takes a loss of `loss.py`; a run that samples cannot name them.
+"""Losses of answers that were given, not sampled, for supervised training. The learner takes them
+as it takes a loss of `loss.py`; a run that samples cannot name them.
 
-Of pairs each loss is of both answers, which are sequences 2k and 2k + 1 of a micro-batch, the
-preferred one first; the learner never cuts between them. Of single answers that are desirable or
-not (`kto`) it is of one, whose advantage is 1 or -1. Left out: where the answers come from
-(`training/sft/`).
+A loss of pairs is of both answers, which are sequences 2k and 2k + 1 of a micro-batch, the
+preferred one first; the learner never cuts between them. A loss of single answers that are
+desirable or not (`kto`) is of one answer, whose advantage is 1 or -1. Left out: where the answers
+come from (`training/sft/`).
 """
 
 import math
@@ -27,18 +27,19 @@ GIVEN = "given"
 
 
 def given(inputs: AdvantageInputs) -> Advantages:
-    """The reward itself, 1, or -1 of an undesirable answer: nothing is compared with it."""
+    """Return the rewards themselves as advantages: 1, or -1 for an undesirable answer. No answer is
+    compared with another."""
     return list(inputs.rewards)
 
 
 def cross_entropy(inputs: LossInputs) -> LossOutputs:
-    """-log policy of each trained token, which knows no advantage."""
+    """Compute -log policy of each trained token, without regard to its advantage."""
     return LossOutputs(-inputs.policy_logprobs)
 
 
 def of_pairs(kind: str, log_ratios: Tensor, lengths: Tensor, beta: float) -> Tensor:
-    """The loss of each pair [P]. `log_ratios` [P, 2]: of each answer the sum over its tokens of log
-    policy - log reference; `lengths` [P, 2]: its tokens.
+    """Return the loss of each pair [P]. `log_ratios` [P, 2]: for each answer the sum over its
+    tokens of log policy - log reference; `lengths` [P, 2]: the number of its tokens.
 
     dpo: -log sigmoid(β·(r_chosen - r_rejected)), r the log ratio (Rafailov et al. 2023, arXiv
     2305.18290, eq. 7). ipo: (m_chosen - m_rejected - 1 / (2·β))², m the log ratio over the number
@@ -52,18 +53,18 @@ def of_pairs(kind: str, log_ratios: Tensor, lengths: Tensor, beta: float) -> Ten
 
 
 def dpo(inputs: LossInputs) -> LossOutputs:
-    """Direct preference optimization, by `settings.beta` (`of_pairs`)."""
+    """Compute the loss of direct preference optimization, by `settings.beta` (`of_pairs`)."""
     return _preference("dpo", inputs)
 
 
 def ipo(inputs: LossInputs) -> LossOutputs:
-    """Identity preference optimization, likewise."""
+    """Compute the loss of identity preference optimization, by `settings.beta` (`of_pairs`)."""
     return _preference("ipo", inputs)
 
 
 def _preference(kind: str, inputs: LossInputs) -> LossOutputs:
-    """Each token carries an equal share of its pair's loss, so that the sum over an answer is the
-    loss of the pair. The metrics are shared out alike: a reward is β times a log ratio."""
+    """Give each token an equal share of its pair's loss, so that the sum over an answer is the loss
+    of the pair, and an equal share of the pair's metrics: a reward is β times a log ratio."""
     assert inputs.reference_logprobs is not None
     beta, sequence = inputs.settings.beta, inputs.sequence
     lengths = torch.bincount(sequence)
@@ -90,12 +91,12 @@ def _preference(kind: str, inputs: LossInputs) -> LossOutputs:
 def of_labels(
     log_ratios: Tensor, labels: Tensor, baseline: float, beta: float, weights: tuple[float, float]
 ) -> Tensor:
-    """KTO's loss of each answer [A]. `log_ratios` [A] as in `of_pairs`; `labels` [A]: 1 of a
-    desirable answer, else -1; `baseline`: the estimate of KL(policy ‖ reference); `weights` of
-    desirable and of undesirable answers.
+    """Return KTO's loss of each answer [A]. `log_ratios` [A] as in `of_pairs`; `labels` [A]: 1 for
+    a desirable answer, else -1; `baseline`: the estimate of KL(policy ‖ reference); `weights`: of
+    desirable answers, and of undesirable ones.
 
-    w·(1 - sigmoid(label·β·(r - baseline))) (Ethayarajh et al. 2024, arXiv 2402.01306, eq. 7, as
-    TRL's KTOTrainer has it).
+    The loss is w·(1 - sigmoid(label·β·(r - baseline))) (Ethayarajh et al. 2024, arXiv 2402.01306,
+    eq. 7, as TRL's KTOTrainer has it).
     """
     desirable, undesirable = (log_ratios.new_tensor(weight) for weight in weights)
     each = torch.where(labels > 0, desirable, undesirable)
@@ -105,14 +106,15 @@ def of_labels(
 
 
 def _falling(z: Tensor) -> Tensor:
-    """1 - sigmoid(z). The gradient of `sigmoid` is s·(1 - s): nothing in float32 where s is near
-    1."""
+    """Return 1 - sigmoid(z). Where s = sigmoid(z) is near 1, its gradient s·(1 - s) is 0 in
+    float32, so sigmoid(-z) is used."""
     return torch.where(z > _NEAR_1, torch.sigmoid(-z), 1 - torch.sigmoid(z))
 
 
 def kto(inputs: LossInputs) -> LossOutputs:
-    """Kahneman-Tversky optimization, by `settings.beta` and `answer_weights` (`of_labels`), against
-    the step's `kl_baseline`. As in `_preference` the tokens of an answer share its loss."""
+    """Compute the loss of Kahneman-Tversky optimization, by `settings.beta` and `answer_weights`
+    (`of_labels`), against the step's `kl_baseline`. As in `_preference` the tokens of an answer
+    share its loss."""
     assert inputs.reference_logprobs is not None
     sequence, settings = inputs.sequence, inputs.settings
     lengths, labels = torch.bincount(sequence), inputs.advantages.sign()
@@ -133,9 +135,9 @@ def kto(inputs: LossInputs) -> LossOutputs:
 
 
 def mismatched(samples: Sequence[Sample], most_tokens: int) -> list[Sample]:
-    """Each prompt with the answer before its own, the first with the last, as TRL pairs them: of
-    these KTO estimates the KL. Left out where both have more than `most_tokens` tokens;
-    of one sample there are none."""
+    """Return each prompt with the answer of the sample before it, the first with the last answer,
+    as TRL pairs them: KTO estimates its KL from these pairs. A pair of more than `most_tokens`
+    tokens together is left out; one sample has no pair."""
     if len(samples) < 2:
         return []
     before = (*samples[-1:], *samples[:-1])
@@ -144,17 +146,17 @@ def mismatched(samples: Sequence[Sample], most_tokens: int) -> list[Sample]:
 
 
 def kl_of_mismatched(policy: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
-    """The mean over mismatched pairs of log policy - log reference of all their tokens, at least 0
-    (Ethayarajh et al. 2024, section 4.2). Summed without rounding between, so that it has no
-    order."""
+    """Return the mean over mismatched pairs of log policy - log reference, summed over all tokens
+    of a pair, at least 0 (Ethayarajh et al. 2024, section 4.2). The sum is rounded once, so that it
+    does not depend on the order."""
     rows = [(a.double() - b.double()).tolist() for a, b in zip(policy, reference, strict=True)]
     return max(math.fsum(value for row in rows for value in row) / max(len(rows), 1), 0.0)
 
 
 PAIR_LOSSES: dict[str, LossFunction] = {"dpo": dpo, "ipo": ipo}
-"""Those of a preferred answer and another."""
+"""The losses that compare a preferred answer with another one."""
 COMPARED_LOSSES: dict[str, LossFunction] = {**PAIR_LOSSES, "kto": kto}
-"""Those that compare with a reference, and are means over answers."""
+"""The losses that compare with a reference; each is a mean over answers."""
 GIVEN_LOSSES: dict[str, LossFunction] = {"cross_entropy": cross_entropy, **COMPARED_LOSSES}
 GIVEN_ADVANTAGES: dict[str, AdvantageFunction] = {GIVEN: given}
 
@@ -162,9 +164,10 @@ GIVEN_ADVANTAGES: dict[str, AdvantageFunction] = {GIVEN: given}
 def supervised_objective(
     loss: str = "cross_entropy", beta: float = 0.1, weights: tuple[float, float] = (1.0, 1.0)
 ) -> ResolvedObjective:
-    """The mean cross-entropy of all trained tokens of a step, or the mean loss of its pairs or of
-    its answers, of which desirable and undesirable ones have `weights`. The answers are of no
-    weights of the run, so nothing is compared with a rollout."""
+    """Return the objective of supervised training: the mean cross-entropy of all trained tokens of
+    a step, or the mean loss of its pairs or of its answers, where `weights` are of desirable and
+    undesirable answers. The answers were not sampled by weights of the run, so no rollout is
+    compared with them."""
     return ResolvedObjective(
         advantage=GIVEN,
         loss=loss,

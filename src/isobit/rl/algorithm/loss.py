@@ -77,10 +77,9 @@ LossFunction = Callable[[LossInputs], LossOutputs]
 
 
 def clip(inputs: LossInputs) -> LossOutputs:
-    """-min(ratio·A, clip(ratio, 1 - clip_low, 1 + clip_high)·A) (Schulman et al. 2017, arXiv
-    1707.06347, eq. 7; with clip_high > clip_low DAPO's clip-higher), for A < 0 at most
-    dual_clip·|A| (Ye et al. 2020, arXiv 1912.09729, eq. 5).
-    """
+    """Compute -min(ratio·A, clip(ratio, 1 - clip_low, 1 + clip_high)·A) (Schulman et al. 2017,
+    arXiv 1707.06347, eq. 7; with clip_high > clip_low DAPO's clip-higher), for A < 0 at most
+    dual_clip·|A| (Ye et al. 2020, arXiv 1912.09729, eq. 5)."""
     ratio, dual_clip = ratios(inputs), inputs.settings.dual_clip
     unclipped, bounded = ratio * inputs.advantages, _bounded(ratio, inputs) * inputs.advantages
     loss, clipped = -torch.minimum(unclipped, bounded), bounded < unclipped
@@ -91,8 +90,9 @@ def clip(inputs: LossInputs) -> LossOutputs:
 
 
 def cispo(inputs: LossInputs) -> LossOutputs:
-    """-clip(ratio)·A·log policy, no gradient through the clipped ratio (MiniMax 2025, arXiv
-    2506.13585, eq. 4). Without an advantage there is nothing to clip, whatever the ratio."""
+    """Compute -clip(ratio)·A·log policy, without a gradient through the clipped ratio (MiniMax
+    2025, arXiv 2506.13585, eq. 4). A token whose advantage is 0 does not count as clipped, whatever
+    its ratio."""
     ratio = ratios(inputs)
     bounded = _bounded(ratio, inputs)
     clipped = (bounded != ratio) & (inputs.advantages != 0)
@@ -100,14 +100,14 @@ def cispo(inputs: LossInputs) -> LossOutputs:
 
 
 def reinforce(inputs: LossInputs) -> LossOutputs:
-    """-A·log policy, no ratio and no clip (NeMo RL's `disable_ppo_ratio`)."""
+    """Compute -A·log policy, without a ratio or a clip (NeMo RL's `disable_ppo_ratio`)."""
     return LossOutputs(-inputs.advantages * inputs.policy_logprobs)
 
 
 def sapo(inputs: LossInputs) -> LossOutputs:
-    """-(4/τ)·sigmoid(τ·(ratio - 1))·A, τ one of `sapo_temperatures` by the sign of A: a soft gate
-    in place of a clip, whose gradient is A at ratio 1 and fades on both sides (SAPO: Gao et al.
-    2025, arXiv 2511.20347)."""
+    """Compute -(4/τ)·sigmoid(τ·(ratio - 1))·A, with τ one of `sapo_temperatures` by the sign of A:
+    a soft gate in place of a clip, whose gradient is A at ratio 1 and fades on both sides (SAPO:
+    Gao et al. 2025, arXiv 2511.20347)."""
     positive, negative = map(inputs.advantages.new_tensor, inputs.settings.sapo_temperatures)
     temperature = torch.where(inputs.advantages > 0, positive, negative)
     # as exp(logsigmoid): the gradient of `sigmoid`, s·(1 - s), is nothing where s is near 1
@@ -116,12 +116,13 @@ def sapo(inputs: LossInputs) -> LossOutputs:
 
 
 def gmpo(inputs: LossInputs) -> LossOutputs:
-    """-A·the geometric mean of a sequence's ratios, each clipped before, on the side where its
-    token's A would drive it on, to [exp(-clip_low), exp(clip_high)] (GMPO: Zhao et al. 2025, arXiv
-    2507.20673, as TRL's GMPOTrainer and verl's `geo_mean` have it).
+    """Compute -A·the geometric mean of a sequence's ratios, each clipped before the mean, on the
+    side where its token's A would drive it on, to [exp(-clip_low), exp(clip_high)] (GMPO: Zhao et
+    al. 2025, arXiv 2507.20673, as TRL's GMPOTrainer and verl's `geo_mean` have it).
 
-    Each token carries its own part of the gradient, as under `ratio: sequence`; a token that is
-    clipped has none. The mean of the logs is bounded to 10 above."""
+    Each token carries its own part of the gradient, as under `ratio: sequence`; a clipped token has
+    none. The mean of the logs is at most 10.
+    """
     log_ratio = _token_log_ratio(inputs)
     bounded = log_ratio.clamp(-inputs.clip_low, inputs.clip_high)
     kept = torch.where(
@@ -135,17 +136,18 @@ def gmpo(inputs: LossInputs) -> LossOutputs:
 
 
 def dppo_tv(inputs: LossInputs) -> LossOutputs:
-    """-ratio·A, but no gradient of a token whose probability π has left the old one, μ, too far and
-    goes on: upwards by more than clip_high where A > 0, downwards by more than clip_low where A <
-    0. |π - μ| is the total variation of the token against all others (DPPO, Binary-TV: Qi et al.
-    2026, arXiv 2602.04879)."""
+    """Compute -ratio·A, without a gradient for a token whose probability π has left the old one, μ,
+    too far and still moves away: upwards by more than clip_high where A > 0, downwards by more than
+    clip_low where A < 0. |π - μ| is the total variation of the token against all others (DPPO,
+    Binary-TV: Qi et al. 2026, arXiv 2602.04879)."""
     policy, old = _probabilities(inputs)
     return _within(inputs, policy - old, (policy - old).abs())
 
 
 def dppo_kl(inputs: LossInputs) -> LossOutputs:
-    """As `dppo_tv`, by the KL divergence of the token against all others, μ·log(μ/π) + (1 -
-    μ)·log((1 - μ)/(1 - π)) (DPPO, Binary-KL). Probabilities are at most 1 - 1e-8, as verl's."""
+    """Compute -ratio·A as `dppo_tv` does, with the distance measured by the KL divergence of the
+    token against all others, μ·log(μ/π) + (1 - μ)·log((1 - μ)/(1 - π)) (DPPO, Binary-KL).
+    Probabilities are at most 1 - 1e-8, as verl's."""
     policy, old = (p.clamp(max=1 - _LEAST_OTHERS) for p in _probabilities(inputs))
     difference = inputs.old_logprobs - inputs.policy_logprobs.detach()
     others = torch.log1p(-old) - torch.log1p(-policy)
@@ -153,12 +155,14 @@ def dppo_kl(inputs: LossInputs) -> LossOutputs:
 
 
 def _probabilities(inputs: LossInputs) -> tuple[Tensor, Tensor]:
-    """Of the tokens under the policy and under the old one, without a gradient; float64."""
+    """Return the tokens' probabilities under the policy and under the old one, without a gradient;
+    float64."""
     return inputs.policy_logprobs.detach().double().exp(), inputs.old_logprobs.double().exp()
 
 
 def _within(inputs: LossInputs, moved: Tensor, divergence: Tensor) -> LossOutputs:
-    """DPPO's loss: no gradient of tokens that move on out of the trust region."""
+    """Compute DPPO's loss: -ratio·A, without a gradient for tokens that move further out of the
+    trust region."""
     out = torch.where(
         inputs.advantages > 0,
         (moved > 0) & (divergence > inputs.clip_high),
@@ -170,10 +174,10 @@ def _within(inputs: LossInputs, moved: Tensor, divergence: Tensor) -> LossOutput
 
 
 def vespo(inputs: LossInputs) -> LossOutputs:
-    """-φ(w)·A·log policy, no gradient through φ(w) = w^k·exp(λ·(1 - w)), w the ratio of the whole
-    sequence, the product over its tokens: a soft weight, 1 at w = 1, by `vespo_k` and
-    `vespo_lambda` (VESPO, 2026, arXiv 2602.10693; with TRL's bounds: the log of a token's ratio
-    within ±20, w from 1e-8 to exp(20))."""
+    """Compute -φ(w)·A·log policy, without a gradient through φ(w) = w^k·exp(λ·(1 - w)), where w is
+    the ratio of the whole sequence, the product over its tokens: a soft weight, 1 at w = 1, by
+    `vespo_k` and `vespo_lambda` (VESPO, 2026, arXiv 2602.10693; with TRL's bounds: the log of a
+    token's ratio within ±20, w from 1e-8 to exp(20))."""
     (k_rise, k_fall), (l_rise, l_fall) = (
         map(inputs.advantages.new_tensor, pair)
         for pair in (inputs.settings.vespo_k, inputs.settings.vespo_lambda)
@@ -187,8 +191,8 @@ def vespo(inputs: LossInputs) -> LossOutputs:
 
 
 def divergence(inputs: LossInputs) -> LossOutputs:
-    """How far the policy's distribution at each token is from its teacher's (`divergence.py`); no
-    advantage and no ratio."""
+    """Return the divergence of the policy's distribution at each token from its teacher's
+    (`divergence.py`); neither an advantage nor a ratio is used."""
     assert inputs.divergence is not None, "there is no teacher"
     return LossOutputs(inputs.divergence)
 
@@ -207,7 +211,8 @@ LOSSES: dict[str, LossFunction] = {
 
 
 def ratios(inputs: LossInputs) -> Tensor:
-    """π_policy / π_old of each token [T], with its gradient, as `settings.ratio` defines it.
+    """Compute π_policy / π_old of each token [T], with its gradient, as `settings.ratio` defines
+    it.
 
     token: of the token itself. sequence: one for its whole sequence, exp of the mean over its
     tokens (GSPO: Zheng et al. 2025, arXiv 2507.18071, eq. 7), of which each token carries its own
@@ -221,10 +226,10 @@ def ratios(inputs: LossInputs) -> Tensor:
 
 
 def without_off_policy(outputs: LossOutputs, inputs: LossInputs) -> LossOutputs:
-    """Without the loss of tokens with a negative advantage whose sequence the policy has left: the
-    mean over it of log rollout - log policy is above `off_policy_mask_threshold`, if there is one
-    (DeepSeek-AI 2025, DeepSeek-V3.2, arXiv 2512.02556, off-policy sequence masking, as
-    TRL's `off_policy_mask_threshold`). They count as clipped; a KL penalty stays."""
+    """Remove the loss of tokens with a negative advantage whose sequence the policy has left: the
+    mean over the sequence of log rollout - log policy is above `off_policy_mask_threshold`, if
+    there is one (DeepSeek-AI 2025, DeepSeek-V3.2, arXiv 2512.02556, off-policy sequence masking, as
+    TRL's `off_policy_mask_threshold`). These tokens count as clipped; a KL penalty stays."""
     threshold = inputs.settings.off_policy_mask_threshold
     if threshold is None:
         return outputs
@@ -244,7 +249,7 @@ def _token_log_ratio(inputs: LossInputs) -> Tensor:
 
 
 def _sum_over_sequence(values: Tensor, inputs: LossInputs) -> Tensor:
-    """The sum of a token's sequence, [T]."""
+    """Return, for each token, the sum of the values over its sequence, [T]."""
     sequence = inputs.sequence
     count = int(sequence.max()) + 1 if sequence.numel() else 0
     sums = torch.zeros(count, dtype=values.dtype).index_add(0, sequence, values)
@@ -253,13 +258,14 @@ def _sum_over_sequence(values: Tensor, inputs: LossInputs) -> Tensor:
 
 
 def _over_sequence(values: Tensor, inputs: LossInputs) -> Tensor:
-    """The mean of a token's sequence, [T]."""
+    """Return, for each token, the mean of the values over its sequence, [T]."""
     return _sum_over_sequence(values, inputs) / torch.bincount(inputs.sequence)[inputs.sequence]
 
 
 def _log_ratio(inputs: LossInputs, *, own_gradient: bool = True) -> Tensor:
-    """`own_gradient`: under `ratio: sequence` each token carries its own part of the gradient; else
-    the mean's."""
+    """Compute the log of the ratio of each token [T], by `settings.ratio`. `own_gradient`: under
+    `ratio: sequence` each token carries its own part of the gradient; else the gradient is the
+    mean's."""
     policy = inputs.policy_logprobs
     difference = policy - inputs.old_logprobs
     if inputs.settings.ratio == "token":
@@ -274,7 +280,7 @@ def _log_ratio(inputs: LossInputs, *, own_gradient: bool = True) -> Tensor:
 
 
 def kl_penalty(policy_logprobs: Tensor, reference_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimate of KL(policy ‖ reference) per token, from tokens of the policy (Schulman 2020,
+    """Estimate KL(policy ‖ reference) per token, from tokens of the policy (Schulman 2020,
     "Approximating KL").
 
     With d = log reference - log policy: k1 = -d, k2 = d²/2, k3 = e^d - d - 1 (constant above d =
@@ -299,22 +305,22 @@ def kl_penalty(policy_logprobs: Tensor, reference_logprobs: Tensor, estimator: s
 
 
 def _k3(difference: Tensor) -> Tensor:
-    """e^d - d - 1, its value from float64 and its gradient e^d - 1 in the dtype of d."""
+    """Compute e^d - d - 1: the value in float64, the gradient e^d - 1 in the dtype of d."""
     wide, found = difference.detach().double(), torch.exp(difference) - difference - 1.0
     exact = (torch.expm1(wide) - wide).to(difference.dtype)
     return exact + (found - found.detach())
 
 
 def kl_in_loss(inputs: LossInputs) -> Tensor:
-    """The KL penalty of each token as a term of the loss [T], by `settings.estimator`.
+    """Compute the KL penalty of each token as a term of the loss [T], by `settings.estimator`.
 
     k3-unbiased is k3 times π_policy / π_old, with the ratio's gradient (DeepSeek-AI 2025,
     DeepSeek-V3.2, arXiv 2512.02556, eq. 7; TRL's `use_bias_correction_kl`): where both policies are
     one its gradient is k2's, that of KL(policy ‖ reference), and where they differ its mean over
-    tokens of the old policy still is. As in TRL the ratio is the loss's: one of the whole sequence
-    under `ratio: sequence`, the mean's gradient with it.
+    tokens of the old policy still is. As in TRL the ratio is the loss's: under `ratio: sequence` it
+    is that of the whole sequence, with the gradient of the mean.
 
-    With x = log reference - log policy the gradient of a token of its own ratio r is r·(k3 + 1 -
+    With x = log reference - log policy a token's gradient through its own ratio r is r·(k3 + 1 -
     e^x) = -r·x, a small difference of large numbers: it is taken in closed form, in float64, so
     that it is also right where k3 and the ratio are bounded.
     """
@@ -335,8 +341,8 @@ def kl_in_loss(inputs: LossInputs) -> Tensor:
 
 
 def token_weights(lengths: Sequence[int], aggregation: str, max_new_tokens: int) -> list[float]:
-    """The weight of each sequence's tokens in the loss of a whole optimizer batch; `lengths` are
-    the trained tokens of each.
+    """Return the weight of each sequence's tokens in the loss of a whole optimizer batch; `lengths`
+    are the numbers of trained tokens of each sequence.
 
     token_mean: 1 / all tokens (DAPO). sequence_mean: the mean over a sequence, then over sequences
     (GRPO). sequence_sum: 1 / sequences, the sum over a sequence, then the mean over sequences

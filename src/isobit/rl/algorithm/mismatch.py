@@ -17,7 +17,8 @@ _LOG_RATIO_LIMIT = 20.0  # verl's safety bound
 
 
 def mismatch_metrics(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, float]:
-    """All mismatch metrics of float32 log-probabilities [tokens], at least one token."""
+    """Compute all mismatch metrics per token from float32 log-probabilities [tokens], of at least
+    one token."""
     assert policy_logprobs.dtype == rollout_logprobs.dtype == torch.float32
     assert policy_logprobs.shape == rollout_logprobs.shape
     assert policy_logprobs.numel() > 0
@@ -40,8 +41,8 @@ def mismatch_metrics(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[
 def sequence_metrics(
     policy_logprobs: Sequence[Tensor], rollout_logprobs: Sequence[Tensor]
 ) -> dict[str, float]:
-    """verl's metrics per sequence, of float32 log-probabilities [tokens] of each; at least one, and
-    none empty."""
+    """Compute verl's metrics per sequence from the float32 log-probabilities [tokens] of each
+    sequence; there is at least one sequence, and none is empty."""
     counts = torch.tensor([len(row) for row in policy_logprobs])
     sequence = torch.repeat_interleave(torch.arange(len(counts)), counts)
     both = torch.stack(
@@ -64,9 +65,9 @@ def sequence_metrics(
 def position_metrics(
     policy_logprobs: Tensor, rollout_logprobs: Tensor, positions: Tensor
 ) -> dict[str, float]:
-    """The k3 of tokens by their positions [tokens] in the completion, from 0 on: the mean over the
-    tokens n to 2n - 1, counted from 1, for each power of two n that there are any of. Nothing where
-    all tokens have the same bits."""
+    """Compute the k3 of tokens by their positions [tokens] in the completion, counted from 0: for
+    each power of two n, the mean over the tokens n to 2n - 1, counted from 1, if there are any.
+    Empty where all tokens have the same bits."""
     if not differing(policy_logprobs, rollout_logprobs):
         return {}
     ratio = (policy_logprobs.double() - rollout_logprobs.double()).clamp(
@@ -81,22 +82,24 @@ def position_metrics(
 
 
 def _k3(ratio: Tensor) -> Tensor:
-    """Schulman's estimate of a KL divergence, one token each."""
+    """Compute Schulman's estimate of a KL divergence for each token."""
     return torch.exp(ratio) - ratio - 1
 
 
 def differing(left: Tensor, right: Tensor) -> int:
-    """How many of two float32 tensors' elements differ in any bit."""
+    """Count the elements of two float32 tensors that differ in any bit."""
     return int(differing_places(left, right).sum())
 
 
 def differing_places(left: Tensor, right: Tensor) -> Tensor:
-    """Where two float32 tensors of one shape differ in any bit."""
+    """Return a bool tensor that is true where two float32 tensors of one shape differ in any
+    bit."""
     return left.contiguous().view(torch.int32) != right.contiguous().view(torch.int32)
 
 
 def _jensen_shannon(left: Tensor, right: Tensor) -> Tensor:
-    """NeMo RL's estimator, with m the log of the mean probability."""
+    """Compute NeMo RL's estimate of the Jensen-Shannon divergence for each token, with m the log of
+    the mean probability."""
     # no `logaddexp`, whose bits at the ends of a thread's share are others
     both = torch.maximum(left, right) + torch.log1p(torch.exp(-(left - right).abs()))
     middle = both - math.log(2.0)

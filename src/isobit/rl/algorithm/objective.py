@@ -22,7 +22,7 @@ LOSS_KINDS = (
     "divergence",
 )
 OWN_RATIO = ("gmpo", "dppo_tv", "dppo_kl", "vespo")
-"""Losses that define their ratio: no `ratio` but of tokens beside them."""
+"""Losses that define their ratio: with them only `ratio: token` is allowed."""
 RATIOS = ("token", "sequence", "sequence_sum")
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3-unbiased", "low_var_kl")
@@ -67,7 +67,8 @@ averages it."""
 
 
 def _is_function(text: str) -> bool:
-    """Whether it is meant as a function of a file. Raises IsobitError where it is and cannot be."""
+    """Return whether a text is meant as a function of a file. Raises IsobitError where it is and
+    cannot be one."""
     return ":" in text and bool(split_reference(text, "function"))
 
 
@@ -292,7 +293,7 @@ class Objective:
 
     @property
     def estimator(self) -> str:
-        """`kl_estimator`, resolved."""
+        """The `kl_estimator`, resolved."""
         return self.kl_estimator or ("k1" if self.kl_in_reward else "k3")
 
 
@@ -322,7 +323,7 @@ class ResolvedObjective(Objective):
 
     @staticmethod
     def of(objective: Objective, **values: Any) -> "ResolvedObjective":
-        """An objective with these values, and what is resolved of it already."""
+        """Return an objective with these values, and what is resolved of it already."""
         return ResolvedObjective(**(vars(objective) | values))
 
 
@@ -334,8 +335,8 @@ _PARTS = {key for parts in PRESETS.values() for key in parts}
 
 
 def with_preset(values: Any) -> Any:
-    """What is given for an objective, over the parts of its preset. A part that is null is not
-    given."""
+    """Return what is given for an objective, over the parts of its preset. A part that is null is
+    not given."""
     if not isinstance(values, Mapping):
         return values
     values = _without_shadow_passes(values)
@@ -346,7 +347,8 @@ def with_preset(values: Any) -> Any:
 
 
 def _without_shadow_passes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the keys of what left, where they do nothing. Raises IsobitError where they would."""
+    """Remove the keys of options that no longer exist, where they do nothing. Raises IsobitError
+    where they would do something."""
     left = ("shadow_every", "shadow_calibrates_clip")
     for key in left:
         if values.get(key):
@@ -358,8 +360,8 @@ def _without_shadow_passes(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_preset(values: Any) -> Any:
-    """What is given for an objective, without its preset and what has the preset's own value: for
-    another preset."""
+    """Return what is given for an objective, without its preset and the parts that have the
+    preset's value, so that another preset can be set."""
     if not isinstance(values, Mapping):
         return values
     preset = values.get("preset", "grpo")
@@ -372,7 +374,7 @@ def without_preset(values: Any) -> Any:
 
 
 def shares_prompts(wanted: bool, objective: Objective, *, mixture: bool, recurrent: bool) -> bool:
-    """Whether the completions of a prompt share its rows, where `optimizer.share_prompts` is
+    """Return whether the completions of a prompt share its rows, where `optimizer.share_prompts` is
     `wanted`: not in a mixture of experts that repeats each sample's own routes, or balances the
     load of all rows, nor where layers are recurrent, since their backward is of whole sequences."""
     of_all_rows = mixture and (objective.router_replay or objective.router_aux_coefficient > 0)
@@ -382,8 +384,8 @@ def shares_prompts(wanted: bool, objective: Objective, *, mixture: bool, recurre
 def for_precision(
     objective: Objective, precision: "Precision", *, stale: bool = False
 ) -> ResolvedObjective:
-    """What `auto` is under a precision: its default correction; no recomputation where rollout and
-    learner share a flow.
+    """Resolve what is `auto` under a precision: the precision's default correction; no
+    recomputation where rollout and learner share a flow.
 
     `stale`: samples may be of older weights, so that even under one flow there is something to
     recompute and, by token TIS, to correct.

@@ -2,9 +2,9 @@
 
 A group's weight is 2^(-age / half_life) · standard deviation of its rewards: recent groups that
 disagree teach most. Draws are without replacement and a function of (seed, step): the exponential
-race (Efraimidis and Spirakis 2006), on raw Philox numbers. What is drawn keeps its rollout
-log-probabilities; the learner computes those of its own weights, and a correction weighs the two.
-Left out: the learning itself (`learner/learner.py`, `correction.py`).
+race (Efraimidis and Spirakis 2006), on raw Philox numbers. A drawn group keeps its rollout
+log-probabilities; the learner computes those under its present weights, and a correction weighs the
+two. Left out: the learning itself (`learner/learner.py`, `correction.py`).
 """
 
 import math
@@ -52,18 +52,19 @@ class ReplayBuffer:
         self.groups: list[Group] = []
 
     def restore(self, groups: Iterable[Group]) -> None:
-        """Those of a run that goes on."""
+        """Replace the groups by those of a run that is resumed."""
         self.groups = list(groups)
 
     def add(self, groups: Iterable[Group]) -> None:
-        """Keep groups that teach something; the oldest make room."""
+        """Keep the groups whose rewards differ; the oldest groups beyond the capacity are
+        forgotten."""
         if self.settings.capacity:
             self.groups += [g for g in groups if has_spread([s.reward for s in g])]
             del self.groups[: -self.settings.capacity]
 
     def draw(self, step: int) -> list[Group]:
-        """The groups to learn from again in the step after `step` finished ones; forgets those that
-        are too old."""
+        """Return the groups to learn from again in the step after `step` finished ones, and forget
+        the groups that are too old."""
         settings = self.settings
         self.groups = [g for g in self.groups if step - g[0].rollout_step <= settings.max_staleness]
         if not settings.groups_per_step or not self.groups:
@@ -79,8 +80,9 @@ class ReplayBuffer:
         return [self.groups[i] for i in chosen]
 
     def _times(self, uniform: Sequence[float], step: int) -> list[float]:
-        """When each group's exponential clock rings: the first are drawn. Where a weight is too
-        small for a float, their logarithms, which are in the same order."""
+        """Return the time at which each group's exponential clock rings; the groups with the
+        earliest times are drawn. Where a weight is too small for a float, return the logarithms of
+        the times, which are in the same order."""
         spreads = [pstdev(s.reward for s in g if s.reward is not None) for g in self.groups]
         halved = [(step - g[0].rollout_step) / self.settings.half_life for g in self.groups]
         weights = [2.0**-age * spread for age, spread in zip(halved, spreads)]

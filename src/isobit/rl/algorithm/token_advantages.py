@@ -23,8 +23,8 @@ _Rows = list[list[list[float] | None]]
 
 
 def reinforce_pp(inputs: AdvantageInputs) -> Advantages:
-    """The discounted sum of what is paid from each token on, normalized over the tokens of the
-    batch."""
+    """Compute the discounted sum of what is paid from each token on, normalized over the tokens of
+    the batch."""
     return _whitened(
         [
             [
@@ -37,8 +37,8 @@ def reinforce_pp(inputs: AdvantageInputs) -> Advantages:
 
 
 def reinforce_pp_baseline(inputs: AdvantageInputs) -> Advantages:
-    """For all tokens the total reward, less the mean of the scored totals of its group (a group of
-    one keeps its total), normalized over the tokens of the batch."""
+    """Compute, for all tokens of a completion, its total reward less the mean of the scored totals
+    of its group (a group of one keeps its total), normalized over the tokens of the batch."""
     values: _Rows = []
     for row, penalties in zip(inputs.totals(), inputs.penalties, strict=True):
         scored = [total for total in row if total is not None]
@@ -53,29 +53,30 @@ def reinforce_pp_baseline(inputs: AdvantageInputs) -> Advantages:
 
 
 def squared_norms(logprobs: Tensor, halved: Tensor) -> Tensor:
-    """Of each token the squared norm of the gradient of its log-probability by the logits (over the
-    temperature), [T] float64: 1 - 2·p + Σ p², p the token's probability and the sum over the
-    vocabulary.
+    """Compute the squared norm of the gradient of each token's log-probability by the logits (over
+    the temperature), [T] float64: 1 - 2·p + Σ p², where p is the token's probability and the sum is
+    over the vocabulary.
 
     logprobs, halved: [T], log-probabilities at the temperature and at half of it. Half the
-    temperature squares all odds, so that Σ p² = exp(2·logprobs - halved), and no backend needs an
-    operator for it (tests/rl/test_optimal_baseline.py).
+    temperature squares all odds, so that Σ p² = exp(2·logprobs - halved), and backends do not need
+    an operator for it (tests/rl/test_optimal_baseline.py).
     """
     first, second = logprobs.double(), halved.double()
     return (1 - 2 * first.exp() + (2 * first - second).exp()).clamp(min=0)
 
 
 def otb(inputs: AdvantageInputs) -> Advantages:
-    """What is paid from each token on, less the optimal token baseline (OTB; Li et al. 2026, arXiv
-    2602.07078, as verl's `compute_optimal_token_baseline_advantage` has it; of several turns its
-    `compute_multi_turn_optimal_token_baseline_advantage`, where places are counted over the tokens
-    that are trained).
+    """Compute what is paid from each token on, less the optimal token baseline (OTB; Li et al.
+    2026, arXiv 2602.07078, as verl's `compute_optimal_token_baseline_advantage` has it; for several
+    turns its `compute_multi_turn_optimal_token_baseline_advantage`, where places are counted over
+    the tokens that are trained).
 
     At place t the baseline is Σ G·W / (Σ W + 1e-8) over the completions of a group that have such a
-    token: G what is paid from it on, W the sum of its `logit_norms` and of those before it. There
-    is none in a group of one completion, nor where only the longest goes on, so that there the
-    advantage is G itself. Where all G at a place are equal it is exactly 0, which verl has up to
-    its 1e-8. Tokens before and after have no other part in it.
+    token: G is what is paid from it on, W the sum of its `logit_norms` and of those before it. A
+    group of one completion has no baseline, nor have places that only the longest completion
+    reaches, so there the advantage is G itself. Where all G at a place are equal the advantage is
+    exactly 0, which verl has up to its 1e-8. Tokens before and after the place have no other part
+    in it.
     """
     assert inputs.logit_norms is not None
     rows = zip(inputs.rewards, inputs.penalties, inputs.logit_norms, strict=True)
@@ -87,7 +88,8 @@ def _less_baseline(
     penalties: Sequence[Sequence[float]],
     norms: Sequence[Sequence[float]],
 ) -> list[tuple[float, ...] | None]:
-    """`otb` of a group. Completions are added one by one, so that no sum depends on threads."""
+    """Compute `otb` for one group. Completions are added one by one, so that no sum depends on
+    threads."""
     wide = torch.float64
     returns = [
         None if paid is None else torch.tensor(_rewards_to_go(paid, taken, 1.0), dtype=wide)
@@ -115,13 +117,13 @@ def _less_baseline(
 
 
 def distillation(inputs: AdvantageInputs) -> Advantages:
-    """What the KL to the reference takes from each token, and nothing else: -c·(log policy - log
-    teacher) under `kl_estimator` k1, where the reference is a teacher. Its mean over tokens that the
-    policy samples is -c·KL(policy ‖ teacher), the reverse KL of each token, with no discount
-    (Thinking Machines Lab 2025, "On-Policy Distillation"; the reverse KL of MiniLLM, Gu et al. 2023,
-    arXiv 2306.08543, and GKD, Agarwal et al. 2023, arXiv 2306.13649). No reward has a part in it.
-    The teacher of a self-distillation is shown more (`shown.py`); None where it was shown nothing:
-    such a completion counts in no average, as SDPO masks it."""
+    """Return what the KL to the reference takes from each token, and nothing else: -c·(log policy -
+    log teacher) under `kl_estimator` k1, where the reference is a teacher. Its mean over tokens
+    that the policy samples is -c·KL(policy ‖ teacher), the reverse KL of each token, without a
+    discount (Thinking Machines Lab 2025, "On-Policy Distillation"; the reverse KL of MiniLLM, Gu et
+    al. 2023, arXiv 2306.08543, and GKD, Agarwal et al. 2023, arXiv 2306.13649). No reward has a
+    part in it. The teacher of a self-distillation is shown more (`shown.py`); None where it was
+    shown nothing: such a completion counts in no average, as SDPO masks it."""
     rows = zip(inputs.rewards, inputs.penalties, inputs.groups, strict=True)
     return [
         [
@@ -142,8 +144,8 @@ def _rewards_to_go(reward: float, penalties: Sequence[float], discount: float) -
 
 
 def _whitened(rows: _Rows) -> Advantages:
-    """(x - mean) / sqrt(variance + 1e-8), both over the tokens of the whole batch, the variance
-    over n - 1; where all are equal, exactly 0."""
+    """Compute (x - mean) / sqrt(variance + 1e-8), both over the tokens of the whole batch, the
+    variance over n - 1; where all are equal, exactly 0."""
     values = [value for row in rows for tokens in row if tokens is not None for value in tokens]
     if not values or min(values) == max(values):
         normalized = [0.0] * len(values)

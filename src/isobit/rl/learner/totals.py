@@ -36,7 +36,7 @@ class Totals:
     skipped: int = 0
 
     def count(self, loss: Tensor, outputs: LossOutputs, entropy: Tensor, kl: Tensor | None) -> None:
-        """Take a micro-batch into account: its part of the loss, and [T] tensors of its tokens."""
+        """Add a micro-batch: its part of the loss, and [T] tensors of its tokens."""
         self.loss += float(loss.detach())
         self.see(entropy)
         if kl is not None:
@@ -46,17 +46,17 @@ class Totals:
         self._add_named({name: total(values) for name, values in outputs.metrics.items()})
 
     def see(self, entropy: Tensor) -> None:
-        """Take the forward of a micro-batch into account, [T] of its tokens."""
+        """Add the forward of a micro-batch: the entropy [T] of its tokens."""
         self.entropy += total(entropy)
         self.computed += len(entropy)
 
     def observe(self, cross_entropy: Tensor) -> None:
-        """Take what environments said in a micro-batch into account, [K] of its tokens."""
+        """Add what environments said in a micro-batch: the cross-entropy [K] of its tokens."""
         self.observation += total(cross_entropy)
         self.observed += len(cross_entropy)
 
     def merge(self, other: "Totals") -> None:
-        """Add what another counted: a later micro-batch, say."""
+        """Add the sums of another `Totals`: those of a later micro-batch, say."""
         self.loss += other.loss
         self.kl += other.kl
         self.entropy += other.entropy
@@ -71,12 +71,12 @@ class Totals:
         self._add_named(other.named)
 
     def add(self, step: "Totals", norm: float) -> None:
-        """Take an optimizer step into account, whose gradient had this norm."""
+        """Add an optimizer step, whose gradient had this norm."""
         self.merge(step)
         self.norms.append(norm)
 
     def to_json(self) -> dict[str, Any]:
-        """The arguments of an equal one."""
+        """Return the arguments of an equal `Totals`."""
         return dict(vars(self))
 
     def _add_named(self, sums: Mapping[str, float]) -> None:
@@ -85,11 +85,12 @@ class Totals:
 
     @property
     def mean_entropy(self) -> float:
-        """Of the tokens that were computed; NaN of none."""
+        """The mean entropy of the tokens that were computed; NaN where there are none."""
         return self.entropy / (self.computed or math.nan)
 
     def metrics(self, rate: float) -> dict[str, float]:
-        """NaN where no step was taken."""
+        """Return the metrics of these sums; means over steps or tokens are NaN where there are
+        none."""
         tokens, steps = self.tokens or math.nan, len(self.norms) or math.nan
         return {
             "loss/policy": self.loss / steps,

@@ -51,7 +51,7 @@ Turn = Sequence[Sequence[str]]
 
 
 class Muon:
-    """`isobit.rl.optim.base.Optimizer` for the matrices of linear layers."""
+    """The `isobit.rl.optim.base.Optimizer` for the matrices of linear layers."""
 
     label: ClassVar[str] = "muon"
     whole_matrices: ClassVar[bool] = True
@@ -103,7 +103,8 @@ class Muon:
             self._apply(name, change, rate)
 
     def _momentum(self, name: str) -> Tensor:
-        """This rank's rows of what is orthogonalized, whose gradient is then freed."""
+        """Update the momentum of this rank's rows, return the rows that are to be orthogonalized,
+        and free their gradient."""
         gradient, momentum = self._masters.holders[name].grad, self.settings.momentum
         assert gradient is not None
         buffer = self._buffers.get(name)
@@ -121,7 +122,8 @@ class Muon:
         return found
 
     def _all_rows(self, turn: Turn, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All rows of the masters that are this rank's in a turn, from every rank's own."""
+        """Gather, from the rows that every rank keeps, all rows of the masters that this rank
+        orthogonalizes in a turn."""
         mine = turn[self._ranks.rank]
         given = [[rows[name] for name in names if name in rows] for names in turn]
         found = {
@@ -132,7 +134,8 @@ class Muon:
         return found
 
     def _own_rows(self, turn: Turn, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse: this rank's rows of all masters of a turn, from whole ones."""
+        """Return this rank's rows of all masters of a turn, from whole ones; the inverse of
+        `_all_rows`."""
         pieces = [self._rows_of(whole, rank) for rank in range(self._ranks.size)]
         found: dict[str, Tensor] = {}
         for name in (name for names in turn for name in names if self._shards.owned(name)):
@@ -141,7 +144,7 @@ class Muon:
         return found
 
     def _rows_of(self, whole: Mapping[str, Tensor], rank: int) -> list[Tensor]:
-        """Views of the rows that a rank keeps."""
+        """Return views of the rows that a rank keeps."""
         return [tensor[slice(*self._shards.rows[name][rank])] for name, tensor in whole.items()]
 
     def _exchange(
@@ -183,9 +186,9 @@ class Muon:
 
 
 def orthogonalized(matrix: Tensor, steps: int, ops: Ops) -> Tensor:
-    """U·Vᵀ of a matrix [A, B] float32 whose singular value decomposition is U·S·Vᵀ, about: singular
-    values are within some 0.3 of 1 after 5 steps, and smaller where S is far smaller than its norm.
-    Float32, of BF16 numbers.
+    """Compute U·Vᵀ of a matrix [A, B] float32 whose singular value decomposition is U·S·Vᵀ, about:
+    singular values are within some 0.3 of 1 after 5 steps, and smaller where S is far smaller than
+    its norm. The result is float32, of BF16 numbers.
 
     With X = matrix / its norm, on the side that has fewer rows, each step is X = a · X + (b · X·Xᵀ
     + c · (X·Xᵀ)²) · X; each of the three results is rounded once to BF16, its products as
@@ -205,7 +208,7 @@ def orthogonalized(matrix: Tensor, steps: int, ops: Ops) -> Tensor:
 
 
 def adjustment(shape: Sequence[int], rule: str) -> float:
-    """What the learning rate of a matrix [A, B] is multiplied by. `match_rms_adamw`: an orthogonal
+    """Return the factor of the learning rate of a matrix [A, B]. `match_rms_adamw`: an orthogonal
     matrix has the root mean square 1 / √max(A, B), and AdamW's updates one of 0.2 to 0.4 (arXiv
     2502.16982, section 2.2)."""
     rows, columns = shape
@@ -215,14 +218,16 @@ def adjustment(shape: Sequence[int], rule: str) -> float:
 
 
 def working_bytes(sizes: Sequence[int]) -> int:
-    """What an update of matrices with so many elements takes for a moment, at most: those of a turn
-    as they are sent, as they arrive, whole, and in BF16 beside a product."""
+    """Return the most bytes that an update of matrices of these numbers of elements takes for a
+    moment: the matrices of a turn as they are sent, as they arrive, whole, and in BF16 next to a
+    product."""
     return 16 * min(sum(sizes), max([AT_ONCE, *sizes]))
 
 
 def _assigned(shapes: Mapping[str, tuple[int, ...]], size: int) -> list[list[str]]:
-    """By rank, the masters that it orthogonalizes: the costliest first, each to the rank that has
-    the least to do. A function of the shapes and of the number of ranks alone."""
+    """Return, by rank, the masters that the rank orthogonalizes: the costliest first, each given to
+    the rank that has the least to do. The result is a function of the shapes and of the number of
+    ranks alone."""
 
     def cost(name: str) -> int:
         short, long = sorted(shapes[name])

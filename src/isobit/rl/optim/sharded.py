@@ -1,9 +1,9 @@
-"""What the learner holds: all masters of a model, each updated by its optimizer, on one rank or on
-many.
+"""The optimizer of all masters of a model, on one rank or on many; each master is updated by its
+own kind of optimizer.
 
-Here is what optimizers share: the gradient's global norm and its clipping, who updates which
-master, and the state as a flat mapping of tensors, so that safetensors can hold it. Left out: the
-updates (`adamw.py`, `eight_bit.py`, `muon.py`).
+Here is what optimizers share: the gradient's global norm and its clipping, which optimizer updates
+which master, and the state as a flat mapping of tensors, so that safetensors can hold it. Left out:
+the updates (`adamw.py`, `eight_bit.py`, `muon.py`).
 """
 
 import math
@@ -29,28 +29,29 @@ from isobit.rl.optim.muon import Muon
 from isobit.rl.optim.schedule import OptimizerSettings
 
 OPTIMIZERS: tuple[type[Optimizer], ...] = (AdamW8bit, Muon, AdamW)
-"""A master is updated by the first that takes it."""
+"""The kinds of optimizer; a master is updated by the first that takes it."""
 
 
 def optimizer_type(name: str, shape: Sequence[int], settings: OptimizerSettings) -> type[Optimizer]:
-    """Who updates a master of this name and whole shape. Of the name only what is after the last
-    point counts."""
+    """Return the optimizer that updates a master of this name and whole shape. Only the part of the
+    name after the last point counts."""
     return next(each for each in OPTIMIZERS if each.takes(name, shape, settings))
 
 
 def bytes_of_state(name: str, shape: tuple[int, ...], settings: OptimizerSettings) -> int:
-    """What an optimizer keeps of a master of this name and whole shape; nothing is allocated."""
+    """Return the bytes that an optimizer keeps for a master of this name and whole shape; nothing
+    is allocated."""
     return state_bytes(optimizer_type(name, shape, settings).forms(shape))
 
 
 class ShardedOptimizer:
-    """The update of named parameters; state is where the parameter is, gradients in the `.grad` of
-    `holders`, by default of the parameters themselves.
+    """The update of named parameters; the state is on the parameter's device, gradients are in the
+    `.grad` of `holders`, by default of the parameters themselves.
 
-    Where ranks share the parameters (`shards`), each updates the rows that it keeps. `ops`: of the
-    backend that computed the gradients, by default the reference's, which has the same bits on a
-    CPU. `matrices`: the rows of each matrix that a master is made of, one above the other, where it
-    is more than one (`of`).
+    Where ranks share the parameters (`shards`), each updates the rows that it keeps. `ops`: those
+    of the backend that computed the gradients, by default the reference's, which has the same bits
+    on a CPU. `matrices`: the rows of each matrix that a master is made of, one above the other,
+    where it is more than one (`of`).
     """
 
     def __init__(
@@ -85,8 +86,9 @@ class ShardedOptimizer:
 
     @staticmethod
     def of(model: Model, settings: OptimizerSettings) -> "ShardedOptimizer":
-        """Of all masters that a model trains. Queries, keys and values are matrices of their own,
-        and so are each expert's, also where the Hugging Face checkpoint has them in one tensor."""
+        """Return the optimizer of all masters that a model trains. Queries, keys and values are
+        separate matrices, and so are each expert's, also where the Hugging Face checkpoint has them
+        in one tensor."""
         masters = model.transformer.masters
         return ShardedOptimizer(
             model.named_parameters(),
@@ -98,7 +100,8 @@ class ShardedOptimizer:
         )
 
     def set(self, settings: OptimizerSettings) -> None:
-        """Other settings from the next step on, which must leave it as it is who updates what."""
+        """Use other settings from the next step on. They must leave each master with the optimizer
+        that it has."""
         kinds = [optimizer_type(n, shape, settings) for n, shape in self.shards.shapes.items()]
         assert kinds == list(self._kinds.values()), "another optimizer has another state"
         self.settings = settings
@@ -109,9 +112,9 @@ class ShardedOptimizer:
         self._masters.free_gradients(list(self.holders))
 
     def gradient_norm(self) -> float:
-        """The global L2 norm, before clipping; inf if any gradient is not finite. The sum of its
-        blocks' sums is rounded once, so it has no order, and is the same however the ranks share
-        the blocks."""
+        """Return the global L2 norm before clipping; inf if any gradient is not finite. The sum of
+        the blocks' sums is rounded once, so it does not depend on their order, and is the same
+        however the ranks share the blocks."""
         gradients = [self.holders[name].grad for name in self.parameters]
         mine = _sums_of_squares(
             [gradient for gradient in gradients if gradient is not None], self._ops
@@ -122,8 +125,8 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def step(self, rate: float, norm: float) -> None:
-        """One update at this rate, with gradients scaled so that their norm `norm` is at most
-        `max_grad_norm`; each is freed when it was applied."""
+        """Update all masters once at this rate, with gradients scaled so that their norm `norm` is
+        at most `max_grad_norm`; each gradient is freed once it is applied."""
         if norm > self.settings.max_grad_norm:
             factor = self.settings.max_grad_norm / norm
             for holder in self.holders.values():
@@ -138,20 +141,20 @@ class ShardedOptimizer:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of all gradients, in FP32 whatever the masters are."""
+        """The bytes of all gradients, in FP32 whatever the masters are."""
         return 4 * sum(p.numel() for p in self.parameters.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the state of all parameters, whether there is one yet or not."""
+        """The bytes of the state of all parameters, whether it exists yet or not."""
         return sum(
             state_bytes(self._kinds[name].forms(tuple(p.shape)))
             for name, p in self.parameters.items()
         )
 
     def state(self) -> dict[str, Tensor]:
-        """Copied to the CPU, by names such as `NAME.exp_avg` (`Optimizer.forms`). Empty before the
-        first update. Of the rows that this rank keeps."""
+        """Return the state of the rows that this rank keeps, copied to the CPU, by names such as
+        `NAME.exp_avg` (`Optimizer.forms`). Empty before the first update."""
         found = self._tensors()
         return {
             f"{name}.{key}": t.to("cpu", copy=True)
@@ -160,8 +163,8 @@ class ShardedOptimizer:
         }
 
     def parts(self) -> dict[str, Part]:
-        """The state of all ranks for a file, of which each rank writes what it keeps; `.step` is
-        the first rows'."""
+        """Return the state of all ranks as parts of a file, of which each rank writes what it
+        keeps; `.step` is written by the rank that keeps the first rows."""
         mine = self._tensors()
         known = {name for names in self.shards.ranks.all_gather_json(list(mine)) for name in names}
         found: dict[str, Part] = {}
@@ -174,8 +177,9 @@ class ShardedOptimizer:
         return found
 
     def load_state(self, tensors: Mapping[str, Tensor | FileTensor]) -> None:
-        """The inverse of `state`, bit for bit; of the state of all ranks this one reads its rows.
-        Raises IsobitError if the tensors are not of these parameters, or another optimizer's."""
+        """Restore what `state` returned, bit for bit; from the state of all ranks this rank reads
+        its rows. Raises IsobitError if the tensors are not of these parameters, or are another
+        optimizer's."""
         given: dict[str, dict[str, Tensor | FileTensor]] = {}
         for key, tensor in tensors.items():
             name = self._name_in(key)
@@ -191,8 +195,8 @@ class ShardedOptimizer:
         return {key: state[key][form.rows(self.shards, name)] for key, form in forms.items()}
 
     def _name_in(self, key: str) -> str:
-        """The parameter that a tensor of a state is of. Raises IsobitError for one of another
-        model."""
+        """Return the parameter to which a tensor of a state belongs. Raises IsobitError for a
+        tensor of another model."""
         name = key
         while name and name not in self.shards.shapes:
             name = name.rpartition(".")[0]
@@ -217,14 +221,14 @@ class ShardedOptimizer:
         raise IsobitError(f"optimizer state of {name} does not fit the model")
 
     def _tensors(self) -> dict[str, Mapping[str, Tensor]]:
-        """What this rank keeps of the state, by parameter and key."""
+        """Return the state that this rank keeps, by parameter and key."""
         found: dict[str, Mapping[str, Tensor]] = {}
         for optimizer in self._optimizers.values():
             found |= optimizer.tensors()
         return found
 
     def _written_by_step(self) -> dict[str, Tensor]:
-        """The masters and the optimizers' state."""
+        """Return the masters and the optimizers' state, which a step writes."""
         found: dict[str, Tensor] = {
             f"master {name}": parameter for name, parameter in self.parameters.items()
         }
@@ -237,8 +241,9 @@ class ShardedOptimizer:
 
 
 def _sums_of_squares(gradients: Sequence[Tensor], ops: Ops) -> list[float]:
-    """In float64, of each block of 128 rows, whose bits do not depend on the rows around it; a
-    block is the sum of its rows, rounded once, so they do not depend on threads either."""
+    """Return the sum of squares in float64 of each block of 128 rows, whose bits do not depend on
+    the rows around it; a block is the sum of its rows, rounded once, so its bits do not depend on
+    threads either."""
     matrices = [g if g.ndim > 1 else g.view(-1, 1) for g in gradients]
     if not matrices:
         return []

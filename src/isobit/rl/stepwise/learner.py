@@ -1,10 +1,11 @@
 """`StepwiseLearner`: forward, gradients and optimizer steps, each when its caller asks for it.
 
-Gradients of several `forward_backward` add up in the order of the calls until `optim_step`, one
-micro-batch after the other, as those of one call with all the data do: where micro-batches end at
-the same data, so that the sums are rounded alike, the bits are the same. Log-probabilities have the
-bits of sampling wherever the model's flow promises them. A call that raises has changed nothing
-(tests/rl/stepwise/). Left out: several ranks, routes that a rollout recorded, and who calls what.
+Gradients of several `forward_backward` calls add up in the order of the calls until `optim_step`,
+one micro-batch after the other, as those of one call with all the data do: where micro-batches end
+at the same data, so that the sums are rounded alike, the bits are the same. Log-probabilities have
+the bits of sampling wherever the model's flow promises them. A call that raises has changed nothing
+(tests/rl/stepwise/). Left out: several ranks, routes that a rollout recorded, and which caller
+makes which call.
 """
 
 import math
@@ -35,13 +36,15 @@ _SMALLEST_EPS, _LARGEST = 1e-30, 1e6
 _TOKEN_BYTES = 40  # of a Python number in a tuple
 _T = TypeVar("_T")
 Parts = Generator[None, None, _T]
-"""Work in parts, between which its caller may do something else; what it returns is the result."""
+"""Work in parts, between which its caller may do other work; what the generator returns is the
+result of the work."""
 
 
 @dataclass(frozen=True)
 class Adam:
-    """AdamW's numbers for one step, with the defaults of Tinker's AdamParams; decay is decoupled,
-    and of `grad_clip_norm` 0 clips nothing. Raises IsobitError for what is no such number."""
+    """AdamW's numbers for one optimizer step, with the defaults of Tinker's AdamParams. The decay
+    is decoupled. A `grad_clip_norm` of 0 clips nothing. Raises IsobitError for a value that is not
+    a number in its range."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -66,17 +69,18 @@ class Adam:
 
 @dataclass(frozen=True, eq=False)
 class Outputs:
-    """Of each datum the log-probabilities of its targets, float32 of their shape, on the CPU; and
-    by Tinker's names sums over all data: `loss:sum`."""
+    """The results of a forward. `logprobs`: for each datum the log-probabilities of its targets,
+    float32 in the shape of the targets, on the CPU. `metrics`: sums over all data, by Tinker's
+    names: `loss:sum`."""
 
     logprobs: Sequence[Tensor]
     metrics: Mapping[str, float]
 
 
 class StepwiseLearner:
-    """Trains a model: the adapter of one that is `Model.adapted`, or a whole one. Data share
-    forwards up to `micro_batch_tokens` targets. Raises IsobitError for a model without masters, and
-    one that several ranks share."""
+    """Trains a model: the adapter of one that is `Model.adapted`, or a whole model. Several data
+    share a forward, up to `micro_batch_tokens` targets. Raises IsobitError for a model without
+    masters and for a model that several ranks share."""
 
     def __init__(
         self, model: Model, *, micro_batch_tokens: int = 16384, recompute: Recompute = False
@@ -96,28 +100,30 @@ class StepwiseLearner:
         self._undone = False  # gradients of the calls are gone
 
     def forward(self, data: Sequence[Datum], loss: str, options: Mapping[str, float]) -> Outputs:
-        """Log-probabilities and the loss. Raises IsobitError, in one line, for whatever is wrong
-        with the arguments."""
+        """Return the log-probabilities of all targets and the sum of the loss, without a gradient.
+        Raises IsobitError, in one line, for any wrong argument."""
         return _whole(self.forward_in_parts(data, loss, options))
 
     def forward_in_parts(
         self, data: Sequence[Datum], loss: str, options: Mapping[str, float]
     ) -> Parts[Outputs]:
-        """`forward`, a micro-batch at a time."""
+        """Do the work of `forward`, one micro-batch at a time."""
         return self._run(data, *self._checked(data, loss, options), gradient=False)
 
     def forward_backward(
         self, data: Sequence[Datum], loss: str, options: Mapping[str, float]
     ) -> Outputs:
-        """The same, and the gradient of the loss is added to those since the last step. Raises
-        IsobitError as `forward`, and for a gradient that is not finite, or too large for AdamW."""
+        """Return what `forward` returns, and add the gradient of the loss to the gradients since
+        the last step. Raises IsobitError as `forward` does, and for a gradient that is not finite
+        or is too large for AdamW."""
         return _whole(self.forward_backward_in_parts(data, loss, options))
 
     def forward_backward_in_parts(
         self, data: Sequence[Datum], loss: str, options: Mapping[str, float]
     ) -> Parts[Outputs]:
-        """`forward_backward`, a micro-batch at a time. Between two of them this learner does nothing
-        else; its weights, and others, may be sampled from and trained."""
+        """Do the work of `forward_backward`, one micro-batch at a time. Between two micro-batches
+        no other call of this learner may run; its weights may be sampled from, and other weights
+        sampled from and trained."""
         checked = self._checked(data, loss, options)
         yield from self._compute_again()
         copies = self._copies()
@@ -135,9 +141,9 @@ class StepwiseLearner:
         return found
 
     def optim_step(self, adam: Adam) -> Mapping[str, float]:
-        """One AdamW update by the gradients since the last one, which are gone then, and working
-        weights of the new masters. Returns the gradient's norm, before it is clipped. Where nothing
-        was differentiated, nothing changes: the norm is 0."""
+        """Update the masters once, by AdamW and the gradients since the last step, clear these
+        gradients, and make new working weights from the masters. Return the norm of the gradient
+        before it is clipped. Where no gradient was computed, nothing changes and the norm is 0."""
         _whole(self._compute_again())
         self._calls, optimizer = [], self._optimizer
         if all(holder.grad is None for holder in optimizer.holders.values()):
@@ -157,7 +163,8 @@ class StepwiseLearner:
         return {"grad_norm": norm}
 
     def adapter(self) -> Adapter:
-        """The present factors, a copy. Raises IsobitError of a whole model."""
+        """Return a copy of the adapter with its present factors. Raises IsobitError for a model
+        that is trained whole."""
         adapter = self.model.transformer.adapter
         if adapter is None:
             raise IsobitError("this model is trained whole, and has no adapter")
@@ -172,9 +179,10 @@ class StepwiseLearner:
         write(folder, self.model, self._optimizer if optimizer else None)
 
     def load(self, folder: Path, *, optimizer: bool) -> None:
-        """Go on from what `save` wrote; without the `optimizer` its state begins anew. Gradients
-        that waited for a step are gone. Raises IsobitError, before anything has changed, for a
-        folder that is damaged, of another model, rank or alpha, or has no state."""
+        """Restore what `save` wrote; without the `optimizer` its state begins anew. Gradients that
+        waited for a step are cleared. Raises IsobitError, before anything has changed, for a folder
+        that is damaged, is of another model, rank or alpha, or has no optimizer state where
+        `optimizer` asks for it."""
         masters = read_masters(folder, self.model)
         state = read_moments(folder) if optimizer else {}
         found = ShardedOptimizer.of(self.model, self._optimizer.settings)
@@ -189,7 +197,7 @@ class StepwiseLearner:
     def _checked(
         self, data: Sequence[Datum], name: str, given: Mapping[str, float]
     ) -> tuple[Loss, Mapping[str, float]]:
-        """(the loss, its options). Raises IsobitError for wrong arguments."""
+        """Return (the loss by this name, its options). Raises IsobitError for wrong arguments."""
         loss, config = loss_of(name), self.model.config
         options = options_of(name, loss, given)
         if not data:
@@ -216,7 +224,8 @@ class StepwiseLearner:
     def _micro_batch(
         self, data: Sequence[Datum], loss: Loss, options: Mapping[str, float]
     ) -> tuple[list[Tensor], float]:
-        """(log-probabilities of each datum, the loss); its gradient, where one is enabled."""
+        """Return (the log-probabilities of each datum, the sum of the loss), and add the gradient
+        of the loss to the masters' where gradients are enabled."""
         # recurrent layers' backward is of whole sequences
         packed = pack(data, share=self.model.config.linear is None)
         wanted = {**dict.fromkeys(loss.inputs, 0.0), **options}
@@ -238,16 +247,16 @@ class StepwiseLearner:
         return [row.view(datum.targets.shape) for row, datum in zip(rows, data)], value
 
     def _copies(self) -> dict[str, Tensor | None] | None:
-        """Return copies of the gradients; None where they could be computed again, which takes no
-        memory."""
+        """Return copies of the gradients, or None where the gradients could be computed again,
+        which takes no memory."""
         if self._calls is not None:
             return None
         holders = self._optimizer.holders
         return {n: None if h.grad is None else h.grad.clone() for n, h in holders.items()}
 
     def _undo(self, copies: Mapping[str, Tensor | None] | None) -> None:
-        """Leave the gradients as they were before a call that has failed: `copies` of them, or they
-        are computed again before something needs them."""
+        """Restore the gradients from before a call that has failed: from `copies` of them, or,
+        where this is None, by computing them again before something needs them."""
         self._undone = copies is None and bool(self._calls)
         if copies is None:
             self._optimizer.zero_grad()
@@ -258,8 +267,8 @@ class StepwiseLearner:
             self.model.ops.raise_faults()
 
     def _compute_again(self) -> Parts[None]:
-        """Compute the gradients of all calls again, once a step at most: others' mistakes take no
-        more time than these calls took."""
+        """Compute the gradients of all calls again, at most once for each step: calls that fail
+        cost no more time than these calls took."""
         if not self._undone:
             return
         assert self._calls is not None
@@ -272,8 +281,8 @@ class StepwiseLearner:
         self._calls, self._undone = None, False
 
     def _remember(self, data: Sequence[Datum], loss: Loss, options: Mapping[str, float]) -> None:
-        """Keep what a call was given, unless all calls together would have more bytes than the
-        gradients."""
+        """Keep the arguments of a call, unless those of all calls together would have more bytes
+        than the gradients."""
         if self._calls is None:
             return
         own = [Datum(one.tokens, {k: v.clone() for k, v in one.inputs.items()}) for one in data]
@@ -290,7 +299,7 @@ def _bytes_of(data: Sequence[Datum]) -> int:
 
 
 def _whole(parts: Parts[_T]) -> _T:
-    """Do all parts, one after the other."""
+    """Do all parts, one after the other, and return the result."""
     while True:
         try:
             next(parts)
