@@ -1,4 +1,4 @@
-"""Files that a config names: relative to the folder of the config, or else to the present directory.
+"""Files that a config names: relative to the config's folder, or else to the present directory.
 
 So a config can be used from any directory, together with the files that lie next to it. Left out:
 files that a run writes, which are relative to the present directory, as overrides are; and the

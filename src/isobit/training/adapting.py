@@ -17,8 +17,8 @@ from isobit.run.directory import model_directory
 
 
 def model_named(path: str) -> Path:
-    """Return the directory of the model that a config names: `path` itself, or the newest checkpoint
-    of a run. Raises IsobitError for a run without a checkpoint."""
+    """Return the directory of the model that a config names: `path` itself, or the newest
+    checkpoint of a run. Raises IsobitError for a run without a checkpoint."""
     return model_directory(Path(path))
 
 

@@ -66,9 +66,9 @@ class Processes:
         return self.recorded if environments is None else tuple(environments.reward_weights.items())
 
     def check(self, config: Config, task: Task, *, quiet: bool) -> None:
-        """Raise IsobitError for rows that reward functions cannot score or that have no environment,
-        for a config that needs rewards and has none, and for an environment that cannot begin its
-        first row (see `begun`)."""
+        """Raise IsobitError for rows that reward functions cannot score or that have no
+        environment, for a config that needs rewards and has none, and for an environment that
+        cannot begin its first row (see `begun`)."""
         self.rewards.check_columns(task.train.examples[0].columns)
         examples = (*task.train.examples, *task.held_out.examples)
         self.rewards.check_rows(((each.place, each.columns) for each in examples), quiet=quiet)

@@ -40,9 +40,10 @@ _BURST_S = 0.1  # of texts, that may begin before they are paid for
 
 
 class Allowance:
-    """The seconds that requests may take: `share` of all time, as it passes. Unused seconds are kept
-    up to the number that one step has brought. Seconds that other threads have taken are paid back
-    with at most half of the seconds that are earned; `open` and `charge` are for these threads."""
+    """The seconds that requests may take: `share` of all time, as it passes. Unused seconds are
+    kept up to the number that one step has brought. Seconds that other threads have taken are paid
+    back with at most half of the seconds that are earned; `open` and `charge` are for these
+    threads."""
 
     def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self._rate, self._clock = share / (1 - share), clock
@@ -157,8 +158,8 @@ class Serving:
         self.device.begin_again()
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics `serve/requests`, `serve/tokens` and `time/serve` (seconds) of the time
-        since the last call."""
+        """Return the metrics `serve/requests`, `serve/tokens` and `time/serve` (seconds) of the
+        time since the last call."""
         answered = self.device.answered
         now = {f"serve/{name}": float(answered[name]) for name in ("requests", "tokens")}
         now["time/serve"] = self._allowance.used
@@ -185,8 +186,8 @@ class ServedRollouts:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """The socket on which a run will serve and the tokens that it accepts, read from `file`; `made`:
-    whether the file was written just now."""
+    """The socket on which a run will serve and the tokens that it accepts, read from `file`;
+    `made`: whether the file was written just now."""
 
     listener: "Listener"
     tokens: tuple[str, ...]

@@ -92,7 +92,8 @@ def record_inputs(run: RunDirectory, now: Inputs) -> None:
 
 
 def _recorded(run: Path) -> dict[str, dict[str, list[str]]]:
-    """What is kept; of a file that somebody has changed no more than makes sense."""
+    """Return the digests that are kept in `run`; entries of an edited file that are not lists of
+    digests by file are left out."""
     found: dict[str, dict[str, list[str]]] = {}
     for key, files in (object_in(run / INPUTS) or {}).items():
         if isinstance(files, dict):
@@ -105,15 +106,17 @@ def _recorded(run: Path) -> dict[str, dict[str, list[str]]]:
 
 
 def _changed(before: Mapping[str, list[str]] | None, now: Mapping[str, str]) -> list[str]:
-    """The files that are others, are new, or are missing, of a place that was recorded."""
+    """Return the files of a recorded place that have changed, are new, or are missing; none where
+    the place was not recorded."""
     if before is None:
         return []
     return [file for file in {**before, **now} if before.get(file, [])[-1:] != [now.get(file)]]
 
 
 def _edited(before: Mapping[str, list[str]], now: Mapping[str, str]) -> list[str]:
-    """The keys of the config that have other values than were kept, and both; a key that only one
-    of them has is another version's, and what somebody has damaged is not compared."""
+    """Return a line for each key of the config whose value differs from the one that was kept, with
+    both values. A key that is in only one of the two comes from another version and is not
+    compared, nor is a record that is damaged."""
     found: list[str] = []
     for section, text in now.items():
         with suppress(BadJson, IndexError):
@@ -131,7 +134,8 @@ def _differing(before: Any, now: Any, key: str) -> Iterator[str]:
 
 
 def _places(config: Config | SftConfig) -> Iterator[tuple[str, Path, bool]]:
-    """(key, file or directory, whether it is a model's) of all that a config names."""
+    """Yield (key, file or directory, whether it is a model's) of every place that a config
+    names."""
     yield from _of_task("task", config.task)
     model = config.model
     if model.path is not None:
@@ -145,7 +149,7 @@ def _places(config: Config | SftConfig) -> Iterator[tuple[str, Path, bool]]:
 
 
 def _of_rollouts(config: Config) -> Iterator[tuple[str, Path, bool]]:
-    """What only a run that samples names."""
+    """Yield the places, as `_places` does, that only the config of a run that samples names."""
     model, algorithm = config.model, config.algorithm
     if config.reference.path is not None:
         yield "reference.path", model_named(config.reference.path), True
@@ -175,7 +179,7 @@ def _of_rollouts(config: Config) -> Iterator[tuple[str, Path, bool]]:
 
 
 def _of_environment(given: EnvironmentConfig) -> Iterator[tuple[str, str]]:
-    """(key, reference) of tools and factories."""
+    """Yield (key, reference) of each tool and factory."""
     for tool in given.tools:
         yield f"environment.tools: {tool.rpartition(':')[2]}", tool
     if isinstance(given.factory, str):
@@ -196,8 +200,9 @@ def _of_task(section: str, task: TaskSettings) -> Iterator[tuple[str, Path, bool
 
 
 def _file_of(reference: str, what: str) -> Path | None:
-    """The file of `file.py:function` or `package.module:function`, which is not imported; None if
-    there is none. Raises IsobitError for another form; `what` it is."""
+    """Return the file of `file.py:function` or `package.module:function`, without importing it;
+    None if there is no such file. Raises IsobitError for a reference of another form; `what` names
+    it in the message."""
     home, _ = split_reference(reference, what)
     if home.endswith(".py"):
         return Path(home)
@@ -239,7 +244,8 @@ def _hashed(place: Path, model: bool) -> Iterator[tuple[str, str]]:
 
 
 def _sampled(file: Path, size: int) -> str:
-    """Of the size, the header and evenly spread samples of a safetensors file."""
+    """Return the SHA-256 of the size, the header and evenly spread samples of a safetensors
+    file."""
     found = hashlib.sha256(f"{size}\n".encode())
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")

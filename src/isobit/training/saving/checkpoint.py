@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides the counters of a run (`snapshot.py`): written, read, and checked.
+"""The contents of a checkpoint, besides a run's counters (`snapshot.py`): written, read, checked.
 
 A checkpoint is a directory of the masters (a PEFT folder for an adapter) with a folder `trainer/`
 in it: the optimizer, the state, the samples that wait (`waiting.py`), the scales of a calibrated
@@ -105,9 +105,9 @@ class Trained:
         return [self.optimizer.checksums, *(transformer.checksums for transformer in self.frozen)]
 
     def save_model(self, folder: Path) -> None:
-        """Write a Hugging Face directory of the masters, or a PEFT folder of an adapter. The type is
-        BF16 where all masters are BF16 values, as in a BF16 model that has not learned yet, which
-        loses nothing; otherwise float32. Raises Corruption as `check_saved` does."""
+        """Write a Hugging Face directory of the masters, or a PEFT folder of an adapter. The type
+        is BF16 where all masters are BF16 values, as in a BF16 model that has not learned yet,
+        which loses nothing; otherwise float32. Raises Corruption as `check_saved` does."""
         masters = self.model.named_parameters().values()
         narrow = all(bool((rows.bfloat16() == rows).all()) for rows in masters)
         all_narrow = all(self.ranks.all_gather_json(narrow))
