@@ -150,8 +150,8 @@ class RolloutScoring:
         self._batch.add(index * n, prompts, said, [example.columns] * n, ids)
 
     def collect(self, meanwhile: Callable[[], None] | None = None) -> list[Reward]:
-        """The rewards of all completions that were added, group by group; `meanwhile` is called
-        over and over while worker processes are waited for. Raises RunFailed as
+        """Return the rewards of all completions that were added, group by group; `meanwhile` is
+        called over and over while the call waits for worker processes. Raises RunFailed as
         `RewardScorer.score` does."""
         rewards = self._batch.collect(meanwhile)
         added = sorted(self._added.items())
@@ -163,18 +163,18 @@ class RolloutScoring:
 
     @property
     def notes(self) -> list[str]:
-        """What is worth saying though every completion has what it should."""
+        """Lines worth reporting although every completion has its rewards."""
         return self._batch.notes
 
     @property
     def overlapped_s(self) -> float:
-        """Seconds in which functions were at work before `collect` was called."""
+        """The seconds that functions worked before `collect` was called."""
         return self._batch.overlapped_s
 
 
 def _earning(reward: Reward, said: Said, weights: Sequence[tuple[str, float]]) -> Reward:
-    """A reward with what an episode's environment gave: None is unscored, and what is missing does
-    not apply."""
+    """Return a reward with the rewards that an episode's environment gave added to it: None is
+    unscored, and a missing reward does not apply."""
     earned: Mapping[str, float | None] = {} if isinstance(said, str) else said.rewards
     by_function = {**reward.by_function, **{name: earned.get(name) for name, _ in weights}}
     parts = [

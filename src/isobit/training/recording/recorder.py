@@ -143,10 +143,10 @@ class Recorder:
         }
 
     def _finish_step(self, measured: dict[str, float]) -> dict[str, float]:
-        """Evaluate, if that is due, and write the metrics; a reward function that fails meanwhile
-        leaves a step that can be saved, but for its row. A step that is evaluated only at the end
-        is saved before, as such a step: a run that is extended goes on as one that was planned
-        longer, in its metrics and its best model too."""
+        """Evaluate, if that is due, write the metrics, and return them. If a reward function fails
+        in the evaluation, the step can still be saved, without its row. A step that is evaluated
+        only because it is the last is saved before the evaluation: so a run that is extended goes
+        on like a run that was planned longer, in its metrics and its best model too."""
         state, saver = self._state, self._saver
         state.unrecorded = measured
         saver.keep()
@@ -161,8 +161,8 @@ class Recorder:
     def _evaluate_and_write(
         self, measured: dict[str, float] | None = None, last: bool = False
     ) -> dict[str, float]:
-        """The row of the present step in metrics.jsonl, with an evaluation if it is due; no row if
-        there is nothing."""
+        """Write the row of the present step to metrics.jsonl, with an evaluation if it is due, and
+        return it; without any metric no row is written."""
         step, measured = self._state.step, measured or {}
         evaluated = self._evaluating.metrics(last)
         if self._stop.consider(step, evaluated):

@@ -43,8 +43,8 @@ class CompletionRows:
     def of(
         self, step: int, groups: Sequence[Group], compared: Mapping[SampleKey, Sequence[float]]
     ) -> Iterator[dict[str, Any]]:
-        """`compared`: the learner's log-probabilities of some samples, one for each completion
-        token."""
+        """Yield the rows of a step's groups. `compared`: the learner's log-probabilities of some
+        samples, one for each completion token."""
         if self.kind == "none":
             return
         samples = [sample for group in groups for sample in group]
@@ -59,7 +59,7 @@ class CompletionRows:
                 number += 1
 
     def _prompt(self, sample: Sample) -> dict[str, Any]:
-        """What the rows of a group have in common."""
+        """Return the values that all rows of a group have in common."""
         example = self.train.at(sample.prompt_index)
         return {
             "row": example.index,

@@ -178,7 +178,8 @@ def first_prompt(
 
 
 def outside(tokens: int, limits: TaskSettings) -> str | None:
-    """Which limit of the config a prompt of so many tokens breaks, or None."""
+    """Return, in words, the limit of the config that a prompt of `tokens` tokens breaks, or
+    None."""
     if limits.max_prompt_tokens is not None and tokens > limits.max_prompt_tokens:
         return (
             f"the prompt has {tokens} tokens: task.max_prompt_tokens is {limits.max_prompt_tokens}"
@@ -197,8 +198,9 @@ def keep(
     name: str,
     quiet: bool,
 ) -> Dataset:
-    """The examples without a problem. Raises IsobitError for the first that has one, unless such
-    are dropped, which is said on stderr."""
+    """Return the examples without a problem. Raises IsobitError for the first example that has one,
+    unless such examples are dropped, which is reported on stderr unless `quiet`; and where none is
+    left."""
     first: str | None = None
     dropped: set[int] = set()
     for example in data.examples:

@@ -1,12 +1,13 @@
 """The files that a run reads besides its checkpoints, by their SHA-256: kept in `inputs.json` when
 the run begins, and compared when it goes on.
 
-Data, reward functions, tools, environments, losses, advantages and templates are hashed whole; of a model's directory
-what says how it is computed (config and tokenizer), and of its weights the size, the header and
-samples, which any training changes: a single flipped bit between them is not seen. What a reward
-file imports, and the directories of Python's packages, are not followed. Beside them stands the
-config as the run has it, section by section, so that a `config.yaml` that was edited is seen, and in
-which key. Left out: a file that is gone, which whoever needs it says.
+Data, reward functions, tools, environments, losses, advantages and templates are hashed whole. Of a
+model's directory, the files that say how it is computed (config and tokenizer) are hashed whole,
+and of the weights the size, the header and samples, which any training changes: a single flipped
+bit between the samples is not seen. Files that a reward file imports, and the directories of
+Python's packages, are not followed. `inputs.json` also holds the config as the run has it, section
+by section, so that an edit of `config.yaml` is seen, and its key. Left out: a file that is gone,
+which the code that reads it reports.
 """
 
 import hashlib
@@ -39,21 +40,21 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 def inputs_of(config: Config | SftConfig) -> Inputs:
-    """The hashes of all files that a config names, as they are now."""
+    """Return the hashes of all files that a config names, as the files are now."""
     found = {key: dict(_hashed(place, weights)) for key, place, weights in _places(config)}
     return {key: files for key, files in found.items() if files}
 
 
 def config_of(config: Config | SftConfig) -> Inputs:
-    """What a run that goes on repeats of its config."""
+    """Return, by section, the values of the config that a run that goes on repeats."""
     values = repeated(plain(config))
     return {CONFIG: {key: json.dumps(value, default=str) for key, value in values.items()}}
 
 
 def check_inputs(run: Path, now: Inputs, on_change: str) -> list[str]:
-    """A line where files have changed since the run began, or since it was told to go on with
-    others; or where what it began with is not known. Raises IsobitError instead of the first,
-    unless `on_change` is warn."""
+    """Return a warning where files or the config have changed since the run began, or since it was
+    made to go on with changed ones, or where the record of them is missing or cannot be read.
+    Changes raise IsobitError instead, unless `on_change` is warn."""
     before = _recorded(run)
     if CONFIG not in before:
         how = "cannot be read" if exists(run / INPUTS) else "is missing"
@@ -79,7 +80,8 @@ def check_inputs(run: Path, now: Inputs, on_change: str) -> list[str]:
 
 
 def record_inputs(run: RunDirectory, now: Inputs) -> None:
-    """Keep the hashes, the newest last: what a run has gone on with before stays."""
+    """Write the hashes to the record of a run, the newest last: hashes with which the run has gone
+    on before stay, and files that are gone are removed."""
     kept = _recorded(run.directory)
     for key, files in now.items():
         old = kept.setdefault(key, {})
