@@ -144,8 +144,8 @@ class Config:
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether the working weights that sample beside the learner are kept on the CPU while it
-        learns, since it moves its own."""
+        """Whether the working weights that sample while the learner works are kept on the CPU while
+        it learns, since the learner changes its own."""
         several = self.algorithm.updates_per_batch * self.algorithm.epochs > 1
         return (
             bool(self.fleet.engines and self.rollouts_ahead and self.mismatch.share_ahead)
