@@ -137,8 +137,8 @@ class Config:
 
     @property
     def needs_rewards(self) -> bool:
-        """Whether what is learned depends on rewards: not from a teacher, unless it is shown
-        completions that have one."""
+        """Whether learning depends on rewards: it does not where a teacher is learned from, unless
+        the teacher is shown completions that have a reward."""
         shown = self.reference.shown
         return not self.algorithm.distills or (shown is not None and shown.success is not None)
 
@@ -154,20 +154,20 @@ class Config:
 
     @property
     def prompts_under_way(self) -> int:
-        """Prompts that are answered at the same time."""
+        """The number of prompts that are answered at the same time."""
         return self.prompts_per_step + self.partial.extra(self.prompts_per_step)
 
     @property
     def most_sampled(self) -> int:
-        """Tokens that a completion has at most of the model's own, in all turns."""
+        """The most tokens of the model in a completion, in all turns."""
         if not self.environment.used:
             return self.sampling.max_new_tokens
         return min(self.sampling.max_new_tokens * self.environment.max_turns, self.most_tokens)
 
     @property
     def most_tokens(self) -> int:
-        """Tokens that a completion has at most, those of tools included, as far as the model's
-        context goes."""
+        """The most tokens of a completion, those of tools included, as far as the model's context
+        goes."""
         environment, turn = self.environment, self.sampling.max_new_tokens
         if not environment.used:
             return turn
@@ -445,7 +445,7 @@ class SftConfig:
 
     @property
     def prompts_per_step(self) -> int:
-        """Examples of an optimizer step, by the name that they have in a run that samples."""
+        """The number of examples of an optimizer step, by the name of a run that samples."""
         return self.batch_size
 
     @property

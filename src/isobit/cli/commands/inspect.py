@@ -106,8 +106,8 @@ def _prompts(model: Model, file: Path | None, columns: Mapping[str, str]) -> lis
 
 
 def _resolved(path: Path) -> dict[str, Any]:
-    """What the run that saved the model computed with where its config left it open: of a model in
-    a run's `checkpoints`, or its best; empty for others."""
+    """Return the values that the run that saved the model used where its config left them open, for
+    a model in a run's `checkpoints` or its best model; empty for other models."""
     found = (object_in(folder / RESOLVED) for folder in path.resolve().parents[:2])
     return next((each for each in found if each), {})
 
@@ -119,7 +119,7 @@ def _plain(
     gaps: Sequence[Gap],
     sources: dict[str, list[tuple[str, Gap, Gap | None]]],
 ) -> dict[str, Any]:
-    """All of it as plain values, which is also inspection.json."""
+    """Return the whole inspection as plain values, which are also those of inspection.json."""
     values = {
         "model": model,
         "preset": preset,

@@ -1,4 +1,4 @@
-"""The files that a run reads besides its checkpoints, by their SHA-256: kept in `inputs.json` when
+"""The files that a run reads besides its checkpoints, as SHA-256 hashes: kept in `inputs.json` when
 the run begins, and compared when it goes on.
 
 Data, reward functions, tools, environments, losses, advantages and templates are hashed whole. Of a
