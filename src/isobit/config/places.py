@@ -42,7 +42,7 @@ def _placed(kind: Any, value: Any, config: Path) -> Any:
         if isinstance(mark, Preprocess):
             try:
                 whole = mark.change(whole)
-            except IsobitError:  # which the reader of options says
+            except IsobitError:  # the reader of options reports it
                 return value
     found = whole
     for mark in marks:

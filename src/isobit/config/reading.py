@@ -62,7 +62,7 @@ def read_source(source: Source, overrides: Sequence[str]) -> tuple[dict[str, Any
     if "epochs" in changed and values["epochs"] is None and before.get("steps") is not None:
         values["steps"] = before["steps"]
     if isinstance(source, (Config, SftConfig)) and not changed and values["epochs"] is not None:
-        del values["steps"]  # which a loaded config always has
+        del values["steps"]  # a loaded config always has it
     return values, where
 
 

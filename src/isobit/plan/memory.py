@@ -255,7 +255,7 @@ def _learning(job: Job, model: Described, tokens: int, gradients: int) -> Item:
     batch = job.completions * longest
     rows = min(max(tokens, longest), max(batch, longest))
     exchanged = 0
-    if job.ranks > 1:  # beside a layer's gradients the message to their owners, and what comes in
+    if job.ranks > 1:  # besides a layer's gradients: the messages to their owners and from others
         exchanged = 2 * gradient_bucket(job.model, config.adapter)
     several = tokens < batch or job.algorithm.updates_per_batch > 1 or job.ranks > 1
     # the gradients of a batch in one pass come one after the other, and each is its own sum

@@ -40,7 +40,7 @@ def load_trained(
     the config has one, with a tokenizer that reads prompts as the run does; `now`: the date that
     prompts name. Raises IsobitError for an adapter that does not fit the config."""
     rules = text_rules(config, now)
-    if checkpoint is not None:  # which has the template saved
+    if checkpoint is not None:  # the template is saved in it
         rules = replace(rules, chat_template=None)
     flow = config.precision, config.backend, config.consistency, ranks
     given, masters = config.adapter, config.optimizer.masters

@@ -92,8 +92,8 @@ def inspect_command(
 def _prompts(model: Model, file: Path | None, columns: Mapping[str, str]) -> list[Prompt]:
     if file is not None:
         return [e.prompt for e in read_examples(Source(file), Shaping(columns))[:_PROMPTS_AT_MOST]]
-    # without any: sequences that the model itself begins, each from another token where it has no
-    # beginning of its own
+    # without a file: sequences that the model begins, each from another token where it has no
+    # token that begins a sequence
     first = model.config.bos_id
     usable = [t for t in range(model.tokenizer.vocab_size) if t not in model.tokenizer.eos_ids]
     if not usable:

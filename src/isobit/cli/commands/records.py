@@ -48,7 +48,7 @@ def read_records(run: Path, config: Config | SftConfig, steps: set[int]) -> Reco
     chain = certificate.read_chain(run / CERTIFICATE)
     found = Records(chain, problems=list(chain.problems) if chain is not None else [])
     last = None
-    if runs.in_use(run):  # what comes after the newest checkpoint is still being written
+    if runs.in_use(run):  # rows after the newest checkpoint are still written
         last = max(steps, default=0)
     members, newest = dict[int, str](), 0
     for step, lines in _steps(run / COMPLETIONS, found):
@@ -108,7 +108,7 @@ def _take(
             found.problems.append(f"{where}: the row says step {row['step']}")
         if (problem := _reward_problem(row, config)) is not None:
             found.problems.append(f"{where}: {problem}")
-        if sample is None or "rollout_step" not in row:  # a sampled run has part of a row
+        if sample is None or "rollout_step" not in row:  # rows may be recorded in part
             continue
         if prompts.setdefault(sample.prompt_index, sample.prompt_ids) != sample.prompt_ids:
             found.problems.append(f"{where}: its prompt is not that of its group")
@@ -121,7 +121,7 @@ def _take(
             if rolled in steps:
                 part = sample.until(segment) if config.partial.used else sample
                 found.samples.setdefault(rolled, {})[key] = part
-                # once, though it may be learned from again
+                # the row is there once, though it may be learned from again
                 found.rows[rolled, sample.prompt_index, sample.sample_index] = row
     size = config.sampling.group_size
     for prompt, samples in groups.items():

@@ -67,7 +67,7 @@ def serve_model(
     _check_training(train, adapters, {"--state": state is not None, "--drop-runs": drop_runs})
     path, full, file = _model_of(given), train == "full", token or default_file()
     rules = TextRules(chat_template=chat_template)
-    with ExitStack() as held:  # what can be refused at once is, before a model is read
+    with ExitStack() as held:  # refuse early, before a model is read
         listener = listen(host, port, "--port")
         held.callback(listener.close)
         tokens, made = read_or_make(file)
@@ -129,8 +129,8 @@ def _opened(
     batch."""
     base = Model.load(path, *flow, rules=rules) if full else open_frozen(path, flow, rules)
     say_ends(base)
-    serving = base.serving({})  # which refuses such flows
-    return serving if serves and not full else base  # whose decode steps a GPU captures
+    serving = base.serving({})  # refuses flows whose bits depend on the batch
+    return serving if serves and not full else base  # a GPU captures its decode steps
 
 
 def _model_of(given: Path) -> Path:

@@ -26,7 +26,7 @@ def clear_finished(config: Config) -> None:
     directory = Path(config.run.dir)
     if not (directory / runs.CONFIG).is_file() or runs.occupied(directory) is None:
         return
-    with RunDirectory(directory, {}):  # not one that is at work
+    with RunDirectory(directory, {}):  # refuses a run that is at work
         done = max((int(row["step"]) for row in _metrics(directory)), default=0)
         kept = load_config(directory / runs.CONFIG)
         config = _as_kept(config, kept)

@@ -86,7 +86,7 @@ class Recorder:
             saver.save()
         elif state.unrecorded is not None:
             only_as_the_last = evaluated_only_as_the_last(self._config, state.step)
-            measured = {**state.unrecorded, **self._memory()}  # which no checkpoint holds
+            measured = {**state.unrecorded, **self._memory()}  # memory is in no checkpoint
             self._display.history.add(self._finish_step(measured))
             if not only_as_the_last:
                 saver.save()

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from isobit.serve.listening import Listener
 
 _GRACE_S = 1.0
-_BURST_S = 0.1  # of texts, that may begin before they are paid for
+_BURST_S = 0.1  # other threads may begin this much before it is paid for
 
 
 class Allowance:
@@ -48,12 +48,12 @@ class Allowance:
     def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self._rate, self._clock = share / (1 - share), clock
         self._since = self._began = clock()
-        self._given = 0.0  # in this step
+        self._given = 0.0  # seconds taken in this step
         self._most = 0.0
         self.left = 0.0
         self.used = 0.0
         self._charges = deque[float]()
-        self._debt = 0.0  # of other threads
+        self._debt = 0.0  # seconds of other threads, not paid back yet
 
     def charge(self, seconds: float) -> None:
         """Charge `seconds` that another thread has worked."""
@@ -87,8 +87,8 @@ class Allowance:
         self._since = now
 
     def spend(self, work: Callable[[], None], free: bool = False) -> None:
-        """Call `work` and take its time from the seconds left; with `free`, in which the run would
-        only wait, the time is counted as used and taken from nothing."""
+        """Call `work` and subtract its time from the seconds left. With `free`, for time in which
+        the run would only wait, the time counts as used and is not subtracted."""
         self.earn()
         work()
         now = self._clock()

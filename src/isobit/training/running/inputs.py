@@ -212,7 +212,7 @@ def _file_of(reference: str, what: str) -> Path | None:
     for part in home.split("."):
         name = f"{name}.{part}" if name else part
         spec = PathFinder.find_spec(name, where)
-        if spec is None:  # what Python has built in, or nothing: the loader says so
+        if spec is None:  # a module built into Python, or none: the loader reports it
             return None
         where, origin = spec.submodule_search_locations, spec.origin
     return None if origin is None else Path(origin)
@@ -240,7 +240,7 @@ def _hashed(place: Path, model: bool) -> Iterator[tuple[str, str]]:
                 if file.suffix == ".safetensors" and model
                 else file_digest(file)
             )
-        except OSError:  # a directory, or nothing that can be read: the loader says so
+        except OSError:  # a directory, or not readable: the loader reports it
             continue
         yield str(file.relative_to(place)) if folder else file.name, digest
 

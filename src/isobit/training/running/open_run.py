@@ -214,7 +214,7 @@ class OpenRun:
             for found in self.ranks.all_gather_json(self.interruption.signal)
             if found is not None
         ]
-        if signals:  # of one rank, it ends all
+        if signals:  # a signal to one rank ends the run on all
             self.interruption.signal = signals[0]
         return self.state.step < self._steps and not signals and self.recorder.ended is None
 

@@ -72,8 +72,8 @@ class Trained:
 
     def memory_metrics(self, frozen: Model | None) -> dict[str, float]:
         """Return the memory allocated for weights, for moments and for a reference, in MiB, by the
-        name of the metric. The reference is the one that follows the policy, or else `frozen`, if
-        that is given."""
+        name of the metric. The reference is the one that follows the policy, or else `frozen`: a
+        frozen reference with separate storage, or None."""
         found = {
             "memory/weights_mib": sum(self.model.memory().values()),
             "memory/optimizer_mib": self.optimizer.nbytes,
@@ -112,7 +112,7 @@ class Trained:
         narrow = all(bool((rows.bfloat16() == rows).all()) for rows in masters)
         all_narrow = all(self.ranks.all_gather_json(narrow))
         self.model.save(folder, torch.bfloat16 if all_narrow else torch.float32)
-        self.check_saved()  # after it was written: what changed while it was is noticed too
+        self.check_saved()  # after the write, to notice changes during it too
 
     def save(
         self,
@@ -180,7 +180,7 @@ class Trained:
                 "goes on with its own masters. Set it back, or begin a new run from these weights "
                 f"with model.path={checkpoint}"
             )
-        begun = EntropyBonus.of(self.learner.objective)  # which older checkpoints do not have
+        begun = EntropyBonus.of(self.learner.objective)  # older checkpoints have no state of it
         bonus = EntropyBonus(**state.get("entropy_bonus", begun.state()))
         self.learner.restore(state["bad_steps_in_a_row"], bonus)
         self.replay.restore(groups_from_json(state["replay"]))
@@ -227,7 +227,7 @@ def _state(checkpoint: Path) -> dict[str, Any]:
     path, waiting = (checkpoint / _TRAINER / name for name in ("state.json", _WAITING))
     try:
         check_readable(path)
-        tensors = {}  # older checkpoints have none
+        tensors = {}  # older checkpoints have no such file
         if exists(waiting):
             check_readable(waiting)
             tensors = load_file(waiting)
@@ -236,7 +236,7 @@ def _state(checkpoint: Path) -> dict[str, Any]:
         if not all(type(count) is int and count >= 0 for count in counts):
             raise TypeError
         if not set(found["offsets"]) <= set(NOTHING_WRITTEN) - {METRICS}:
-            raise TypeError  # a run cuts files of its own, and no others; metrics.jsonl by its rows
+            raise TypeError  # a run cuts only its own files; metrics.jsonl by its rows
         if not isinstance(found["masters"], str):
             raise TypeError
         for groups in (found["pending"], found["replay"], found.get("unfinished", [])):

@@ -51,7 +51,7 @@ def unpacked(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[st
         found = dict(sample)
         for name in _COLUMNS:
             length = found.get(name)
-            if length is None or isinstance(length, list):  # of an older checkpoint
+            if length is None or isinstance(length, list):  # the list of an older checkpoint
                 continue
             start = places[name]
             if type(length) is not int or not 0 <= length <= tensors[name].numel() - start:

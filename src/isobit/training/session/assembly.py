@@ -87,7 +87,7 @@ def open_parts(
         base = base_of(config, began, quiet)
         if before_weights is not None:
             before_weights(task, base, processes)
-        elif checkpoint is None and ranks.first and not is_adapter(base):  # which is refused
+        elif checkpoint is None and ranks.first and not is_adapter(base):  # refused later
             _say_what_cannot_fit(config, base)
         models = _open_models(config, task, processes, base, began, checkpoint, ranks)
         return _put_together(config, processes, models, ranks, recorded)
@@ -205,8 +205,8 @@ def _put_together(
 
     if config.optimizer.micro_batch_tokens != "auto":
         return parts_with(config, resolved)
-    # as a number, in the config too: how a batch is split decides how gradients are rounded, so a
-    # run that goes on repeats the number, wherever it does
+    # a number, in the config too: the split of a batch decides how gradients are rounded, so a
+    # run that goes on repeats the number, on any machine
     machine = this_machine(model.ops, ranks.size)
     job = job_with(config, model.config, engine.longest_prompt, machine, ranks=ranks.size)
     fitting = min(ranks.all_gather_json(fitting_tokens(job)))
@@ -258,7 +258,7 @@ def _trained(
 ) -> Model:
     """Load the model that is trained, with a tokenizer that reads prompts as the run does."""
     model = load_trained(config, base, checkpoint, ranks, date_of(began, ranks))
-    check_alike(ranks, computed_by(model.ops))  # one machine may have no compiler
+    check_alike(ranks, computed_by(model.ops))  # a machine may lack a compiler
     return model
 
 

@@ -224,5 +224,5 @@ class Session(OpenRun):
     def _begin(self) -> None:
         self.parts.processes.print_to(self.run.directory)
         if self._beside is not None:
-            self.parts.engine.sleep()  # evaluation has an engine of its own
+            self.parts.engine.sleep()  # the evaluation has a separate engine
         super()._begin()

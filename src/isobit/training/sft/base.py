@@ -93,7 +93,7 @@ def _opened(config: SftConfig, quiet: bool) -> SupervisedRun:
         try:
             return open_supervised_again(directory, (), quiet=quiet)
         except IsobitError:
-            pass  # of another version, or damaged: it begins anew
+            pass  # a run of another version, or damaged: begin anew
     shutil.rmtree(directory, ignore_errors=True)
     return open_supervised(config, quiet=quiet)
 

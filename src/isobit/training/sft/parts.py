@@ -148,7 +148,7 @@ def open_parts(
     if config.compares and following is None:
         reference = _reference(config, model, task)
     settings = replace(config.optimizer, total_steps=config.steps, seed=config.seed)
-    if not config.of_pairs:  # answers share no prompts, unless two examples happen to
+    if not config.of_pairs:  # answers share prompts only by chance
         settings = replace(settings, share_prompts=False)
     learner = Learner(
         model,
