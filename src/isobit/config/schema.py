@@ -233,7 +233,7 @@ class Config:
             )
 
     def _check_partial(self) -> None:
-        """Raise IsobitError for what completions that go on across updates do not work with yet."""
+        """Raise IsobitError for options that completions across updates do not allow yet."""
         if self.partial.used and self.rollouts_ahead > self.partial.max_staleness:
             raise IsobitError(
                 f"rollouts_ahead {self.rollouts_ahead} exceeds partial.max_staleness "
@@ -251,7 +251,7 @@ class Config:
         )
 
     def _check_distillation(self) -> None:
-        """Raise IsobitError for what has no meaning where a teacher is all that is learned from."""
+        """Raise IsobitError for options without a meaning where only a teacher is learned from."""
         algorithm, shown = self.algorithm, self.reference.shown
         if self.reference.path is None and shown is None:
             raise IsobitError(

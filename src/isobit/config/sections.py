@@ -232,7 +232,7 @@ class ReferenceSync:
 
     @property
     def follows(self) -> bool:
-        """Whether it moves at all."""
+        """Whether the reference moves at all."""
         return self.sync_every > 0
 
     def __post_init__(self) -> None:

@@ -70,7 +70,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Suggested:
-    """Text that is likely to be one of these names, which a tab completes."""
+    """Text that is likely to be one of these names, which the shell completes on a tab."""
 
     names: Collection[str]
 

@@ -1,4 +1,4 @@
-"""The command: load, measure, print, and write a page on request."""
+"""`isobit inspect`: load a model, measure, print, and write a page on request."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -37,11 +37,11 @@ def inspect_command(
     backend: str,
     out: Path | None,
 ) -> None:
-    """Print what the flows do to the model; with `out`, write inspection.html and inspection.json
-    there.
+    """Print the effects of precision flows on the model; with `out`, write inspection.html and
+    inspection.json there.
 
-    The first preset that quantizes anything is the one whose tensors are shown. Raises IsobitError
-    for a bad model, a bad file of prompts or an unknown preset.
+    Tensors are shown for the first preset that quantizes anything. Raises IsobitError for a bad
+    model, a bad file of prompts or an unknown preset.
     """
     flows = [precision_from(name) for name in presets]
     if not flows:

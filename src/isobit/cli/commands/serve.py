@@ -46,8 +46,8 @@ def serve_model(
     drop_runs: bool,
 ) -> None:
     """Serve the model at `given`, a directory or a run, under `flow`, (precision, backend,
-    consistency), until a signal. Raises IsobitError for what cannot be served, and for a host
-    beyond this machine without a token."""
+    consistency), until a signal. Raises IsobitError for a model or options that cannot be served,
+    and for a host beyond this machine without a token."""
     try:
         from isobit.serve import app
         from isobit.serve.keys import default_file, owners_of, read_or_make

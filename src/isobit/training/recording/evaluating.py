@@ -1,4 +1,4 @@
-"""An evaluation of the held-out prompts, when one is due, and what of it is kept."""
+"""The evaluation of the held-out prompts, when it is due, and its records."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol

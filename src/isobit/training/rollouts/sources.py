@@ -1,5 +1,5 @@
-"""Where the groups of a step come from: sampled now, or recorded by another run; ahead of the
-learner; past ones again.
+"""The sources of the groups of a step: groups sampled now, groups recorded by another run, groups
+sampled ahead of the learner, and past groups again.
 
 Each source has `next()`, which returns the batch of the next step, and sources wrap one another.
 What they keep between steps is in the run's `State`, which a checkpoint holds. Left out: how
@@ -53,12 +53,12 @@ class Sampler(Protocol):
 
 class LiveRollouts:
     """Batches of `prompts_per_step` groups of completions of the next prompts, sampled by the
-    weights of now. Groups that one step has left over begin the next one's batch.
+    present weights. Groups that one step has left over begin the batch of the next step.
 
-    `steps`: of the whole run, for reward functions that ask. `reference_kl`: of each sample, where
-    the reward pays for its distance to the reference. `before_scoring` is called before rewards are
-    collected, and `meanwhile` over and over until they are there. `variables`: those that
-    environments are given.
+    `steps`: those of the whole run, for reward functions that ask for them. `reference_kl`: returns
+    the KL of each sample, where the reward pays for its distance to the reference. `before_scoring`
+    is called before rewards are collected, and `meanwhile` over and over until they are there.
+    `variables`: the environment variables that environments are given.
     """
 
     def __init__(
@@ -176,8 +176,8 @@ class RecordedRollouts:
 class PrefetchedRollouts:
     """Batches of a source, each sampled `steps` steps before it is learned from.
 
-    At the end of a run too, where nothing will learn from the last ones yet: a run that is extended
-    is then the run that was planned longer.
+    Batches are sampled ahead at the end of a run too, where nothing will learn from the last ones
+    yet: so a run that is extended equals a run that was planned longer.
     """
 
     source: Rollouts
