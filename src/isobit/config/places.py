@@ -22,8 +22,8 @@ from isobit.run.format import FORMAT
 
 def placed(values: Mapping[str, Any], config: Path) -> dict[str, Any]:
     """Return the values of a config file with each name of a file next to it rewritten to be valid
-    from the present directory. The config of a run directory is returned unchanged. Keys of
-    `isobit compare` are known too; those of `isobit sft` are among those of `isobit train`."""
+    from the present directory. The values of the config in a run directory are returned unchanged.
+    Keys of `isobit compare` are known too; those of `isobit sft` are keys of `isobit train`."""
     if config.name == CONFIG and exists(config.with_name(FORMAT)):
         return dict(values)
     options = {**options_of(CompareConfig), **options_of(Config)}

@@ -119,8 +119,8 @@ def _largest(fits: Callable[[int], bool], low: int, high: int, least: int) -> in
 
 
 def least(job: Job) -> int:
-    """Return the bytes of weights, the optimizer's state and an update: what a run takes whatever
-    its micro-batches."""
+    """Return the bytes of weights, the optimizer's state, one set of gradients and its update: what
+    a run takes whatever its micro-batches."""
     return sum(size for _, size in _weights(job)) + _updating(job)[1]
 
 

@@ -45,8 +45,8 @@ _LEFT_OUT = (
 
 def dry_run(config: Config, say: Say) -> None:
     """Check everything that the run would open, and describe it to `say`, block by block; the only
-    file written is the cached base model. Raises IsobitError for parts that do not fit together,
-    and for weights that are more than the memory."""
+    file written is the cached base model. Raises IsobitError for anything that does not fit, and
+    for weights that are more than the memory."""
     refuse_existing(Path(config.run.dir))
     named_callbacks(config.run.callbacks)
     blocks = count()

@@ -73,7 +73,7 @@ def open_parts(
     `before_weights` is called with the task, the model's directory and the processes of the user's
     code before a weight is read, and replaces the warning that the run cannot fit. Several `ranks`
     share the policy's masters; a reference and reward models are whole on each rank once they are
-    read. Raises IsobitError for parts that do not fit together."""
+    read. Raises IsobitError for anything that does not fit."""
     objects.require(config)
     check_trackers(plain(config.tracking))
     task = load_task(replace(config.task, seed=config.seed, rows=objects.rows))

@@ -133,8 +133,8 @@ def open_parts(
     checkpoint: Path | None = None,
 ) -> SupervisedParts:
     """Open all parts of a supervised run and return them. `checkpoint`: where the weights are read
-    from, if given; `began`: the facts of the run that goes on. Raises IsobitError for parts that do
-    not fit together."""
+    from, if given; `began`: the facts of the run that goes on. Raises IsobitError for anything that
+    does not fit."""
     check_trackers(plain(config.tracking))
     task = load_supervised(config)
     check_evaluation(config, task)
