@@ -20,7 +20,7 @@ directory. The [quick reference](quick-reference.md) has the twenty keys that pe
 
 
 def markdown() -> str:
-    """The text of docs/config.md."""
+    """Return the text of docs/config.md."""
     printed = {
         section for option in options_of(Config).values() for section in sections(option.kind)
     }
@@ -36,7 +36,8 @@ def markdown() -> str:
 
 
 def _section(schema: type, prefix: str, title: str, printed: set[type]) -> list[str]:
-    """Tables of a dataclass and of the sections in it, those aside that were `printed` before."""
+    """Return the lines of the tables of a dataclass and its sections, except the sections that were
+    `printed` before."""
     text = " ".join((schema.__doc__ or "").partition("\n\n")[0].split()).replace("|", "\\|")
     lines = [f"## {title}", "", text, "", "| key | type | default | |", "|---|---|---|---|"]
     nested: list[str] = []
@@ -55,7 +56,7 @@ def _section(schema: type, prefix: str, title: str, printed: set[type]) -> list[
 
 
 def _first_sentence(section: type | None) -> str:
-    """What a section is, for the row that leads to it."""
+    """Return the first sentence of a section's docstring, for the row that leads to the section."""
     text = " ".join(((section.__doc__ if section else "") or "").split())
     return re.split(r"[.:](?: |$)", text)[0]
 

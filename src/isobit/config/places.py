@@ -1,8 +1,8 @@
-"""Files that a config names: relative to the folder of the config, or else to the present directory.
+"""Files that a config names: relative to the config's folder, or else to the present directory.
 
-A config can so be used from anywhere, with what lies next to it. Left out: what a run writes, which
-is relative to the present directory, as overrides are, and the config of a run directory, which
-keeps what was found when the run began.
+So a config can be used from any directory, together with the files that lie next to it. Left out:
+files that a run writes, which are relative to the present directory, as overrides are; and the
+config of a run directory, which keeps the names that were found when the run began.
 """
 
 import os
@@ -21,8 +21,9 @@ from isobit.run.format import FORMAT
 
 
 def placed(values: Mapping[str, Any], config: Path) -> dict[str, Any]:
-    """Return the values of a config file, in which names of files that lie next to it are those of
-    the files from here. `isobit sft` has keys of `isobit train`."""
+    """Return the values of a config file with each name of a file next to it rewritten to be valid
+    from the present directory. The values of the config in a run directory are returned unchanged.
+    Keys of `isobit compare` are known too; those of `isobit sft` are keys of `isobit train`."""
     if config.name == CONFIG and exists(config.with_name(FORMAT)):
         return dict(values)
     options = {**options_of(CompareConfig), **options_of(Config)}
@@ -33,14 +34,15 @@ def placed(values: Mapping[str, Any], config: Path) -> dict[str, Any]:
 
 
 def _placed(kind: Any, value: Any, config: Path) -> Any:
-    """Return a value of a type; where nothing in it is a file next to the config, as it stands."""
+    """Return a value of type `kind` with the names of files next to the config rewritten; unchanged
+    where it has no such name."""
     kind, marks = unwrapped(kind)
     whole = value
     for mark in marks:
         if isinstance(mark, Preprocess):
             try:
                 whole = mark.change(whole)
-            except IsobitError:  # which the reader of options says
+            except IsobitError:  # the reader of options reports it
                 return value
     found = whole
     for mark in marks:
@@ -72,7 +74,9 @@ def _inside(kind: Any, value: Any, config: Path) -> Any:
 
 
 def _beside(text: str, config: Path, functions: bool) -> str:
-    """Return the name from here of a file that lies next to the config."""
+    """Return the name, from the present directory, of a file that lies next to the config; with
+    `functions`, of the file in `FILE.py:NAME`. Any other text is returned unchanged. Warns where
+    another file of that name is in the present directory."""
     name, colon, function = text.rpartition(":") if functions else (text, "", "")
     if not name or (functions and not name.endswith(".py")) or Path(name).is_absolute():
         return text

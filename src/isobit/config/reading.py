@@ -30,8 +30,8 @@ _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 
 
 def read_source(source: Source, overrides: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """(the values, what to call their origin in messages). Raises IsobitError for what is neither
-    file nor mapping."""
+    """Return (the values, the name of their origin in messages). Raises IsobitError for a source
+    that is neither a file nor a mapping."""
     if isinstance(source, (str, Path)):
         values, where = placed(_read_yaml(Path(source)), Path(source)), str(source)
     elif isinstance(source, (Config, SftConfig)):
@@ -62,13 +62,13 @@ def read_source(source: Source, overrides: Sequence[str]) -> tuple[dict[str, Any
     if "epochs" in changed and values["epochs"] is None and before.get("steps") is not None:
         values["steps"] = before["steps"]
     if isinstance(source, (Config, SftConfig)) and not changed and values["epochs"] is not None:
-        del values["steps"]  # which a loaded config always has
+        del values["steps"]  # a loaded config always has it
     return values, where
 
 
 def override(key: str, value: object) -> str:
-    """`key=value` of a text, as it stands: a path may hold what YAML reads as a comment, a number
-    or a mapping."""
+    """Return `key=value` with the text of the value in quotes, since a path may hold text that YAML
+    reads as a comment, a number or a mapping."""
     return f"{key}={json.dumps(str(value), ensure_ascii=False)}"
 
 
@@ -140,8 +140,8 @@ def _override(values: dict[str, Any], given: str) -> None:
 
 
 def _expand(values: dict[str, Any], name: str) -> None:
-    """Make a section of its short form, such as `model: DIR`, so that an override may say more of
-    it."""
+    """Replace the short form of a section, such as `model: DIR`, by the section, so that an
+    override may set more of its keys."""
     options = {**options_of(Config), **options_of(SftConfig)}
     if name in options and isinstance(values.get(name), (str, list, tuple)):
         for mark in unwrapped(options[name].kind)[1]:
@@ -150,8 +150,8 @@ def _expand(values: dict[str, Any], name: str) -> None:
 
 
 def _set(values: dict[str, Any], key: str, value: Any, what: str) -> None:
-    """Put a value at `section.key`; sections on the way are copied, so that the caller's own stay
-    as they are."""
+    """Put a value at `section.key`; sections on the way are copied, so that those of the caller do
+    not change."""
     *parents, last = key.split(".")
     node: Any = values
     for place, parent in enumerate(parents):
@@ -173,7 +173,8 @@ def _set(values: dict[str, Any], key: str, value: Any, what: str) -> None:
 
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A mapping that was written in Python: `section.key` names a key of a section."""
+    """Return the values of a mapping that was written in Python, in which `section.key` names a key
+    of a section."""
     values: dict[str, Any] = {}
     for key, value in given.items():
         if not isinstance(key, str):
@@ -183,7 +184,7 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, key: str) -> Any:
-    """A value as YAML would have it: paths and precisions are their names."""
+    """Return a value as YAML would have it: paths and precisions are their names."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Path):

@@ -137,15 +137,15 @@ class Config:
 
     @property
     def needs_rewards(self) -> bool:
-        """Whether what is learned depends on rewards: not from a teacher, unless it is shown
-        completions that have one."""
+        """Whether learning depends on rewards: it does not where a teacher is learned from, unless
+        the teacher is shown completions that have a reward."""
         shown = self.reference.shown
         return not self.algorithm.distills or (shown is not None and shown.success is not None)
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether the working weights that sample beside the learner are kept on the CPU while it
-        learns, since it moves its own."""
+        """Whether the working weights that sample while the learner works are kept on the CPU while
+        it learns, since the learner changes its own."""
         several = self.algorithm.updates_per_batch * self.algorithm.epochs > 1
         return (
             bool(self.fleet.engines and self.rollouts_ahead and self.mismatch.share_ahead)
@@ -154,20 +154,20 @@ class Config:
 
     @property
     def prompts_under_way(self) -> int:
-        """Prompts that are answered at the same time."""
+        """The number of prompts that are answered at the same time."""
         return self.prompts_per_step + self.partial.extra(self.prompts_per_step)
 
     @property
     def most_sampled(self) -> int:
-        """Tokens that a completion has at most of the model's own, in all turns."""
+        """The most tokens of the model in a completion, in all turns."""
         if not self.environment.used:
             return self.sampling.max_new_tokens
         return min(self.sampling.max_new_tokens * self.environment.max_turns, self.most_tokens)
 
     @property
     def most_tokens(self) -> int:
-        """Tokens that a completion has at most, those of tools included, as far as the model's
-        context goes."""
+        """The most tokens of a completion, those of tools included, as far as the model's context
+        goes."""
         environment, turn = self.environment, self.sampling.max_new_tokens
         if not environment.used:
             return turn
@@ -233,7 +233,7 @@ class Config:
             )
 
     def _check_partial(self) -> None:
-        """Raise IsobitError for what completions that go on across updates do not work with yet."""
+        """Raise IsobitError for options that completions across updates do not allow yet."""
         if self.partial.used and self.rollouts_ahead > self.partial.max_staleness:
             raise IsobitError(
                 f"rollouts_ahead {self.rollouts_ahead} exceeds partial.max_staleness "
@@ -251,7 +251,7 @@ class Config:
         )
 
     def _check_distillation(self) -> None:
-        """Raise IsobitError for what has no meaning where a teacher is all that is learned from."""
+        """Raise IsobitError for options without a meaning where only a teacher is learned from."""
         algorithm, shown = self.algorithm, self.reference.shown
         if self.reference.path is None and shown is None:
             raise IsobitError(
@@ -445,7 +445,7 @@ class SftConfig:
 
     @property
     def prompts_per_step(self) -> int:
-        """Examples of an optimizer step, by the name that they have in a run that samples."""
+        """The number of examples of an optimizer step, by the name of a run that samples."""
         return self.batch_size
 
     @property

@@ -232,7 +232,7 @@ class ReferenceSync:
 
     @property
     def follows(self) -> bool:
-        """Whether it moves at all."""
+        """Whether the reference moves at all."""
         return self.sync_every > 0
 
     def __post_init__(self) -> None:
@@ -345,7 +345,8 @@ class EvaluationConfig(StopConfig):
     ] = "auto"
 
     def check_metrics(self, known: Sequence[str]) -> None:
-        """And for the best model, which may be chosen by two."""
+        """Raise IsobitError unless `known` has the metric that ends the run and the metric that
+        chooses the best model; `auto` chooses by two metrics."""
         check_metric("best_by", self.best_by, [*known, "auto"])
         super().check_metrics(known)
 

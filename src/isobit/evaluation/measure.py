@@ -23,13 +23,13 @@ from isobit.evaluation.result import Graded, Question
 from isobit.rewards.pool import Reward, Said
 
 OnProgress = Callable[[str, int, int], None]
-"""What is being done, completions done, completions asked."""
+"""Called with (the work in progress, completions done, completions asked)."""
 LARGEST_TAG = 100
-"""Values that a tag may have: a column of more is no tag."""
+"""The most values of a tag: a column with more is not a tag."""
 
 
 class Scorer(Protocol):
-    """What gives completions their rewards: functions, or functions and models."""
+    """The source of rewards of completions: functions, or functions and models."""
 
     def score(
         self,
@@ -43,9 +43,9 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """What is asked of a model: a greedy completion for each prompt, and `num_samples` samples (0:
-    none) for pass@k and maj@k of every k in `ks`, sampled as `asked` says. `extract` takes the
-    answer from a completion; `tag` is a column.
+    """The completions that an evaluation asks of a model: a greedy one for each prompt, and
+    `num_samples` samples (0: none) for pass@k and maj@k of every k in `ks`, sampled as `asked`
+    says. `extract` takes the answer from a completion; `tag` is a column.
 
     Raises IsobitError for a k that the samples do not allow.
     """
@@ -73,12 +73,12 @@ class EvaluationPlan:
 
     @property
     def sampling(self) -> Sampling:
-        """Of the samples; only where there are some."""
+        """The sampling of the samples; only for `num_samples` above 0."""
         return replace(self.asked, n=self.num_samples)
 
 
 def default_ks(num_samples: int) -> tuple[int, ...]:
-    """1 and the number of samples, which are the ends of the curve."""
+    """Return 1 and the number of samples, which are the ends of the curve; empty for 0 samples."""
     return tuple(sorted({1, num_samples})) if num_samples else ()
 
 
@@ -91,9 +91,10 @@ def measure(
     ranks: Ranks = ALONE,
     dialogue: Dialogue | None = None,
 ) -> tuple[Question, ...]:
-    """Ask, score and extract; calls `progress` on the way. Every rank takes some of the prompts,
-    and returns all. With a `dialogue` its environments answer between turns. Raises IsobitError for
-    a tag that no example has."""
+    """Sample completions of the examples, score them, extract their answers, and return a question
+    for each example; `progress` is called on the way. Every rank takes some of the prompts, and
+    returns all questions. With a `dialogue` its environments answer between turns. Raises
+    IsobitError as `tags_of` does."""
     return measure_each(engine, examples, scorer, plan, [None], progress, ranks, dialogue)[0]
 
 
@@ -107,8 +108,8 @@ def measure_each(
     ranks: Ranks = ALONE,
     dialogue: Dialogue | None = None,
 ) -> list[tuple[Question, ...]]:
-    """`measure` of each of several adapters that the engine's model serves, None: the base alone,
-    in one pass."""
+    """Measure each of several adapters that the engine's model serves as `measure` does, in one
+    pass, and return their questions in order; None in `adapters` is the base model alone."""
     tags, size = tags_of(examples, plan.tag), 1 + plan.num_samples
     rows = [(name, place) for name in adapters for place in range(len(examples))]
     own_rows = rows[ranks.rank :: ranks.size]
@@ -158,7 +159,7 @@ def measure_each(
 def grade_given(
     examples: Sequence[Example], completions: Sequence[str], scorer: Scorer, plan: EvaluationPlan
 ) -> tuple[Question, ...]:
-    """Score completions that are given, one for each example."""
+    """Score given completions, one for each example, and return the questions."""
     tags = tags_of(examples, plan.tag)
     rewards = scorer.score([e.prompt for e in examples], completions, [e.columns for e in examples])
     return tuple(
@@ -173,10 +174,10 @@ def grade_given(
 
 
 def tags_of(examples: Sequence[Example], column: str | None) -> list[str | None]:
-    """The value of the tag of each example, as text; None without a tag.
+    """Return the value of the tag of each example, as text; None for each without a tag.
 
-    Raises IsobitError for a column that is not there, or that is no tag: its values are lists or
-    objects, or too many.
+    Raises IsobitError for a column that is missing, or that is not a tag: its values are lists or
+    objects, or it has too many different ones.
     """
     if column is None:
         return [None] * len(examples)

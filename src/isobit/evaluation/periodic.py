@@ -26,7 +26,7 @@ SEED_OFFSET = 0x5EED_E7A1
 
 @dataclass(frozen=True, eq=False)
 class _During:
-    """A scorer that tells reward functions which step it is."""
+    """A scorer that gives reward functions the state of training, with its step."""
 
     scorer: Scorer
     trainer_state: Mapping[str, float] | None
@@ -45,7 +45,7 @@ class _During:
 
 @dataclass(frozen=True, eq=False)
 class PeriodicEvaluation:
-    """The held-out prompts of a run and how they are asked: each by one of the ranks."""
+    """The held-out prompts of a run and the way of asking them: each by one of the ranks."""
 
     engine: Engine
     examples: Sequence[Example]
@@ -56,7 +56,7 @@ class PeriodicEvaluation:
 
     @property
     def metrics(self) -> list[str]:
-        """The names of what `evaluate` measures."""
+        """The names of the metrics that `evaluate` measures."""
         tags = sorted({tag for tag in tags_of(self.examples, self.plan.tag) if tag is not None})
         sampled = [f"{kind}_at_{k}" for k in self.plan.ks for kind in ("pass", "majority")]
         rest = [*sampled, *(f"tag/{tag}" for tag in tags)]
@@ -65,8 +65,8 @@ class PeriodicEvaluation:
     def evaluate(
         self, trainer_state: Mapping[str, float] | None = None
     ) -> tuple[dict[str, float], str, tuple[Question, ...]]:
-        """(metrics, a line for the reader, what was answered) of the present weights;
-        `trainer_state`: for reward functions that ask."""
+        """Evaluate the present weights and return (metrics, a line for the reader, the questions
+        with their answers); `trainer_state`: for reward functions that ask for it."""
         scorer = _During(self.scorer, trainer_state)
         questions = measure(
             self.engine,

@@ -5,8 +5,8 @@ stores it.
      "tag": ..., "greedy": completion, "samples": [completion, ...]}, ...], "summary": {value of the
      tag, or "(all)": {measure: {"value", "low", "high", "prompts"}}}}
 
-    completion: {"completion", "reward", "answer", "tokens", "truncated", "error"}, of several
-     turns also "episode": what was said in all of them
+    completion: {"completion", "reward", "answer", "tokens", "truncated", "error"}, for several
+     turns also "episode": the messages of all turns
 
 The summary is for the reader: `read_result` computes nothing from it. Left out: conclusions
 (`summary.py`, `comparison.py`).
@@ -29,9 +29,9 @@ class Graded:
     """A completion with its reward (None: unscored, for the reason `error`), its answer (None: it
     has none) and length.
 
-    `tokens` and `truncated` are None for a completion that was given, not sampled; `episode` is of
-    one of several turns (plain values of an `EpisodeRecord`), whose last is `completion`. A
-    completion is correct if its reward is at least 1.
+    `tokens` and `truncated` are None for a completion that was given, not sampled; `episode` holds
+    the plain values of an `EpisodeRecord` where there were several turns, of which `completion` is
+    the last. A completion is correct if its reward is at least 1.
     """
 
     completion: str
@@ -43,7 +43,7 @@ class Graded:
     episode: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; without an environment there is no `episode`."""
+        """Return plain values; `episode` is left out without an environment."""
         return {k: v for k, v in vars(self).items() if k != "episode" or v is not None}
 
     @property
@@ -53,8 +53,8 @@ class Graded:
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, the value of its tag, the greedy (or given) completion, and samples: as many for
-    every prompt; and the columns of its row."""
+    """A prompt, the value of its tag, its greedy (or given) completion, its samples, and the
+    columns of its row. Every prompt of a result has the same number of samples."""
 
     prompt: Prompt
     tag: str | None
@@ -63,7 +63,7 @@ class Question:
     columns: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values without the columns, which the data have."""
+        """Return plain values without the columns, which are in the data."""
         samples = [sample.to_json() for sample in self.samples]
         tagged = {"prompt": self.prompt, "tag": self.tag}
         return {**tagged, "greedy": self.greedy.to_json(), "samples": samples}
@@ -71,8 +71,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Result:
-    """An evaluation: of which model, under which settings (plain values), for which k, by which
-    rewards."""
+    """The result of an evaluation, with its model, its settings (plain values), the values of k and
+    the names of the rewards."""
 
     model: str
     questions: tuple[Question, ...]
@@ -94,7 +94,7 @@ class Result:
         return self.questions[0].greedy.tokens is None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, without the summary."""
+        """Return plain values, without the summary."""
         return {
             "model": self.model,
             "settings": dict(self.settings),
@@ -105,7 +105,7 @@ class Result:
 
 
 def write_result(path: Path, content: Mapping[str, Any]) -> None:
-    """Write plain values. Raises IsobitError if that cannot be."""
+    """Write plain values as JSON. Raises IsobitError if the file cannot be written."""
     try:
         durable.write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     except OSError as error:
@@ -113,7 +113,7 @@ def write_result(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_result(path: Path) -> Result:
-    """Read what `isobit eval --out` wrote. Raises IsobitError for another file, or a damaged
+    """Read a file that `isobit eval --out` wrote. Raises IsobitError for another file, or a damaged
     one."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -1,5 +1,5 @@
-"""How an option is declared, and what its declaration says: marks in `Annotated`, and `options_of`
-a dataclass."""
+"""The declaration of options: marks in `Annotated`, and `options_of`, which reads the options of a
+dataclass."""
 
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 _T = TypeVar("_T")
 _NOT_AN_OPTION = object()
 NotAnOption = Annotated[_T, _NOT_AN_OPTION]
-"""The type of a field that the code sets, and no file."""
+"""The type of a field that the code sets and a file cannot."""
 REQUIRED = object()
 """The default of an option that has none."""
 
@@ -23,14 +23,14 @@ class Limit:
     bound: float
 
     def holds(self, value: float) -> bool:
-        """Whether the value is within; false for what is not a number."""
+        """Return whether the value is within the bound; false for NaN."""
         if self.sign in ("≥", ">"):
             return value > self.bound or (self.sign == "≥" and value == self.bound)
         return value < self.bound or (self.sign == "≤" and value == self.bound)
 
     @property
     def words(self) -> str:
-        """As a message says it."""
+        """The bound in the words of a message, such as `at least 1`."""
         return (
             f"{ {'≥': 'at least', '>': 'above', '≤': 'at most', '<': 'below'}[self.sign] } "
             f"{self.bound:,}"
@@ -41,35 +41,36 @@ class Limit:
 
 
 def at_least(bound: float) -> Limit:
-    """The smallest value."""
+    """Return a limit for numbers of which `bound` is the smallest."""
     return Limit("≥", bound)
 
 
 def above(bound: float) -> Limit:
-    """The largest value that is too small."""
+    """Return a limit for numbers larger than `bound`."""
     return Limit(">", bound)
 
 
 def at_most(bound: float) -> Limit:
-    """The largest value."""
+    """Return a limit for numbers of which `bound` is the largest."""
     return Limit("≤", bound)
 
 
 def below(bound: float) -> Limit:
-    """The smallest value that is too large."""
+    """Return a limit for numbers smaller than `bound`."""
     return Limit("<", bound)
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """Text that is one of the names of a table, which stands where the code looks them up."""
+    """Text that is one of the names of a table, which is the table in which the code looks them
+    up."""
 
     names: Collection[str]
 
 
 @dataclass(frozen=True)
 class Suggested:
-    """Text that is likely to be one of these names, which a tab completes."""
+    """Text that is likely to be one of these names, which the shell completes on a tab."""
 
     names: Collection[str]
 
@@ -83,8 +84,8 @@ class Example:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Text of one form, which messages call `wanted`. `fits` says whether a text has it, and raises
-    IsobitError for one that nearly has."""
+    """Text of one form, which messages call `wanted`. `fits` returns whether a text has the form,
+    and raises IsobitError for a text that nearly has it."""
 
     wanted: str
     fits: Callable[[str], bool]
@@ -93,29 +94,30 @@ class Pattern:
 @dataclass(frozen=True)
 class FileName:
     """Text that names a file or folder which is read; with `functions`, a function of a file as
-    `FILE.py:NAME`, among other names. In a config file it may be relative to that."""
+    `FILE.py:NAME`, among other names. In a config file it may be relative to the folder of that
+    file."""
 
     functions: bool = False
 
 
 @dataclass(frozen=True)
 class Preprocess:
-    """Changes what is given for the option before it is read, such as a short form into the section
-    that it stands for."""
+    """A change to the given value of an option before it is read, such as from a short form to the
+    section that it stands for."""
 
     change: Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
 class Formerly:
-    """The option had this name in the release before, and takes it with a warning."""
+    """The name that an option had in the release before, which it still takes, with a warning."""
 
     name: str
 
 
 def text_as(key: str | Callable[[str], str]) -> Preprocess:
-    """For a section: a text or a list in the place of the whole is meant for this key, or for the
-    one found by it."""
+    """Return a change for a section: a text or a list in the place of the whole section becomes the
+    value of `key`, or of the key that `key` returns for it."""
 
     def expand(value: Any) -> Any:
         if not isinstance(value, (str, list, tuple)):
@@ -127,7 +129,7 @@ def text_as(key: str | Callable[[str], str]) -> Preprocess:
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a dataclass. `kind` is its whole type, marks included."""
+    """An option of a dataclass. `kind` is its whole type, marks included."""
 
     name: str
     kind: Any
@@ -135,23 +137,23 @@ class Option:
 
     @property
     def text(self) -> str:
-        """What it means."""
+        """The description of the option, or empty text."""
         return next((mark for mark in unwrapped(self.kind)[1] if isinstance(mark, str)), "")
 
     @property
     def former_names(self) -> tuple[str, ...]:
-        """What it was called before."""
+        """The names that the option had before."""
         return tuple(mark.name for mark in unwrapped(self.kind)[1] if isinstance(mark, Formerly))
 
     @property
     def limits(self) -> tuple[Limit, ...]:
-        """The range of its numbers."""
+        """The limits of the option's numbers."""
         return tuple(mark for mark in unwrapped(self.kind)[1] if isinstance(mark, Limit))
 
 
 @cache
 def options_of(schema: Any) -> Mapping[str, Option]:
-    """The options of a dataclass by name, in their order."""
+    """Return the options of a dataclass by name, in their order."""
     hints = get_type_hints(schema, include_extras=True)
     found = {}
     for each in fields(schema):
@@ -164,7 +166,7 @@ def options_of(schema: Any) -> Mapping[str, Option]:
 
 
 def unwrapped(kind: Any) -> tuple[Any, tuple[Any, ...]]:
-    """(a type without its marks, the marks)."""
+    """Return (a type without its marks, the marks)."""
     if get_origin(kind) is not Annotated:
         return kind, ()
     inner, *marks = get_args(kind)
@@ -172,12 +174,12 @@ def unwrapped(kind: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def is_union(kind: Any) -> bool:
-    """Whether a value may be of several types."""
+    """Return whether a type is a union, so that a value may be of several types."""
     return get_origin(kind) in (Union, types.UnionType)
 
 
 def sections(kind: Any) -> Iterator[type]:
-    """The dataclasses in a type, however deep in unions, lists and marks."""
+    """Yield the dataclasses in a type, however deep in unions, lists and marks."""
     if is_dataclass(kind) and isinstance(kind, type):
         yield kind
     for part in get_args(kind):
@@ -185,7 +187,7 @@ def sections(kind: Any) -> Iterator[type]:
 
 
 def members(kind: Any) -> tuple[Any, ...]:
-    """The types that a value may have: the members of a union, without their marks."""
+    """Return the types that a value may have: the members of a union, without their marks."""
     kind = unwrapped(kind)[0]
     return (
         tuple(inner for part in get_args(kind) for inner in members(part))
@@ -195,7 +197,7 @@ def members(kind: Any) -> tuple[Any, ...]:
 
 
 def choices(kind: Any) -> tuple[str, ...]:
-    """The values that can be named."""
+    """Return the values of a type that can be listed by name; empty for other types."""
     kind, marks = unwrapped(kind)
     if names := [
         name for mark in marks if isinstance(mark, (OneOf, Suggested)) for name in mark.names
@@ -209,7 +211,7 @@ def choices(kind: Any) -> tuple[str, ...]:
 
 
 def type_text(kind: Any) -> str:
-    """A type in the words of a reference: `whole number`, `a | b`, `list of text`."""
+    """Return a type in the words of a reference: `whole number`, `a | b`, `list of text`."""
     kind, marks = unwrapped(kind)
     origin, parts = get_origin(kind), get_args(kind)
     names = [name for mark in marks if isinstance(mark, OneOf) for name in mark.names]
@@ -227,8 +229,8 @@ def type_text(kind: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value as YAML or JSON would have it: a dataclass as the mapping of its options, a tuple as
-    a list."""
+    """Return a value as YAML or JSON would have it: a dataclass as the mapping of its options, a
+    tuple as a list."""
     if is_dataclass(value) and not isinstance(value, type):
         return {name: plain(getattr(value, name)) for name in options_of(type(value))}
     if isinstance(value, Mapping):

@@ -1,5 +1,4 @@
-"""This machine: the memory that a process may take and that this one has, and the cores that it
-may use."""
+"""This machine: the memory that a process may take, and the cores that it may use."""
 
 import os
 
@@ -9,7 +8,8 @@ from isobit.plan.cards import Machine
 
 
 def this_machine(ops: Ops, ranks: int = 1) -> Machine:
-    """What each of `ranks` ranks has here: a GPU, or its part of the memory of a CPU."""
+    """Return the machine as each of `ranks` ranks has it here: a GPU, or an equal part of the
+    memory of a CPU."""
     limit, where = memory_limit(ops.device)
     host = ops.device.type == "cpu"
     whose = f"{where}, for each of {ranks} ranks" if host and ranks > 1 else where
@@ -17,5 +17,5 @@ def this_machine(ops: Ops, ranks: int = 1) -> Machine:
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -49,9 +49,9 @@ _USABLE = 0.9  # of the memory, for `auto`: allocators, libraries and other proc
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of the busiest rank: `held` all the time, and of `parts` one at a time.
-    `micro_batch`: its tokens, as `auto` resolves them; `cache_tokens`: tokens whose keys and
-    values the rollout's cache holds."""
+    """The memory of the busiest rank, in bytes: all items of `held` all the time, and one item of
+    `parts` at a time. `micro_batch`: the tokens of a micro-batch, as `auto` resolves them;
+    `cache_tokens`: the tokens whose keys and values the rollout's cache holds."""
 
     held: tuple[Item, ...]
     parts: tuple[Item, ...]
@@ -64,19 +64,19 @@ class MemoryPlan:
 
     @property
     def largest(self) -> str:
-        """What the largest part does: learning, updating or rolling out."""
+        """The name of the largest part: learning, updating or rolling out."""
         return max(self.parts, key=lambda part: part[1])[0].partition(":")[0]
 
     def table(self) -> str:
-        """Plain text, in MiB."""
+        """Return the plan as a table in plain text, in MiB."""
         rows = [*self.held, *self.parts, (f"total, {self.largest}", self.total)]
         width = max(len(label) for label, _ in rows)
         return "\n".join(f"{label:<{width}} {size / MIB:10.1f} MiB" for label, size in rows)
 
 
 def plan(job: Job) -> MemoryPlan:
-    """The memory of the busiest rank, with `optimizer.micro_batch_tokens: auto` as it would be
-    resolved; where one sequence does not fit, with that."""
+    """Return the memory plan of the busiest rank, with `optimizer.micro_batch_tokens: auto` as it
+    would be resolved; where one sequence does not fit, with micro-batches of one sequence."""
     given = job.config.optimizer.micro_batch_tokens
     if given != "auto":
         return _planned(job, given)
@@ -87,9 +87,9 @@ def plan(job: Job) -> MemoryPlan:
 
 
 def fitting_tokens(job: Job) -> int:
-    """`optimizer.micro_batch_tokens: auto`: the most, in steps of 128, that fit into 90 % of the
-    memory, up to the whole batch; the same for the same config on the same machine. Raises
-    IsobitError if the longest sequence does not fit."""
+    """Return the number of tokens for `optimizer.micro_batch_tokens: auto`: the most, in steps of
+    128, that fit into 90 % of the memory, up to the whole batch; the same for the same config on
+    the same machine. Raises IsobitError if the longest sequence does not fit."""
     budget = int(_USABLE * job.machine.memory)
 
     def fits(tokens: int) -> bool:
@@ -108,7 +108,8 @@ def fitting_tokens(job: Job) -> int:
 
 
 def _largest(fits: Callable[[int], bool], low: int, high: int, least: int) -> int:
-    """The largest number of steps that fits, in tokens; `least` if not even the lowest does."""
+    """Return the largest number of steps of 128 tokens, from `low` to `high`, that fits, in tokens;
+    `least` if not even `low` fits."""
     if not fits(low * _STEP):
         return least
     while low < high:
@@ -118,18 +119,18 @@ def _largest(fits: Callable[[int], bool], low: int, high: int, least: int) -> in
 
 
 def least(job: Job) -> int:
-    """Weights, the optimizer's state and one set of gradients: what a run takes whatever the
-    micro-batches."""
+    """Return the bytes of weights, the optimizer's state, one set of gradients and its update: what
+    a run takes whatever its micro-batches."""
     return sum(size for _, size in _weights(job)) + _updating(job)[1]
 
 
 def weights_alone(job: Job) -> int:
-    """Masters and working weights: what must be read before anything else."""
+    """Return the bytes of masters and working weights, which must be read before anything else."""
     return sum(size for label, size in _weights(job) if label != job.config.optimizer.what_is_kept)
 
 
 def _planned(job: Job, tokens: int) -> MemoryPlan:
-    """With micro-batches of so many tokens."""
+    """Return the memory plan for micro-batches of `tokens` tokens."""
     model, weights = _described(job, job.model, job.precision, job.config.adapter), _weights(job)
     gradients = 4 * largest_share(job.model, job.ranks, job.config.adapter)
     page = page_bytes(model, job.page_size)
@@ -161,7 +162,8 @@ def _planned(job: Job, tokens: int) -> MemoryPlan:
 
 
 def _weights(job: Job) -> list[Item]:
-    """Masters, the optimizer's state and working weights, of the policy and of frozen models."""
+    """Return the items of masters, the optimizer's state and working weights, those of the policy
+    and those of frozen models."""
     config, trains = job.config.optimizer, job.config.adapter
     sizes = weight_bytes(_described(job, job.model, job.precision, trains))
     rows, count = largest_share(job.model, job.ranks, trains), num_parameters(job.model, trains)
@@ -192,7 +194,8 @@ def _described(
 
 
 def _frozen(job: Job) -> Iterator[Item]:
-    """Models that nothing trains, whole on every rank."""
+    """Yield the items of frozen models, which are whole on every rank, and of a reference that
+    follows the policy."""
     following, trains = job.config.reference.follows, job.config.adapter
     if following:  # which has masters of its own
         yield "reference, FP32 masters", 4 * largest_share(job.model, job.ranks, trains)
@@ -211,8 +214,8 @@ def _frozen(job: Job) -> Iterator[Item]:
 
 
 def _caches(job: Job, page: int, free: int) -> tuple[int, int]:
-    """Pages of the rollout's cache and of the evaluation's, as their engines choose them; `page`
-    and `free` in bytes."""
+    """Return the pages of the rollout's cache and those of the evaluation's cache, as their engines
+    choose them; `page` and `free` in bytes."""
     engine, found = job.engine, [0, 0]
     for i, sequences in enumerate((job.completions_of_a_rank, job.evaluated)):
         if sequences:
@@ -223,8 +226,8 @@ def _caches(job: Job, page: int, free: int) -> tuple[int, int]:
 
 
 def _served(job: Job, page: int, free: int) -> int:
-    """Pages of the cache of the engine by which a run serves its policy; `page` and `free` in
-    bytes."""
+    """Return the pages of the cache of the engine that serves the policy of a run; 0 if it does not
+    serve. `page` and `free` in bytes."""
     if job.sampled is None or job.sampled.serve.port is None:
         return 0
     serve, positions = job.sampled.serve, job.model.max_positions
@@ -237,7 +240,7 @@ def _most_cache_bytes(job: Job, free: int) -> int:
 
 
 def _sleeps(job: Job) -> bool:
-    """Whether the cache is freed while the learner works, as `engine.sleep` says."""
+    """Return whether the cache is freed while the learner works, as `engine.sleep` says."""
     engine = job.engine
     if job.sampled is None:
         return False
@@ -246,13 +249,13 @@ def _sleeps(job: Job) -> bool:
 
 
 def _learning(job: Job, model: Described, tokens: int, gradients: int) -> Item:
-    """Gradients, and what a micro-batch takes besides."""
+    """Return the item of learning: the gradients, and the memory of a micro-batch."""
     config, longest = job.config, job.longest
     level = config.optimizer.activation_checkpointing
     batch = job.completions * longest
     rows = min(max(tokens, longest), max(batch, longest))
     exchanged = 0
-    if job.ranks > 1:  # beside a layer's gradients the message to their owners, and what comes in
+    if job.ranks > 1:  # besides a layer's gradients: the messages to their owners and from others
         exchanged = 2 * gradient_bucket(job.model, config.adapter)
     several = tokens < batch or job.algorithm.updates_per_batch > 1 or job.ranks > 1
     # the gradients of a batch in one pass come one after the other, and each is its own sum
@@ -281,8 +284,9 @@ def _learning(job: Job, model: Described, tokens: int, gradients: int) -> Item:
 
 
 def _kept_logits(job: Job, rows: int) -> int:
-    """Bytes of the logits that a micro-batch of so many tokens keeps for its backward, at most; none
-    where they are changed before they are a distribution, or nothing trains the head."""
+    """Return the most bytes of logits that a micro-batch of `rows` tokens keeps for its backward; 0
+    on a GPU, where the logits are changed before they are a distribution, and where nothing trains
+    the head."""
     filtered = job.sampled is not None and job.sampled.sampling.filtered
     if not job.machine.host or job.config.adapter or filtered or job.model.logit_cap is not None:
         return 0
@@ -290,25 +294,25 @@ def _kept_logits(job: Job, rows: int) -> int:
 
 
 def _adds_to_one(job: Job) -> bool:
-    """Whether embedding and head, where they are one master, add to one gradient: on a CPU, of one
-    rank, where the head is used once."""
+    """Return whether embedding and head, where they are one master, add to one gradient: on a CPU
+    with one rank, where the head is used once."""
     algorithm, alone = job.algorithm, job.machine.host and job.ranks == 1
     once = algorithm.loss != "divergence" and not algorithm.observation_coefficient
     return alone and once and job.config.adapter is None
 
 
 def _in_place(job: Job) -> bool:
-    """Whether logits that were kept become their gradient in their own memory, and the head's is
-    added to that of the micro-batches before: the native operators do both where log-probabilities
-    alone have a gradient."""
+    """Return whether kept logits become their gradient in the same memory, and the gradient of the
+    head is added to that of earlier micro-batches: the native operators do both where only
+    log-probabilities have a gradient."""
     algorithm, bf16 = job.algorithm, job.precision.learner.compute.dtype == torch.bfloat16
     alone = algorithm.loss != "divergence" and not algorithm.may_use_entropy
     return job.machine.packs and bf16 and alone and not algorithm.observation_coefficient
 
 
 def _divergence(job: Job, rows: int) -> int:
-    """What a teacher's distribution takes beside the policy's: logits of both, a few rows at a
-    time, and its hidden rows."""
+    """Return the bytes that a teacher's distribution adds to the policy's: logits of both, a few
+    rows at a time, and the teacher's hidden rows."""
     assert job.reference is not None
     vocabulary, (model, precision) = job.model.vocab_size, job.reference
     logits = min(rows, head_rows(vocabulary, job.machine.host)) * vocabulary
@@ -317,9 +321,9 @@ def _divergence(job: Job, rows: int) -> int:
 
 
 def _rolling_out(job: Job, model: Described) -> Item:
-    """Activations of one forward, and its logits in float32, twice, and of those that are filtered
-    what sorts them; of a supervised run those of its held-out prompts, nothing where none are
-    answered."""
+    """Return the item of rolling out: the activations of one forward, its logits in float32, twice,
+    and the memory that sorts logits where they are filtered. For a supervised run it is the item of
+    answering held-out prompts, with 0 bytes where none are answered."""
     count, what = job.completions_of_a_rank, "rolling out"
     if job.sampled is None:
         count, what = job.evaluated, "answering held-out prompts"
@@ -335,7 +339,7 @@ def _rolling_out(job: Job, model: Described) -> Item:
 
 @lru_cache
 def trained(config: ModelConfig, adapter: AdapterConfig | None = None) -> Shapes:
-    """Names and shapes of all masters: the model's, or an adapter's."""
+    """Return the names and shapes of all masters: the model's, or an adapter's."""
     if adapter is None:
         return parameter_shapes(config)
     return factor_shapes(targeted(config, adapter.targets), adapter.rank)
@@ -343,25 +347,25 @@ def trained(config: ModelConfig, adapter: AdapterConfig | None = None) -> Shapes
 
 @lru_cache
 def num_parameters(config: ModelConfig, adapter: AdapterConfig | None = None) -> int:
-    """Of the whole model, or of an adapter."""
+    """Return the number of parameters of the whole model, or of an adapter."""
     return sum(map(math.prod, trained(config, adapter).values()))
 
 
 @lru_cache
 def largest_share(config: ModelConfig, ranks: int, adapter: AdapterConfig | None = None) -> int:
-    """Parameters whose masters the busiest of the ranks keeps."""
+    """Return the number of parameters whose masters the busiest of the ranks keeps."""
     return shards.largest_share(trained(config, adapter).values(), ranks)
 
 
 def state_bytes(shapes: Shapes, settings: OptimizerSettings) -> int:
-    """Of the optimizer's state of parameters of these names and shapes."""
+    """Return the bytes of the optimizer's state for parameters of these names and shapes."""
     return sum(bytes_of_state(name, shape, settings) for name, shape in shapes.items())
 
 
 def update_bytes(shapes: Shapes, settings: OptimizerSettings) -> int:
-    """What an update takes besides: sums of the gradients' rows in float64, or moments of a part
-    of a parameter out of their 8 bits, four in float32; BF16 masters of a part, in float32 and
-    as they are rounded; whole matrices that Muon orthogonalizes."""
+    """Return the working bytes of an update: sums of the gradients' rows in float64, or 8-bit
+    moments of a part of a parameter, unpacked, with four numbers in float32 for each; BF16 masters
+    of a part, in float32 and rounded; whole matrices that Muon orthogonalizes."""
     each = 0 if settings.masters == "fp32" else 6
     low = [
         shape
@@ -379,7 +383,7 @@ def update_bytes(shapes: Shapes, settings: OptimizerSettings) -> int:
 
 @lru_cache
 def gradient_bucket(config: ModelConfig, adapter: AdapterConfig | None = None) -> int:
-    """The FP32 gradients of the largest layer, which are exchanged together."""
+    """Return the bytes of the FP32 gradients of the largest layer, which are exchanged together."""
     layers: Counter[str] = Counter()
     for name, shape in trained(config, adapter).items():
         if name.startswith("layers."):

@@ -1,4 +1,4 @@
-"""The model that a run trains: all of it, or an adapter beside it."""
+"""The model that a run trains: all of its weights, or an adapter on it."""
 
 from dataclasses import replace
 from datetime import datetime
@@ -17,13 +17,13 @@ from isobit.run.directory import model_directory
 
 
 def model_named(path: str) -> Path:
-    """The model's directory at a path of a config; of a run, its newest checkpoint. Raises
-    IsobitError for a run that has none."""
+    """Return the directory of the model that a config names: `path` itself, or the newest
+    checkpoint of a run. Raises IsobitError for a run without a checkpoint."""
     return model_directory(Path(path))
 
 
 def text_rules(config: Config | SftConfig, now: datetime | None = None) -> TextRules:
-    """How a config reads prompts; `now`: the date that they are told."""
+    """Return the rules by which a config reads prompts; `now`: the date that prompts name."""
     model = config.model
     rule = config.task.special_tokens_in_content
     return TextRules(rule, now, model.chat_template, model.chat_template_kwargs)
@@ -36,11 +36,11 @@ def load_trained(
     ranks: Ranks = ALONE,
     now: datetime | None = None,
 ) -> Model:
-    """The model at `base`, or the state of a `checkpoint`, which holds the adapter alone where
-    there is one, with a tokenizer that reads prompts as the run does; `now`: the date that they are
-    told. Raises IsobitError where an adapter is not what the config says."""
+    """Load the model at `base`, or its state in a `checkpoint`, which holds only the adapter where
+    the config has one, with a tokenizer that reads prompts as the run does; `now`: the date that
+    prompts name. Raises IsobitError for an adapter that does not fit the config."""
     rules = text_rules(config, now)
-    if checkpoint is not None:  # which has the template saved
+    if checkpoint is not None:  # the template is saved in it
         rules = replace(rules, chat_template=None)
     flow = config.precision, config.backend, config.consistency, ranks
     given, masters = config.adapter, config.optimizer.masters
@@ -68,8 +68,8 @@ def load_trained(
 
 
 def model_warning(config: Config | SftConfig, model: Model | Described) -> str | None:
-    """Return a warning where an adapter's rank is above what its matrices can use, and where of a
-    model that reads images too only the language model is saved; or None."""
+    """Return a warning for an adapter with a rank above the one that its matrices can use, or for a
+    model that reads images too, of which only the language model is saved; or None."""
     given, architecture = config.adapter, FAMILIES[model.config.family].architecture
     if given is not None:
         line = beyond_use(model.config, given.rank, given.targets)

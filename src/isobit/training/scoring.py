@@ -1,10 +1,10 @@
-"""The rewards of a step: functions in their own processes, reward models in this one, and what
-environments have given, added by weight.
+"""The rewards of a step: those of functions in separate processes, of reward models in this
+process, and of environments, added by weight.
 
-The functions start on a group as soon as it is sampled, during the rollout of the others; the
-models score afterwards. A sample whose scoring failed stays unscored, whatever the models say; one
-to which no function applies has only the models' scores and the environment's. Left out: how any
-of them computes.
+The functions start on a group when it is sampled, during the rollout of the other groups; the
+models score afterwards. A sample whose scoring failed stays unscored, whatever the models say; a
+sample to which no function applies has only the models' scores and the environment's. Left out: how
+each of these rewards is computed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ class WeightedModel:
 
 
 class RewardScorer:
-    """Scores completions by all of them."""
+    """The scorer of completions, by reward functions, reward models and environments."""
 
     def __init__(
         self,
@@ -39,8 +39,9 @@ class RewardScorer:
         *,
         required: bool = True,
     ) -> None:
-        """`earned`: (name, weight) of what environments give. Without any reward all are 0, which is
-        refused if one is `required`."""
+        """Take the sources of rewards. `earned`: (name, weight) of the rewards that environments
+        give. Raises IsobitError for two rewards with one name, and, if a reward is `required`, for
+        none at all; otherwise all completions have reward 0 then."""
         names = [spec.label for spec in pool.specs] + [model.name for model in models]
         names += [name for name, _ in earned]
         if twice := [name for name in names if names.count(name) > 1]:
@@ -57,13 +58,13 @@ class RewardScorer:
 
     @property
     def without_models(self) -> "RewardScorer":
-        """Functions and environments alone, where there are some."""
+        """A scorer by functions and environments alone; the scorer itself where it has neither."""
         some = self.models and (self.pool.specs or self._earned)
         return RewardScorer(self.pool, (), self.stop_on_error, self._earned) if some else self
 
     @property
     def weights(self) -> tuple[tuple[str, float], ...]:
-        """(name, weight) of each part of the sum."""
+        """The (name, weight) of each part of the sum."""
         functions = tuple((spec.label, spec.weight) for spec in self.pool.specs)
         models = tuple((model.name, model.weight) for model in self.models)
         return functions + models + self._earned
@@ -76,22 +77,23 @@ class RewardScorer:
         completion_ids: Sequence[Sequence[int]] | None = None,
         trainer_state: Mapping[str, float] | None = None,
     ) -> list[Reward]:
-        """The rewards of each completion. Raises RunFailed for the first failure, unless failures
-        are skipped."""
+        """Return the reward of each completion. Raises RunFailed for the first failure, unless
+        failures are skipped."""
         rewards = self.pool.score(prompts, completions, columns, completion_ids, trainer_state)
         return self.judged(rewards, prompts, completions)
 
     def begin(
         self, examples: Sequence[Example], per_prompt: int, trainer_state: Mapping[str, float]
     ) -> "RolloutScoring":
-        """Score a rollout of `per_prompt` completions for each example while it is sampled."""
+        """Begin to score a rollout of `per_prompt` completions for each example while it is
+        sampled."""
         return RolloutScoring(self, examples, per_prompt, trainer_state)
 
     def judged(
         self, rewards: Sequence[Reward], prompts: Sequence[Prompt], completions: Sequence[Said]
     ) -> list[Reward]:
-        """The functions' rewards with those of models and environments added. Raises RunFailed as
-        `score` does."""
+        """Return the functions' rewards with those of models and environments added. Raises
+        RunFailed as `score` does."""
         rewards = list(rewards)
         for weighted in self.models:
             judged = self._judge(weighted, prompts, completions)
@@ -103,8 +105,9 @@ class RewardScorer:
     def _judge(
         self, weighted: WeightedModel, prompts: Sequence[Prompt], completions: Sequence[Said]
     ) -> list[tuple[float | None, str | None]]:
-        """(score, what went wrong) of each completion; of an episode the conversation up to the
-        model's last answer is scored."""
+        """Return (score, problem) of each completion, each None where there is none; of an episode
+        the conversation up to the model's last answer is scored. Raises RunFailed for the first
+        problem if errors stop the run."""
         model = weighted.model
         limit = model.transformer.config.max_positions
         sequences, problems = dict[int, list[int]](), dict[int, str]()
@@ -126,7 +129,7 @@ class RewardScorer:
 
 
 class RolloutScoring:
-    """The groups of one rollout on their way to their rewards."""
+    """The scoring of one rollout, to which groups are added while others are sampled."""
 
     def __init__(
         self,
@@ -140,7 +143,7 @@ class RolloutScoring:
         self._batch = scorer.pool.begin(len(examples) * per_prompt, trainer_state)
 
     def add(self, index: int, completions: Sequence[Completion]) -> None:
-        """The group of example `index` is sampled: the functions may begin on it."""
+        """Add the sampled group of example `index`, so that the functions may begin on it."""
         example, n = self._examples[index], len(completions)
         assert n == self._per_prompt
         self._added[index] = completions
@@ -150,8 +153,8 @@ class RolloutScoring:
         self._batch.add(index * n, prompts, said, [example.columns] * n, ids)
 
     def collect(self, meanwhile: Callable[[], None] | None = None) -> list[Reward]:
-        """The rewards of all completions that were added, group by group; `meanwhile` is called
-        over and over while worker processes are waited for. Raises RunFailed as
+        """Return the rewards of all completions that were added, group by group; `meanwhile` is
+        called over and over while the call waits for worker processes. Raises RunFailed as
         `RewardScorer.score` does."""
         rewards = self._batch.collect(meanwhile)
         added = sorted(self._added.items())
@@ -163,18 +166,18 @@ class RolloutScoring:
 
     @property
     def notes(self) -> list[str]:
-        """What is worth saying though every completion has what it should."""
+        """Lines worth reporting although every completion has its rewards."""
         return self._batch.notes
 
     @property
     def overlapped_s(self) -> float:
-        """Seconds in which functions were at work before `collect` was called."""
+        """The seconds that functions worked before `collect` was called."""
         return self._batch.overlapped_s
 
 
 def _earning(reward: Reward, said: Said, weights: Sequence[tuple[str, float]]) -> Reward:
-    """A reward with what an episode's environment gave: None is unscored, and what is missing does
-    not apply."""
+    """Return a reward with the rewards that an episode's environment gave added to it: None is
+    unscored, and a missing reward does not apply."""
     earned: Mapping[str, float | None] = {} if isinstance(said, str) else said.rewards
     by_function = {**reward.by_function, **{name: earned.get(name) for name, _ in weights}}
     parts = [

@@ -1,9 +1,9 @@
-"""`isobit doctor`: what this machine computes with and why, what makes it slow, and all that a bug
-report needs.
+"""`isobit doctor`: what this machine computes with and why, what makes it slow, and everything that
+a bug report needs.
 
-It asks the code that runs ask: the backend that `get_ops` chooses, the order of sums, the memory
-that plans count with. Choosing compiles the operators where that was never done. Left out: anything
-about a run, which has a `machine.json`.
+It calls the code that runs call: the backend that `get_ops` chooses, the order of sums, the memory
+that plans count with. Choosing compiles the operators where that was never done. Left out: facts of
+a run, which has a `machine.json`.
 """
 
 import json
@@ -44,15 +44,15 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """`facts`: what is here, by name, in the order of the table. `advice`: what is slow or missing,
-    and what helps."""
+    """The diagnosis of a machine. `facts`: its properties by name, in the order of the table;
+    `advice`: lines on what is slow or missing, and what helps."""
 
     facts: dict[str, str]
     advice: list[str]
 
 
 def diagnose() -> Diagnosis:
-    """Of this process on this machine."""
+    """Return the diagnosis of this process on this machine."""
     chosen: Ops | IsobitError
     try:
         chosen = get_ops()
@@ -135,7 +135,8 @@ def _advice(chosen: Ops | IsobitError) -> list[str]:
 
 
 def _left(chosen: Ops | IsobitError) -> str:
-    """What of each preset the operators in C++ leave to those in PyTorch, which are slower."""
+    """Return, for each preset, the parts that the operators in C++ leave to those in PyTorch, which
+    are slower."""
     if isinstance(chosen, IsobitError) or chosen.backend == "triton":
         return "nothing"
     if chosen.backend == "reference":
@@ -145,7 +146,7 @@ def _left(chosen: Ops | IsobitError) -> str:
 
 
 def _installed() -> str:
-    """Where the package is from."""
+    """Return, in words, where the package is installed."""
     folder = Path(__file__).resolve().parents[1]
     try:
         editable = '"editable": true' in (distribution("isobit").read_text("direct_url.json") or "")

@@ -1,8 +1,8 @@
 """`--dry-run` of `isobit train` and `isobit sft`: check everything that a run would open, and say
 what it is and what memory it takes.
 
-What needs no weights comes first: data, rewards, prompts, and the memory plan, which is wanted
-most where the weights do not fit. Then the weights are read, and everything is opened.
+The checks that need no weights come first: data, rewards, prompts, and the memory plan, which is
+most useful where the weights do not fit. Then the weights are read, and everything is opened.
 """
 
 from collections.abc import Callable
@@ -44,9 +44,9 @@ _LEFT_OUT = (
 
 
 def dry_run(config: Config, say: Say) -> None:
-    """Check everything that the run would open, and say what it is, block by block; writes
-    nothing but the cached base model. Raises IsobitError for whatever does not fit, and where
-    the weights are more than the memory."""
+    """Check everything that the run would open, and describe it to `say`, block by block; the only
+    file written is the cached base model. Raises IsobitError for anything that does not fit, and
+    for weights that are more than the memory."""
     refuse_existing(Path(config.run.dir))
     named_callbacks(config.run.callbacks)
     blocks = count()
@@ -66,7 +66,8 @@ def dry_run(config: Config, say: Say) -> None:
 
 
 def supervised_dry_run(config: SftConfig, say: Say) -> None:
-    """As `dry_run`, of a supervised run; nothing is written."""
+    """Check everything that a supervised run would open, as `dry_run` does, and describe it to
+    `say`; nothing is written."""
     refuse_existing(Path(config.run.dir))
     named_callbacks(config.run.callbacks)
     task = load_supervised(config)
@@ -102,8 +103,9 @@ def supervised_dry_run(config: SftConfig, say: Say) -> None:
 def _say_without_weights(
     config: Config, task: Task, base: Path, processes: Processes, say: Say
 ) -> str:
-    """What needs no weights; returns the first prompt, which comes last. Raises IsobitError,
-    after that, where the weights do not fit into the memory."""
+    """Describe to `say` everything that needs no weights, and return the text of the first prompt,
+    which is to be printed last. Where the weights do not fit into the memory, the prompt is printed
+    and IsobitError raised."""
     adapter = None if config.adapter is None else config.adapter.init
     model = described(base, adapter, text_rules(config))
     new_tokens, tools = config.sampling.max_new_tokens, processes.tools
@@ -127,7 +129,8 @@ def _say_without_weights(
 
 
 def _heading(config: Config, precision: Precision, model: Described, task: Task, ops: Ops) -> str:
-    """What is trained on what, and what to beware of."""
+    """Return the heading of a dry run: the model, its task, the steps and the computation, and
+    warnings."""
     rule = objective_of(config, precision).rule
     heading = (
         f"{_model_text(config, model)}; "
@@ -147,7 +150,7 @@ def _heading(config: Config, precision: Precision, model: Described, task: Task,
 
 
 def _model_text(config: Config | SftConfig, model: Described) -> str:
-    """Family and parameters, an adapter's too."""
+    """Return the family and number of parameters of the model, and those of an adapter."""
     text = f"{model.config.family}, {num_parameters(model.config):,} parameters"
     if (given := config.adapter) is not None:
         chosen = targeted(model.config, given.targets)
@@ -157,13 +160,13 @@ def _model_text(config: Config | SftConfig, model: Described) -> str:
 
 
 def _memory(job: Job) -> str:
-    """The plan, and whether it fits."""
+    """Return the memory plan as text, and whether it fits."""
     found, whose = plan(job), "" if job.ranks == 1 else f" of each of {job.ranks} ranks"
     return f"memory{whose}, planned from config.json\n{found.table()}\n{advice(job, found)}"
 
 
 def _opened(parts: Parts) -> str:
-    """What the weights and the memory decided."""
+    """Return a line on the sizes that the weights and the memory decided."""
     prompt, positions = parts.engine.longest_prompt, parts.model.config.max_positions
     longest = prompt + min(parts.config.most_tokens, positions - prompt)
     return (

@@ -77,7 +77,8 @@ def export(
 def _open(
     source: Path, folder: Path, precision: str | dict[str, Any], merge: bool
 ) -> tuple[Model, list[str]]:
-    """The model, and what is to be said of it."""
+    """Return (the model in `folder`, lines to print about it). Raises IsobitError for an adapter
+    without `merge`, and for `merge` of a whole model."""
     if not is_adapter(folder):
         if merge:
             raise IsobitError(
@@ -95,7 +96,7 @@ def _open(
 
 
 def _of_wrapped(model: Model) -> list[str]:
-    """Return what to say of a model that reads images too."""
+    """Return the lines to print about a model that reads images too; none for other models."""
     alone = FAMILIES[model.config.family].architecture
     line = f"its language model alone, as {alone}: what reads images is left out"
     return [line] if model.config.wrapped else []

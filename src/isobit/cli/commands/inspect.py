@@ -1,4 +1,4 @@
-"""The command: load, measure, print, and write a page on request."""
+"""`isobit inspect`: load a model, measure, print, and write a page on request."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -37,11 +37,11 @@ def inspect_command(
     backend: str,
     out: Path | None,
 ) -> None:
-    """Print what the flows do to the model; with `out`, write inspection.html and inspection.json
-    there.
+    """Print the effects of precision flows on the model; with `out`, write inspection.html and
+    inspection.json there.
 
-    The first preset that quantizes anything is the one whose tensors are shown. Raises IsobitError
-    for a bad model, a bad file of prompts or an unknown preset.
+    Tensors are shown for the first preset that quantizes anything. Raises IsobitError for a bad
+    model, a bad file of prompts or an unknown preset.
     """
     flows = [precision_from(name) for name in presets]
     if not flows:
@@ -92,8 +92,8 @@ def inspect_command(
 def _prompts(model: Model, file: Path | None, columns: Mapping[str, str]) -> list[Prompt]:
     if file is not None:
         return [e.prompt for e in read_examples(Source(file), Shaping(columns))[:_PROMPTS_AT_MOST]]
-    # without any: sequences that the model itself begins, each from another token where it has no
-    # beginning of its own
+    # without a file: sequences that the model begins, each from another token where it has no
+    # token that begins a sequence
     first = model.config.bos_id
     usable = [t for t in range(model.tokenizer.vocab_size) if t not in model.tokenizer.eos_ids]
     if not usable:
@@ -106,8 +106,8 @@ def _prompts(model: Model, file: Path | None, columns: Mapping[str, str]) -> lis
 
 
 def _resolved(path: Path) -> dict[str, Any]:
-    """What the run that saved the model computed with where its config left it open: of a model in
-    a run's `checkpoints`, or its best; empty for others."""
+    """Return the values that the run that saved the model used where its config left them open, for
+    a model in a run's `checkpoints` or its best model; empty for other models."""
     found = (object_in(folder / RESOLVED) for folder in path.resolve().parents[:2])
     return next((each for each in found if each), {})
 
@@ -119,7 +119,7 @@ def _plain(
     gaps: Sequence[Gap],
     sources: dict[str, list[tuple[str, Gap, Gap | None]]],
 ) -> dict[str, Any]:
-    """All of it as plain values, which is also inspection.json."""
+    """Return the whole inspection as plain values, which are also those of inspection.json."""
     values = {
         "model": model,
         "preset": preset,

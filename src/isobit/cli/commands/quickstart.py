@@ -1,4 +1,5 @@
-"""Where the config of `isobit quickstart` is: in the package, or in a checkout among the others."""
+"""The place of the config of `isobit quickstart`: in the package, or among the configs of a
+checkout."""
 
 from pathlib import Path
 
@@ -7,8 +8,8 @@ from isobit.errors import IsobitError
 
 
 def config_file() -> Path:
-    """Return the config, relative to the present directory where it is in there, as one types it.
-    Raises IsobitError for an installation without it."""
+    """Return the path of the config, relative to the present directory if it is inside it. Raises
+    IsobitError for an installation without the config."""
     package = Path(isobit.__file__).resolve().parent
     places = [folder / "configs" / "quickstart.yaml" for folder in (package, package.parents[1])]
     path = next((place for place in places if place.is_file()), None)

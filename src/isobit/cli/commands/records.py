@@ -1,10 +1,10 @@
-"""What a run recorded, read as strictly as it was written: its completions, its metrics, and the
-chain of hashes that holds them together (`run/certificate.py`).
+"""The records of a run, read as strictly as they were written: its completions, its metrics, and
+the chain of hashes that holds them together (`run/certificate.py`).
 
-What can be seen without the weights is seen here: a row that is no row, that is there twice or not
-at all, that says another prompt than its group, or a reward that is not the sum of its parts; and
-whatever does not have the hash that the certificate has of it. Left out: what the weights sample
-(`verify.py`).
+Problems that can be seen without the weights are found here: a line that is not a row, a row that
+is there twice or is missing, a row with another prompt than its group, a reward that is not the sum
+of its parts, and a record that does not have the hash that the certificate has of it. Left out:
+what the weights sample (`verify.py`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +26,11 @@ from isobit.training.saving.checkpoint import head_of
 
 @dataclass
 class Records:
-    """Of the steps that were asked for, by how many had been learned: whole samples by prompt and
-    sample, with their rows; of one that went on across updates what there was of it. `count`: all
-    completions; `tokens` and `segments`: of all whole samples; `held`: those whose lines have the hash that
-    the certificate has of them; `problems` in words."""
+    """The records of a run. `samples`: whole samples by (prompt, sample), for each requested number
+    of learned steps; a sample that went on across updates ends with its segment of that step.
+    `rows`: their rows, by (learned steps, prompt, sample). `count`: all completions; `tokens` and
+    `segments`: those of all whole samples; `held`: completions whose lines have the hash that the
+    certificate has of them; `problems`: in words."""
 
     chain: Chain | None
     samples: dict[int, dict[tuple[int, int], Sample]] = field(default_factory=dict)
@@ -42,12 +43,12 @@ class Records:
 
 
 def read_records(run: Path, config: Config | SftConfig, steps: set[int]) -> Records:
-    """All that a run recorded; whole samples of what was sampled after the given numbers of learned
-    steps. A supervised run has none."""
+    """Read the records of a run and check them against its certificate. Whole samples are kept for
+    the given numbers of learned steps, after which they were sampled; a supervised run has none."""
     chain = certificate.read_chain(run / CERTIFICATE)
     found = Records(chain, problems=list(chain.problems) if chain is not None else [])
     last = None
-    if runs.in_use(run):  # what comes after the newest checkpoint is still being written
+    if runs.in_use(run):  # rows after the newest checkpoint are still written
         last = max(steps, default=0)
     members, newest = dict[int, str](), 0
     for step, lines in _steps(run / COMPLETIONS, found):
@@ -73,7 +74,8 @@ def read_records(run: Path, config: Config | SftConfig, steps: set[int]) -> Reco
 
 
 def _steps(path: Path, found: Records) -> Iterator[tuple[int, list[bytes]]]:
-    """The lines of one step after another."""
+    """Yield (step, the lines of its completions) for one step after another; problems are added to
+    `found`."""
     place = 0
     for member in completions.members(path):
         place = member.start + member.length
@@ -89,7 +91,8 @@ def _steps(path: Path, found: Records) -> Iterator[tuple[int, list[bytes]]]:
 def _take(
     step: int, lines: Sequence[bytes], steps: set[int], config: Config, found: Records
 ) -> None:
-    """The rows of a step: each is looked at, and kept where its step is wanted."""
+    """Check each row of a step, add its problems to `found`, and keep its sample where the step
+    that it was sampled after is in `steps`."""
     groups: dict[int, list[int]] = {}
     prompts: dict[int, object] = {}
     for line in lines:
@@ -105,7 +108,7 @@ def _take(
             found.problems.append(f"{where}: the row says step {row['step']}")
         if (problem := _reward_problem(row, config)) is not None:
             found.problems.append(f"{where}: {problem}")
-        if sample is None or "rollout_step" not in row:  # a sampled run has part of a row
+        if sample is None or "rollout_step" not in row:  # rows may be recorded in part
             continue
         if prompts.setdefault(sample.prompt_index, sample.prompt_ids) != sample.prompt_ids:
             found.problems.append(f"{where}: its prompt is not that of its group")
@@ -118,7 +121,7 @@ def _take(
             if rolled in steps:
                 part = sample.until(segment) if config.partial.used else sample
                 found.samples.setdefault(rolled, {})[key] = part
-                # once, though it may be learned from again
+                # the row is there once, though it may be learned from again
                 found.rows[rolled, sample.prompt_index, sample.sample_index] = row
     size = config.sampling.group_size
     for prompt, samples in groups.items():
@@ -130,8 +133,8 @@ def _take(
 
 
 def _sample(row: Mapping[str, Any]) -> Sample | None:
-    """The sample of a whole row; None of one that a sampled run has in part. Raises IsobitError for
-    what is neither."""
+    """Return the sample of a whole row; None for a row in part, which a run that records a choice
+    of completions has. Raises IsobitError for a row that is neither."""
     numbers = (
         "prompt_index",
         "sample_index",
@@ -152,8 +155,8 @@ def _sample(row: Mapping[str, Any]) -> Sample | None:
 
 
 def _segments_problem(sample: Sample, config: Config) -> str | None:
-    """What is wrong with where a completion was interrupted, or None: a step ends with whole
-    rounds, and later ones are of later steps."""
+    """Return what is wrong with the places where a completion was interrupted, or None: a segment
+    that is interrupted has whole rounds, and later segments are of later steps."""
     *interrupted, last = sample.drawn
     budget = config.partial.tokens_per_round
     if interrupted and not budget:
@@ -172,8 +175,8 @@ def _segments_problem(sample: Sample, config: Config) -> str | None:
 
 
 def _reward_problem(row: Mapping[str, Any], config: Config) -> str | None:
-    """What is wrong with a row's reward, where its parts and the config's weights say what it must
-    be."""
+    """Return what is wrong with a row's reward, where its parts and the config's weights determine
+    it, or None."""
     specs = [(spec.label, spec.weight) for spec in config.rewards.functions]
     weights = dict([*specs, *((model.name, model.weight) for model in config.rewards.models)])
     reward, parts = row.get("reward"), row.get("rewards")
@@ -247,8 +250,8 @@ def _whole_again(run: Path) -> str:
 
 
 def checkpoint_problem(path: Path, chain: Chain | None) -> str | None:
-    """Why a checkpoint does not belong to the chain, or None. One without a hash says nothing of
-    steps that the chain has not: `verify` says that the chain is missing."""
+    """Return why a checkpoint does not belong to the chain, or None. A checkpoint without a hash
+    has a problem only if the chain has its step: `verify` reports that the chain is missing."""
     head, step = head_of(path), checkpoints.step_of(path)
     if head == certificate.GENESIS:
         return (

@@ -46,8 +46,8 @@ def serve_model(
     drop_runs: bool,
 ) -> None:
     """Serve the model at `given`, a directory or a run, under `flow`, (precision, backend,
-    consistency), until a signal. Raises IsobitError for what cannot be served, and for a host
-    beyond this machine without a token."""
+    consistency), until a signal. Raises IsobitError for a model or options that cannot be served,
+    and for a host beyond this machine without a token."""
     try:
         from isobit.serve import app
         from isobit.serve.keys import default_file, owners_of, read_or_make
@@ -67,7 +67,7 @@ def serve_model(
     _check_training(train, adapters, {"--state": state is not None, "--drop-runs": drop_runs})
     path, full, file = _model_of(given), train == "full", token or default_file()
     rules = TextRules(chat_template=chat_template)
-    with ExitStack() as held:  # what can be refused at once is, before a model is read
+    with ExitStack() as held:  # refuse early, before a model is read
         listener = listen(host, port, "--port")
         held.callback(listener.close)
         tokens, made = read_or_make(file)
@@ -96,8 +96,8 @@ def serve_model(
 
 
 def _check_names(grace: float, called: str, adapters: Mapping[str, Path], tool_format: str) -> None:
-    """Raise IsobitError, before a model is read, where nothing could be served under these names,
-    or ended in this time."""
+    """Raise IsobitError, before a model is read, for a tool format that does not exist, for seconds
+    of grace out of range, and for a model's name that is empty or that an adapter has too."""
     format_of(tool_format, None)
     if not 0 <= grace <= _MOST_GRACE:
         raise IsobitError(f"--grace {grace:g}: expected seconds from 0 to {_MOST_GRACE:,}")
@@ -111,8 +111,8 @@ def _check_names(grace: float, called: str, adapters: Mapping[str, Path], tool_f
 def _check_training(
     train: str | None, adapters: Mapping[str, Path], given: Mapping[str, bool]
 ) -> None:
-    """Raise IsobitError for what cannot be trained so, and where options of training are `given`
-    without it."""
+    """Raise IsobitError for another value of `train` than None, adapters and full, for adapters of
+    a model that is trained in full, and for options of training that are `given` without it."""
     if train not in (None, "adapters", "full"):
         raise IsobitError(f"--train: expected nothing more, or full, got {train!r}")
     for option in (name for name, there in given.items() if there and not train):
@@ -124,16 +124,18 @@ def _check_training(
 def _opened(
     path: Path, flow: tuple[str, str, str], rules: TextRules, full: bool, serves: bool
 ) -> Model:
-    """The model, with masters where all its weights are trained; else frozen, for adapters if it
-    `serves` some. Raises IsobitError for a flow whose bits depend on the batch."""
+    """Load the model: with masters if all its weights are trained (`full`); otherwise frozen, and
+    ready for adapters if it `serves` any. Raises IsobitError for a flow whose bits depend on the
+    batch."""
     base = Model.load(path, *flow, rules=rules) if full else open_frozen(path, flow, rules)
     say_ends(base)
-    serving = base.serving({})  # which refuses such flows
-    return serving if serves and not full else base  # whose decode steps a GPU captures
+    serving = base.serving({})  # refuses flows whose bits depend on the batch
+    return serving if serves and not full else base  # a GPU captures its decode steps
 
 
 def _model_of(given: Path) -> Path:
-    """The directory of a model, or of a run's. Raises IsobitError for an adapter in its place."""
+    """Return the directory of a model, or of the model of a run. Raises IsobitError for an
+    adapter."""
     path = model_directory(given)
     if is_adapter(path):
         raise IsobitError(
@@ -144,8 +146,9 @@ def _model_of(given: Path) -> Path:
 
 
 def _default_state(token: Path, called: str, identity: str) -> Path:
-    """Where the runs of a model are kept, beside the `token`, unless a folder is given: by its name
-    and its weights. Says where there is a folder by the name alone, as they were before."""
+    """Return the folder in which the runs of a model are kept unless another is given: next to the
+    `token` file, named by the model's name and its weights. Prints a line where there is a folder
+    named by the name alone, as an earlier isobit named it."""
     own = re.sub(r"[^\w.-]", "-", called)  # a name may have a slash in it
     older = token.with_name(f"serve-{own}")
     if older.is_dir():
@@ -158,8 +161,9 @@ def _default_state(token: Path, called: str, identity: str) -> Path:
 
 
 def _check_runs(state: "State", full: bool) -> None:
-    """Raise IsobitError for a state in which runs go on that this server would end, unless it may:
-    those of another model, and of the other kind."""
+    """Raise IsobitError for a state with live runs that this server would end: runs of a model with
+    other weights, and runs of the other kind (adapters or all weights); not if the state may drop
+    runs."""
     if state.drops:
         return
     if count := state.num_of_other_models:

@@ -3,12 +3,12 @@ bit, and whether what it recorded is all there.
 
 A rollout is a function of the weights, the prompt, the seed and a token's place. So a checkpoint,
 which has the weights after n steps, draws again every completion that was sampled after n steps,
-with every log-probability, its text, and how it ended; whoever gets a run can ask that of it
-without trusting whoever made it. Of a completion that went on across updates the segments are drawn
-again whose weights are there, each after the tokens before it. Completions of steps whose
-checkpoint is gone are held by the certificate's chain of hashes alone, and so are rewards, which
-are not computed again (`records.py`). Of a run without completions of its own (a supervised one,
-say) the chain holds metrics and weights. Left out: the learning, which `isobit train
+with every log-probability, its text, and how it ended; so a run can be verified without trust in
+its maker. Of a completion that went on across updates, the segments whose weights are in a
+checkpoint are drawn again, each after the tokens before it. Completions of steps whose checkpoint
+is gone are held by the certificate's chain of hashes alone, and so are rewards, which are not
+computed again (`records.py`). For a run that sampled no completions (a supervised run, for
+example) the chain holds metrics and weights. Left out: the learning, which `isobit train
 --from-rollouts` repeats.
 """
 
@@ -48,9 +48,10 @@ from isobit.training.session.conversing import recorded_dialogue
 
 @dataclass(frozen=True)
 class Compared:
-    """Of the completions of one checkpoint: how many tokens there are, how many were drawn with
-    another log-probability or not at all, and the first of these, or of what else differs, in
-    words; `other`: what was computed otherwise when they were recorded."""
+    """The comparison of one checkpoint's completions with those drawn again. `tokens`: how many
+    there are; `differing`: how many were drawn with another log-probability or not at all; `first`:
+    the first difference of any kind, in words, or None; `other`: the facts of the computation that
+    were different when the completions were recorded."""
 
     completions: int
     tokens: int
@@ -60,10 +61,10 @@ class Compared:
 
 
 def verify_command(run: Path, limit: int | None, head: str | None = None) -> None:
-    """Draw again what each checkpoint of the run sampled, of each at least `limit` completions if
-    so many are recorded (None: all), compare what was recorded with its certificate, and print a
-    line for each. `head`: the hash of a step that was kept elsewhere. Raises RunFailed where
-    anything differs, and IsobitError where nothing can be compared."""
+    """Draw again the completions that each checkpoint of the run sampled, at least `limit` for each
+    checkpoint if that many are recorded (None: all), compare the records with the certificate, and
+    print a line for each checkpoint. `head`: the hash of a step that was kept elsewhere. Raises
+    RunFailed where anything differs, and IsobitError where nothing can be compared."""
     config = load_any_run_config(run)
     undrawn = _undrawn(run, config)
     found = checkpoints.all_checkpoints(run / runs.CHECKPOINTS)
@@ -118,7 +119,8 @@ def verify_command(run: Path, limit: int | None, head: str | None = None) -> Non
 
 
 def _kept_elsewhere(chain: Chain | None, head: str) -> list[str]:
-    """What is wrong where somebody kept the hash of a step."""
+    """Return a problem in a list where no step of the chain has the hash `head`, which was kept
+    elsewhere; otherwise an empty list."""
     rows = {} if chain is None else chain.rows
     if any(row["hash"] == head for row in rows.values()):
         return []
@@ -137,7 +139,7 @@ def _held(records: Records) -> str:
 
 
 def _undrawn(run: Path, config: Config | SftConfig) -> str | None:
-    """Why no completion of a run can be drawn again, or None."""
+    """Return why no completion of a run can be drawn again, or None."""
     if isinstance(config, SftConfig):
         return "a supervised run samples nothing that could be drawn again"
     if (other := runs.rollouts_from(run)) is not None:
@@ -152,7 +154,8 @@ def _undrawn(run: Path, config: Config | SftConfig) -> str | None:
 
 
 def _whole_groups(samples: Sequence[Sample], limit: int | None) -> list[Sample]:
-    """The first groups that hold `limit` samples."""
+    """Return the samples of the first whole groups that together hold at least `limit` samples; all
+    samples for None."""
     kept: list[Sample] = []
     for _, group in groupby(samples, lambda sample: sample.prompt_index):
         if limit is not None and len(kept) >= limit:
@@ -168,7 +171,8 @@ def _checkpoint(
     samples: Sequence[Sample],
     records: Records,
 ) -> tuple[Compared, list[str]]:
-    """What a checkpoint draws again, and what else is wrong with it."""
+    """Draw the samples of a checkpoint again, and return (the comparison, other problems of the
+    checkpoint)."""
     step = checkpoints.step_of(checkpoint)
     tokens = sum(map(_size, samples))
     chain = records.chain
@@ -192,7 +196,8 @@ def _checkpoint(
 
 
 def _load(run: Path, config: Config | SftConfig, folder: Path) -> Model:
-    """The model in a checkpoint, or the best one; an adapter on the model that it is for."""
+    """Load the model in `folder`, a checkpoint or the best model; an adapter is loaded on the model
+    that it is for."""
     began = runs.began_by(run)
     base = folder
     if config.adapter is not None and isinstance(config, Config):
@@ -203,7 +208,7 @@ def _load(run: Path, config: Config | SftConfig, folder: Path) -> Model:
 
 
 def _best_problem(run: Path, config: Config | SftConfig, chain: Chain | None) -> str | None:
-    """Why the best model is not of the step that it is said to be of, or None."""
+    """Return why the best model is not the model of the step in its description, or None."""
     folder = run / runs.BEST
     if chain is None or not folder.is_dir():
         return None
@@ -247,8 +252,8 @@ def _drawn(
     samples: Sequence[Sample],
     progress: Callable[[int, int], None],
 ) -> Iterator[Completion]:
-    """The completions of the groups of these samples. Where environments answered they say what is
-    recorded of them, whatever is drawn."""
+    """Yield the completions of the groups of these samples, drawn again. Where environments
+    answered, their recorded answers are repeated, whatever is drawn."""
     prompts = {sample.prompt_index: list(sample.prompt_ids) for sample in samples}
     sampling = rollout_sampling(config)
     count = len(prompts) * sampling.n
@@ -279,8 +284,8 @@ def _segments(
     samples: Sequence[Sample],
     progress: Callable[[int, int], None],
 ) -> Iterator[Completion]:
-    """Of completions that may have gone on across updates, what there was of each after the last of
-    its segments: what is before that is given."""
+    """Draw the last segment of each sample again, for completions that may have gone on across
+    updates, and yield the completion up to its end. The tokens before the segment are given."""
     most = sampling.max_new_tokens
     with OpenGroups(engine) as gathering:
         for place, sample in enumerate(samples):
@@ -301,13 +306,14 @@ def _segments(
 
 
 def _size(sample: Sample) -> int:
-    """Tokens that are drawn again: those of the newest segment."""
+    """Return the number of tokens that are drawn again: those of the newest segment."""
     last = sample.drawn[-1]
     return last.stop - last.start
 
 
 def _recorded(config: Config, sample: Sample) -> dict[str, Any]:
-    """What was said in an episode; where it may fork its contexts too, which are prompts then."""
+    """Return the recorded columns of a sample: its episode and, where an episode may fork, its
+    contexts, which are the prompts of its turns."""
     if config.environment.history != "fork":
         return {"episode": sample.episode}
     mask = sample.completion_mask or ()
@@ -316,7 +322,8 @@ def _recorded(config: Config, sample: Sample) -> dict[str, Any]:
 
 
 def _text_problem(row: Mapping[str, Any], model: Model) -> str | None:
-    """The recorded texts of a prompt are those of its tokens, or which is not."""
+    """Return, in words, the first recorded text of a prompt that is not the text of its tokens, or
+    None."""
     texts = {"prompt": False, "prompt_rendered": True}
     for name, special in texts.items():
         if row.get(name) != model.tokenizer.decode(row["prompt_ids"], special=special):
@@ -327,8 +334,8 @@ def _text_problem(row: Mapping[str, Any], model: Model) -> str | None:
 def compared(
     samples: Sequence[Sample], drawn: Mapping[tuple[int, int], Completion], most: int = 0
 ) -> Compared:
-    """Recorded samples beside what was drawn, by prompt and sample. `most`: tokens of a completion;
-    one with fewer that says that it is truncated was interrupted."""
+    """Compare recorded samples with the completions that were drawn, by (prompt, sample). `most`:
+    the limit of tokens of a completion; a truncated completion with fewer was interrupted."""
     tokens = differing = 0
     first = None
     for sample in samples:
@@ -347,7 +354,7 @@ def compared(
 
 
 def _tokens_differ(sample: Sample, again: Completion) -> tuple[int, str | None]:
-    """How many tokens differ, and the first of them in words."""
+    """Return (the number of tokens that differ, the first of them in words or None)."""
     ids, logprobs = again.token_ids, again.logprobs
     found, wanted = _pairs(ids, logprobs), _pairs(sample.completion_ids, sample.rollout_logprobs)
     equal = [place < len(found) and found[place] == pair for place, pair in enumerate(wanted)]
@@ -360,7 +367,8 @@ def _tokens_differ(sample: Sample, again: Completion) -> tuple[int, str | None]:
 
 
 def _ending_differs(sample: Sample, again: Completion, most: int) -> str | None:
-    """What differs where the tokens do not."""
+    """Return, in words, the first difference in prompt, end, text, forks or mask between a sample
+    and a completion with the same tokens, or None."""
     if list(sample.prompt_ids) != list(again.prompt_token_ids):
         return "its prompt: recorded other tokens than those that its group was drawn with"
     if sample.truncated != (again.finish_reason == "length"):
@@ -376,7 +384,7 @@ def _ending_differs(sample: Sample, again: Completion, most: int) -> str | None:
 
 
 def _pairs(ids: Sequence[int], logprobs: Sequence[float]) -> list[tuple[int, int]]:
-    """Each token with the bits of its log-probability."""
+    """Return each token with the bits of its log-probability in float32."""
     return list(zip(ids, np.asarray(logprobs, np.float32).view(np.uint32).tolist()))
 
 

@@ -1,4 +1,4 @@
-"""An evaluation of the held-out prompts, when one is due, and what of it is kept."""
+"""The evaluation of the held-out prompts, when it is due, and its records."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ from isobit.training.saving.snapshot import State
 
 
 def require_held_out(config: Config | SftConfig, task: Task) -> None:
-    """Raise IsobitError where the run is to be evaluated on nothing."""
+    """Raise IsobitError where the run is to be evaluated and the held-out split is empty."""
     if config.evaluation.every and not len(task.held_out):
         raise IsobitError(
             "evaluation.every: the held-out split is empty; set task.held_out_size or "
@@ -27,8 +27,8 @@ def require_held_out(config: Config | SftConfig, task: Task) -> None:
 
 
 def evaluated_only_as_the_last(config: Config | SftConfig, step: int) -> bool:
-    """Whether a step is evaluated because it is the last, where a run of more steps would not: also
-    without `evaluation.every` if the run is supervised."""
+    """Return whether a step is evaluated only because it is the last, so that a run of more steps
+    would not evaluate it: also without `evaluation.every` if the run is supervised."""
     every = config.evaluation.every
     asked = bool(every) or isinstance(config, SftConfig)
     return asked and step == config.steps and not _due(step, every)
@@ -39,9 +39,9 @@ def _due(step: int, every: int) -> bool:
 
 
 def rows_of(step: int, questions: Sequence[Question]) -> Iterator[dict[str, Any]]:
-    """Rows of held_out.jsonl.gz: of each prompt the greedy completion, whose `sample_index` is 0,
-    and its samples; with the columns of the data, whose `answer` is the right one, and the model's
-    as `found`."""
+    """Yield the rows of held_out.jsonl.gz: for each prompt the greedy completion, whose
+    `sample_index` is 0, and the samples; each with the columns of the data, whose `answer` is the
+    right answer, and with the model's answer as `found`."""
     for number, question in enumerate(questions):
         prompt = question.prompt
         if not isinstance(prompt, str):
@@ -63,17 +63,18 @@ def rows_of(step: int, questions: Sequence[Question]) -> Iterator[dict[str, Any]
 
 
 class HeldOut(Protocol):
-    """What is held out, and how it is evaluated."""
+    """The held-out examples with the way of evaluating them."""
 
     def evaluate(
         self, trainer_state: Mapping[str, float]
     ) -> tuple[dict[str, float], str, Sequence[Question]]:
-        """(metrics, a line for the reader, what was answered) of the present weights."""
+        """Evaluate the present weights and return (metrics, a line for the reader, the questions
+        with their answers)."""
 
 
 class Evaluating:
-    """`held_out`: None where a run evaluates nothing. `prompts`: how many it trains on; `write`
-    takes the rows of what was answered."""
+    """The evaluations of a run. `held_out`: None where the run evaluates nothing; `prompts`: the
+    number of prompts that it trains on; `write` takes the rows of the answers."""
 
     def __init__(
         self,
@@ -97,7 +98,8 @@ class Evaluating:
         self._note, self._write = note, write
 
     def metrics(self, last: bool) -> dict[str, float]:
-        """Of the present step, if it is due or the `last`; else none."""
+        """Evaluate the present weights if the step is due or the `last`, write the answers, and
+        return the metrics; return none for any other step."""
         step = self._state.step
         if self._held_out is None or not (_due(step, self._every) or last):
             return {}

@@ -1,9 +1,9 @@
 """Make room for a run that is done again: remove a finished run of the same configuration, and
 nothing else.
 
-A run that was extended, interrupted or made by another configuration is somebody's work: it stays,
-and the message says what to do. What was deleted by mistake cannot be computed again from what is
-left.
+A run that was extended, interrupted or made by another configuration may still be needed: it stays,
+and the message says what to do. A run that was deleted by mistake cannot be computed again from the
+files that are left.
 """
 
 import shutil
@@ -20,13 +20,13 @@ def clear_finished(config: Config) -> None:
     """Remove the run in `run.dir` if it has this configuration and has done exactly its steps, or
     none.
 
-    Raises IsobitError for any other run there; leaves a directory alone that holds no run, or one
-    that a new run takes the place of.
+    Raises IsobitError for any other run there; leaves a directory alone that holds no run, or a run
+    that a new run replaces.
     """
     directory = Path(config.run.dir)
     if not (directory / runs.CONFIG).is_file() or runs.occupied(directory) is None:
         return
-    with RunDirectory(directory, {}):  # not one that is at work
+    with RunDirectory(directory, {}):  # refuses a run that is at work
         done = max((int(row["step"]) for row in _metrics(directory)), default=0)
         kept = load_config(directory / runs.CONFIG)
         config = _as_kept(config, kept)
@@ -49,7 +49,8 @@ def clear_finished(config: Config) -> None:
 
 
 def _as_kept(config: Config, kept: Config) -> Config:
-    """What `auto` and `epochs` became in the run that is there counts as the same configuration."""
+    """Return `config` with the numbers that `auto` and `epochs` became in the run `kept`, so that
+    these count as the same configuration."""
     if config.epochs is not None:
         config = replace(config, epochs=None, steps=kept.steps)
     if config.optimizer.micro_batch_tokens != "auto":

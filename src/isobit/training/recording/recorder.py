@@ -1,6 +1,7 @@
-"""Verb 6, record: what a step leaves. Its metrics, completions and row of the certificate; where
-they are due an evaluation, which may end the run, and a checkpoint; the screen, trackers and
-callbacks are told. And what is due before the first step, or the next one of a run that goes on."""
+"""Verb 6, record: the records of a step. These are its metrics, completions and row of the
+certificate, and where they are due an evaluation, which may end the run, and a checkpoint; screen,
+trackers and callbacks receive the metrics. Also the records that are due before the first step, or
+before the next step of a run that goes on."""
 
 import resource
 import time
@@ -28,21 +29,22 @@ from isobit.training.saving.snapshot import State
 
 
 class Learned(Protocol):
-    """What a kind of run says of the batch that a step has learned from."""
+    """The metrics, rows and completions of a batch that a step has learned from; each kind of run
+    has its own."""
 
     def metrics(self, batch: StepBatch, lesson: Lesson) -> dict[str, float]:
-        """Of the batch, and what was learned of it."""
+        """Return the metrics of the batch and of the lesson learned from it."""
 
     def rows(self, step: int, batch: StepBatch, lesson: Lesson) -> Iterable[Mapping[str, Any]]:
-        """Of completions.jsonl.gz."""
+        """Return the rows of the batch for completions.jsonl.gz."""
 
     def shown(self, batch: StepBatch) -> Iterable[Shown]:
-        """Completions for the screen, made only as far as they are looked at."""
+        """Return completions for the screen, made only as far as the screen reads them."""
 
 
 class Recorder:
-    """Counts a step as done, and leaves it in the run directory. `memory`: metrics of what is
-    allocated."""
+    """The recorder of a run: counts a step as done, and writes it to the run directory. `memory`:
+    returns the metrics of allocated memory."""
 
     def __init__(
         self,
@@ -71,8 +73,8 @@ class Recorder:
         return self._stop.reason
 
     def begin(self) -> None:
-        """Know what a run that goes on had done. Record the state before the first step, or the
-        step whose evaluation had failed."""
+        """Read the metrics of the steps that a run that goes on has done. Record the state before
+        the first step, or the step whose evaluation had failed."""
         state, saver, first = self._state, self._saver, self._trained.ranks.first
         for row in read_jsonl(self._run.directory / METRICS, warn if first else lambda line: None):
             self._stop.consider(int(row["step"]), row)
@@ -84,7 +86,7 @@ class Recorder:
             saver.save()
         elif state.unrecorded is not None:
             only_as_the_last = evaluated_only_as_the_last(self._config, state.step)
-            measured = {**state.unrecorded, **self._memory()}  # which no checkpoint holds
+            measured = {**state.unrecorded, **self._memory()}  # memory is in no checkpoint
             self._display.history.add(self._finish_step(measured))
             if not only_as_the_last:
                 saver.save()
@@ -93,8 +95,9 @@ class Recorder:
     def record(
         self, synced: Synced, batch: StepBatch, took: Mapping[str, float], lesson: Lesson
     ) -> None:
-        """The step that learned from a batch is done; `took`: what sampling and scoring took.
-        Raises RunFailed after too many steps in a row without a finite loss and gradient."""
+        """Record the step that learned from `batch` as done; `took`: the metrics of sampling and
+        scoring. Raises RunFailed after too many steps in a row without a finite loss and
+        gradient."""
         state = self._state
         every = self._config.run
         saver = self._saver
@@ -118,7 +121,7 @@ class Recorder:
             saver.fail(f"{bad} optimizer steps in a row had a loss or gradient that is not finite")
 
     def _certify(self, rollouts: str | None, measured: Mapping[str, float]) -> None:
-        """The row of the present step in the certificate."""
+        """Write the row of the present step to the certificate."""
         state = self._state
         row = self._certificate.row(state.step, state.head, rollouts, measured)
         state.head = self._run.write_certificate(row)
@@ -126,7 +129,7 @@ class Recorder:
     def _measured(
         self, synced: Synced, took: Mapping[str, float], lesson: Lesson
     ) -> dict[str, float]:
-        """What the verbs counted, and what the step took."""
+        """Return the metrics that the verbs counted, and the time and memory of the step."""
         found = added(synced.metrics, took, lesson.took)
         return {
             **lesson.activations.metrics(),
@@ -140,10 +143,10 @@ class Recorder:
         }
 
     def _finish_step(self, measured: dict[str, float]) -> dict[str, float]:
-        """Evaluate, if that is due, and write the metrics; a reward function that fails meanwhile
-        leaves a step that can be saved, but for its row. A step that is evaluated only at the end
-        is saved before, as such a step: a run that is extended goes on as one that was planned
-        longer, in its metrics and its best model too."""
+        """Evaluate, if that is due, write the metrics, and return them. If a reward function fails
+        in the evaluation, the step can still be saved, without its row. A step that is evaluated
+        only because it is the last is saved before the evaluation: so a run that is extended goes
+        on like a run that was planned longer, in its metrics and its best model too."""
         state, saver = self._state, self._saver
         state.unrecorded = measured
         saver.keep()
@@ -158,8 +161,8 @@ class Recorder:
     def _evaluate_and_write(
         self, measured: dict[str, float] | None = None, last: bool = False
     ) -> dict[str, float]:
-        """The row of the present step in metrics.jsonl, with an evaluation if it is due; no row if
-        there is nothing."""
+        """Write the row of the present step to metrics.jsonl, with an evaluation if it is due, and
+        return it; without any metric no row is written."""
         step, measured = self._state.step, measured or {}
         evaluated = self._evaluating.metrics(last)
         if self._stop.consider(step, evaluated):

@@ -1,9 +1,9 @@
-"""What a step leaves in `completions.jsonl.gz`: the rows of its completions, and back.
+"""The records of a step in `completions.jsonl.gz`: completions as rows, and rows as completions.
 
 A row has the sample (`rl/algorithm/samples.py`), `policy_logprobs`, the row of the data by its
 number and its columns, and the prompt's text without and with special tokens. Under
-`run.completions: sample` eight completions of a step have all of it, and the others what the
-report's figures need. Left out: the file (`run/completions.py`).
+`run.completions: sample` eight completions of a step have whole rows, and the others only the
+values that the report's figures need. Left out: the file (`run/completions.py`).
 """
 
 import json
@@ -26,15 +26,16 @@ from isobit.run.completions import COMPLETIONS, SAME
 from isobit.run.directory import METRICS, read_jsonl
 
 SAMPLED = 8
-"""Whole rows of a step under `run.completions: sample`."""
+"""The number of whole rows of a step under `run.completions: sample`."""
 LONGEST_COLUMN = 2000
-"""Characters of a column as JSON; of a longer one, such as the tests of a program, the beginning is
-recorded."""
+"""The most characters of a column as JSON; of a longer column, such as the tests of a program, the
+beginning is recorded."""
 
 
 @dataclass(frozen=True, eq=False)
 class CompletionRows:
-    """Makes the rows of a step, as `run.completions` wants them (`kind`), of prompts of `train`."""
+    """The maker of a step's rows, in the way that `run.completions` says (`kind`), for prompts of
+    `train`."""
 
     kind: str
     tokenizer: Tokenizer
@@ -43,8 +44,8 @@ class CompletionRows:
     def of(
         self, step: int, groups: Sequence[Group], compared: Mapping[SampleKey, Sequence[float]]
     ) -> Iterator[dict[str, Any]]:
-        """`compared`: the learner's log-probabilities of some samples, one for each completion
-        token."""
+        """Yield the rows of a step's groups. `compared`: the learner's log-probabilities of some
+        samples, one for each completion token."""
         if self.kind == "none":
             return
         samples = [sample for group in groups for sample in group]
@@ -59,7 +60,7 @@ class CompletionRows:
                 number += 1
 
     def _prompt(self, sample: Sample) -> dict[str, Any]:
-        """What the rows of a group have in common."""
+        """Return the values that all rows of a group have in common."""
         example = self.train.at(sample.prompt_index)
         return {
             "row": example.index,
@@ -99,16 +100,16 @@ def _bits(values: Sequence[float]) -> bytes:
 
 
 def _compact(values: Sequence[float]) -> list[float]:
-    """The same float32 numbers by the fewest digits that tell them apart from others, in place of
-    float64's."""
+    """Return the float32 numbers `values` with the fewest digits that distinguish them from other
+    float32 numbers, instead of the digits of float64."""
     array = np.asarray(values, np.float32)
     assert array.astype(np.float64).tolist() == list(values), "log-probabilities are float32"
     return [float(text) for text in array.astype(str)]
 
 
 def shortened(value: Any) -> Any:
-    """A column's value as JSON has it: NaN is null, and an object that a program gave is its
-    text."""
+    """Return a column's value as JSON has it, cut if it is too long: NaN is null, and an object
+    that a program gave is its text."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     if len(text) > LONGEST_COLUMN:
         return f"{text[:LONGEST_COLUMN]} … ({len(text):,} characters)"
@@ -116,8 +117,8 @@ def shortened(value: Any) -> Any:
 
 
 def recorded_groups(run: Path, config: Config) -> Iterator[list[Group]]:
-    """The groups of one step after another, of a recorded run. Raises IsobitError if it has not all
-    of them."""
+    """Yield the groups of a recorded run, one step after another. Raises IsobitError if groups are
+    missing."""
     path = run / COMPLETIONS
     if config.run.completions != "all":
         raise IsobitError(

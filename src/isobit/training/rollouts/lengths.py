@@ -1,5 +1,5 @@
-"""Check prompts against the length limits before a run starts: refuse the first one outside, or
-drop and count them.
+"""Check prompts against the length limits before a run starts: refuse the first prompt outside
+them, or drop and count such prompts.
 
 The limits are `task.min_prompt_tokens`, `task.max_prompt_tokens`, and what the model's context
 leaves. A prompt that cannot be encoded, such as a chat that the model's template refuses, is never
@@ -25,8 +25,8 @@ _ESCAPED = re.compile(r"\\[ntr](?![a-z])")
 
 @dataclass(frozen=True)
 class Fitted:
-    """The task without what was dropped, and the longest prompt to train on: what an engine must
-    have room for."""
+    """The task without dropped examples, and the example with the longest prompt to train on, for
+    which an engine must have room."""
 
     task: Task
     longest: Example
@@ -43,8 +43,8 @@ def fit_prompts(
 ) -> Fitted:
     """Encode every prompt of the task, with the `tools` that its template is given, and keep those
     within the limits and the model's context less `max_new_tokens`. Raises IsobitError for the
-    first that is outside, unless such are dropped; for what cannot be encoded; and where nothing is
-    left to train on."""
+    first prompt outside, unless such prompts are dropped; for a prompt that cannot be encoded; and
+    where no example is left."""
     context = model.config.max_positions
     room = context - max_new_tokens
     if room < 1:
@@ -81,8 +81,8 @@ def fit_prompts(
 
 
 def _say_alike(train: Dataset, distinct: int) -> None:
-    """Say on stderr where prompts that differ are the same tokens, as under a template that leaves
-    the messages out."""
+    """Warn on stderr where all training prompts are the same tokens although their texts differ, as
+    under a template that leaves the messages out."""
     first, *others = train.examples
     if distinct == 1 and any(other.prompt != first.prompt for other in others):
         print(
@@ -93,8 +93,8 @@ def _say_alike(train: Dataset, distinct: int) -> None:
 
 
 def say_special_tokens(examples: Sequence[Example], model: Model | Described) -> None:
-    """Say on stderr how many special tokens the prompts' own text spells, and what becomes of them;
-    nothing where there are none."""
+    """Print on stderr how many special tokens the text of the prompts spells, and whether they are
+    encoded as text or taken for the tokens; nothing where there are none."""
     found = [
         word for example in examples for word in model.tokenizer.special_tokens_in(example.prompt)
     ]
@@ -109,21 +109,22 @@ def say_special_tokens(examples: Sequence[Example], model: Model | Described) ->
 
 
 def say_ends(model: Model | Described) -> None:
-    """Say on stderr what ends a completion, where the model's files do not agree."""
+    """Print on stderr which tokens end a completion, where the model's files do not agree."""
     if model.tokenizer.ends is not None:
         print(printable(model.tokenizer.ends), file=sys.stderr)
 
 
 def endings(model: Model | Described, sampling: Sampling) -> list[str]:
-    """Warnings where no completion can end before its limit, or a stop string cannot come."""
+    """Return warnings for completions that cannot end before their limit, and for stop strings that
+    cannot come."""
     found = [line for stop in sampling.stop if (line := _impossible(stop, model)) is not None]
     line = _endless(model, sampling)
     return [*found, *([] if line is None else [line])]
 
 
 def _impossible(stop: str, model: Model | Described) -> str | None:
-    """A warning about a stop string that no completion has, or None. A shell, and YAML without
-    double quotes, leave it as it stands."""
+    """Return a warning about a stop string that no completion has, or None. One case is a backslash
+    with a letter, which a shell, and YAML without double quotes, leave as they are."""
     if (written := _ESCAPED.search(stop)) is not None:
         means = {"n": "a line end", "t": "a tab", "r": "a carriage return"}[written[0][1]]
         return (
@@ -150,7 +151,8 @@ def _endless(model: Model | Described, sampling: Sampling) -> str | None:
 def encode_prompt(
     example: Example, model: Model | Described, tools: Sequence[Mapping[str, Any]] = ()
 ) -> list[int]:
-    """Token ids of an example's prompt. Raises IsobitError with its place."""
+    """Return the token ids of an example's prompt. Raises IsobitError, with the example's place,
+    for a prompt that cannot be encoded."""
     try:
         if tools and not isinstance(example.prompt, str):
             return model.tokenizer.encode_chat(example.prompt, variables={"tools": list(tools)})
@@ -162,8 +164,8 @@ def encode_prompt(
 def first_prompt(
     example: Example, model: Model | Described, tools: Sequence[Mapping[str, Any]] = ()
 ) -> str:
-    """The prompt that a run starts with, as the model reads it: rendered, with its special tokens
-    and these tools."""
+    """Return a text with the prompt that a run starts with, as the model reads it: rendered, with
+    its special tokens and these tools."""
     ids = encode_prompt(example, model, tools)
     text = (
         f"first prompt ({example.place}, {len(ids)} tokens):\n"
@@ -178,7 +180,8 @@ def first_prompt(
 
 
 def outside(tokens: int, limits: TaskSettings) -> str | None:
-    """Which limit of the config a prompt of so many tokens breaks, or None."""
+    """Return, in words, the limit of the config that a prompt of `tokens` tokens breaks, or
+    None."""
     if limits.max_prompt_tokens is not None and tokens > limits.max_prompt_tokens:
         return (
             f"the prompt has {tokens} tokens: task.max_prompt_tokens is {limits.max_prompt_tokens}"
@@ -197,8 +200,9 @@ def keep(
     name: str,
     quiet: bool,
 ) -> Dataset:
-    """The examples without a problem. Raises IsobitError for the first that has one, unless such
-    are dropped, which is said on stderr."""
+    """Return the examples without a problem. Raises IsobitError for the first example that has one,
+    unless such examples are dropped, which is reported on stderr unless `quiet`; and where none is
+    left."""
     first: str | None = None
     dropped: set[int] = set()
     for example in data.examples:

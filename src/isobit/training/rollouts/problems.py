@@ -1,9 +1,9 @@
-"""What goes wrong with the completions of a step, in few lines: each problem once, with how many
-are like it, and again when there are twice as many. A step in which nothing could be scored ends
-the run, unless rewards.on_error is skip.
+"""Problems with the completions of a step, in few lines: each problem is reported once, with the
+number of problems like it, and again when their number has doubled. A step in which no completion
+could be scored ends the run, unless rewards.on_error is skip.
 
-Besides, once for each tool: that all its calls of a step failed, and that what it says differs from
-run to run. Left out: how they are scored (`scoring.py`).
+Two more lines are reported once for each tool: that all its calls of a step failed, and that its
+text differs from run to run. Left out: how completions are scored (`scoring.py`).
 """
 
 import re
@@ -19,16 +19,16 @@ from isobit.rl import Group, Sample
 from isobit.workers.variables import hint
 
 _LISTED = 8
-"""Different problems of a step that are said."""
+"""The most different problems of a step that are reported."""
 _SAMPLE = re.compile(r", sample \d+ \(prompt (?:'.{0,200}?'|\".{0,200}?\")(?:\.\.\.)?\)(?=: )")
 _ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]{6,16}\b")
 _FEW = 4
-"""So many calls of a tool say nothing of it yet."""
+"""The fewest calls of a tool in a step after which it is reported that all of them failed."""
 
 
 class Problems:
-    """Those of a run so far. `stop`: whether a step without a score ends it; `variables`: those that
-    environments are given."""
+    """The problems of a run so far. `stop`: whether a step without a score ends the run;
+    `variables`: the environment variables that environments are given."""
 
     def __init__(self, ranks: Ranks, stop: bool, variables: Sequence[str]) -> None:
         self._ranks, self._stop, self._variables = ranks, stop, variables
@@ -39,8 +39,9 @@ class Problems:
     def of_step(
         self, step: int, notes: Sequence[str], rewards: Sequence[Reward], groups: Sequence[Group]
     ) -> Iterator[str]:
-        """Yield the lines to say of a step: of the `rewards` and `notes` of this rank and the
-        others, and of the `groups` of all. Raises RunFailed where none of them has a reward."""
+        """Yield the lines to report for a step, from the `rewards` and `notes` of this rank and of
+        the other ranks, and from the `groups` of all ranks. Raises RunFailed, if a step without a
+        score ends the run, where no sample has a reward and some have an error or an episode."""
         mine: list[Sequence[str]] = [notes, [r.error for r in rewards if r.error is not None]]
         errors = Counter[str]()
         first: dict[str, str] = {}
@@ -77,8 +78,8 @@ class Problems:
             yield f"{what}: {others:,} more, for {len(errors) - _LISTED:,} other reasons"
 
     def _explained(self, problem: str) -> str:
-        """A problem with the variable that an environment seems to lack; what is lacking in a reward
-        function's own process is said already."""
+        """Return the problem with a hint at the variable that an environment seems to lack. The
+        problem of a reward function already has such a hint, and is returned unchanged."""
         if _SAMPLE.search(problem):
             return problem
         return problem + hint(problem, self._variables, option="environment.variables")
@@ -124,14 +125,15 @@ class Problems:
 
 
 def _of_scored(samples: Sequence[Sample]) -> Counter[str]:
-    """Count the problems of episodes that have a reward all the same; not those of tools, of which
-    the model was told."""
+    """Count the problems of episodes that have a reward in spite of them. Problems of tools, which
+    the model has read, are not counted."""
     problems = (s.episode.problem for s in samples if s.episode is not None)
     return Counter(each for each in problems if each is not None and not each.startswith("tool "))
 
 
 def _said(episodes: Sequence[EpisodeRecord]) -> Iterator[tuple[str, str]]:
-    """Yield (who says it, text) of all that is not the model's."""
+    """Yield (source, text) of every message of the episodes that the model has not written; the
+    source is `reset`, `step` or `tool NAME`."""
     for episode in episodes:
         if isinstance(episode.prompt, list) and episode.prompt:
             yield "reset", str(episode.prompt[-1].get("content", ""))

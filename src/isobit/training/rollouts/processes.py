@@ -22,9 +22,10 @@ from isobit.training.objects import NO_OBJECTS, Objects
 
 @dataclass(frozen=True, eq=False)
 class Processes:
-    """Reward functions, those that ask for `environments` left out, which are called where these
-    are. A context manager, which ends all of them. `recorded`: (name, weight) of all rewards of the
-    run whose rollouts are learned from, where nothing is asked or scored."""
+    """The processes of reward functions and of environments; a context manager that ends them.
+    `rewards` leaves out functions that ask for the environment, which are called in the process of
+    the environment. `recorded`: (name, weight) of all rewards of the run whose rollouts are learned
+    from; in such a run no environment is asked and nothing is scored."""
 
     rewards: RewardPool
     environments: EnvironmentPool | None = None
@@ -42,13 +43,13 @@ class Processes:
         self.close()
 
     def close(self) -> None:
-        """End all of them. May be called again."""
+        """End all worker processes. May be called again."""
         self.rewards.close()
         if self.environments is not None:
             self.environments.close()
 
     def print_to(self, run: Path) -> None:
-        """From now on what they print is kept in a run's directory."""
+        """Write what the processes print from now on to the logs in the run's directory."""
         self.rewards.output.path = run / REWARDS_LOG
         if self.environments is not None:
             self.environments.output.path = run / ENVIRONMENTS_LOG
@@ -65,8 +66,9 @@ class Processes:
         return self.recorded if environments is None else tuple(environments.reward_weights.items())
 
     def check(self, config: Config, task: Task, *, quiet: bool) -> None:
-        """Raise IsobitError for rows that functions cannot score or that have no environment, where
-        nothing gives a reward, and where the first row of an environment cannot begin."""
+        """Raise IsobitError for rows that reward functions cannot score or that have no
+        environment, for a config that needs rewards and has none, and for an environment that
+        cannot begin its first row (see `begun`)."""
         self.rewards.check_columns(task.train.examples[0].columns)
         examples = (*task.train.examples, *task.held_out.examples)
         self.rewards.check_rows(((each.place, each.columns) for each in examples), quiet=quiet)
@@ -87,8 +89,9 @@ class Processes:
                 self.begun(*row, config.rewards.on_error == "stop")
 
     def begun(self, where: str, prompt: Prompt, columns: Mapping[str, Any], stop: bool) -> Prompt:
-        """Return a row's prompt as its environment begins it. Raises IsobitError where it cannot;
-        without `stop` only where no row can, and otherwise says so on stderr."""
+        """Return the prompt of a row as its environment begins it. Raises IsobitError where the
+        environment cannot begin the row. Without `stop` it raises only a Mistake, and prints any
+        other problem as a warning on stderr and returns `prompt`."""
         if self.environments is None:
             return prompt
         try:
@@ -105,8 +108,9 @@ class Processes:
 def open_processes(
     config: Config, task: Task, objects: Objects = NO_OBJECTS, on_error: str | None = None
 ) -> Processes:
-    """Those of a config, with `on_error` of reward functions in the place of its own. Raises
-    IsobitError for functions and environments that cannot be used."""
+    """Start the worker processes of a config and return them. `on_error` of reward functions
+    replaces the config's, if given. Raises IsobitError for functions and environments that cannot
+    be used."""
     specs, given = config.rewards.functions or task.rewards, config.rewards
     environments = None
     if config.environment.used:
@@ -130,8 +134,9 @@ def open_processes(
 
 
 def no_processes(config: Config, task: Task, run: Path) -> Processes:
-    """Of a run that learns from the rollouts of another, in which environments answered: none. What
-    its rewards are called, and in which order, is in the rows of that run."""
+    """Return a `Processes` without any process, for a run that learns from the rollouts of another
+    run, in which environments answered. The names and the order of its rewards are those in the
+    recorded completions of `run`, that other run."""
     weights = {spec.label: spec.weight for spec in config.rewards.functions or task.rewards}
     weights |= {model.name: model.weight for model in config.rewards.models}
     rows = (row.get("rewards") for row in read(run / COMPLETIONS))

@@ -1,13 +1,14 @@
-"""The policy over HTTP while it trains (`serve.port`): when requests of others are computed.
+"""The policy over HTTP while it trains (`serve.port`): when requests of clients are computed.
 
-They have an engine of their own over the same weights, so that nothing of the rollout's changes:
-its pages, its batches, its counts. It is stepped in the run's thread, where the working weights are
-those of the step: between steps of the rollout's engine, and while rewards are waited for. Before
-the weights change, what is open is finished as far as the time allows, or begun again with the next
-ones. Requests take at most `serve.share` of the time; of what they leave over in one step, the next
-one takes up no more than its own. What they cost in other threads, HTTP, JSON and tokens, is part of
-it: it is charged, at most half of the share, and no step waits for it. Left out: evaluations,
-learning, checkpoints, during which they wait; several ranks; fleets.
+Requests have a separate engine over the same weights, so that the pages, batches and counts of the
+rollout's engine do not change. That engine is stepped in the run's thread, where the working
+weights are those of the step: between steps of the rollout's engine, and while the run waits for
+rewards. Before the weights change, open requests are finished as far as the time allows, or begun
+again with the next weights. Requests take at most `serve.share` of the time; of the time that they
+leave over in one step, the next step adds no more than one step brings. Their cost in other threads
+(HTTP, JSON and tokens) is part of the share: it is charged, up to half of the share, and no step
+waits for it. Left out: evaluations, learning and checkpoints, during which requests wait; several
+ranks; fleets.
 """
 
 import sys
@@ -35,35 +36,36 @@ if TYPE_CHECKING:
     from isobit.serve.listening import Listener
 
 _GRACE_S = 1.0
-_BURST_S = 0.1  # of texts, that may begin before they are paid for
+_BURST_S = 0.1  # other threads may begin this much before it is paid for
 
 
 class Allowance:
-    """Seconds that may be given away: `share` of all time, as it passes. What was not used is kept
-    up to what one step has brought. What other threads have taken is paid back by at most half of
-    what is earned; `open` and `charge` are for these."""
+    """The seconds that requests may take: `share` of all time, as it passes. Unused seconds are
+    kept up to the number that one step has brought. Seconds that other threads have taken are paid
+    back with at most half of the seconds that are earned; `open` and `charge` are for these
+    threads."""
 
     def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self._rate, self._clock = share / (1 - share), clock
         self._since = self._began = clock()
-        self._given = 0.0  # in this step
+        self._given = 0.0  # seconds taken in this step
         self._most = 0.0
         self.left = 0.0
         self.used = 0.0
         self._charges = deque[float]()
-        self._debt = 0.0  # of other threads
+        self._debt = 0.0  # seconds of other threads, not paid back yet
 
     def charge(self, seconds: float) -> None:
-        """Another thread has worked so long."""
+        """Charge `seconds` that another thread has worked."""
         self._charges.append(seconds)
 
     def open(self) -> bool:
-        """Whether another thread may work."""
+        """Return whether another thread may work now."""
         owed = self._debt + sum(list(self._charges))
         return owed <= _BURST_S + self._rate / 2 * (self._clock() - self._since)
 
     def step(self) -> None:
-        """A step begins: what is kept is at most what the last one has brought."""
+        """Begin a step: keep at most as many unused seconds as the last step has brought."""
         self.earn()
         now = self._clock()
         self._most = self._rate * max(now - self._began - self._given, 0.0)
@@ -71,7 +73,8 @@ class Allowance:
         self.left = min(self.left, self._most)
 
     def earn(self) -> None:
-        """Time has passed that was the run's own."""
+        """Add the seconds that are earned by the time since the last call, in which the run did its
+        own work, and pay back seconds of other threads."""
         while self._charges:
             seconds = self._charges.popleft()
             self.used += seconds
@@ -84,7 +87,8 @@ class Allowance:
         self._since = now
 
     def spend(self, work: Callable[[], None], free: bool = False) -> None:
-        """Do some work; `free`: in time that would be waited through."""
+        """Call `work` and subtract its time from the seconds left. With `free`, for time in which
+        the run would only wait, the time counts as used and is not subtracted."""
         self.earn()
         work()
         now = self._clock()
@@ -95,8 +99,8 @@ class Allowance:
 
 
 class Serving:
-    """A server whose requests are computed when the run says so; use as a context manager.
-    `lines`: what to say of it when it begins."""
+    """A server whose requests are computed when the run calls it; a context manager. `lines`: the
+    lines to print when it begins."""
 
     def __init__(
         self, gateway: "Gateway", server: "Background", share: float, lines: tuple[str, ...]
@@ -125,7 +129,8 @@ class Serving:
         return self.device.engine
 
     def begin_step(self, version: int) -> None:
-        """The weights are those of a new `version`, and stay until `settle`."""
+        """Begin a step with weights of a new `version`, which stay until `settle`: charge the time
+        of the HTTP thread since the last step, and compute requests as long as the time allows."""
         self.device.version = version
         before, self._http_seconds = self._http_seconds, self._server.seconds()
         self._allowance.charge(max(self._http_seconds - before, 0.0))
@@ -139,19 +144,22 @@ class Serving:
             self._allowance.spend(self.device.pump)
 
     def meanwhile(self) -> None:
-        """A step of what is there, while the run waits for something else."""
+        """Step the engine of requests once, if it has any, while the run waits for something
+        else."""
         if self.device.busy:
             self._allowance.spend(self.device.pump, free=True)
 
     def settle(self) -> None:
-        """The weights will change: finish what is open as far as the time allows."""
+        """Finish open requests as far as the time allows, before the weights change; the others
+        begin again with the next weights."""
         self._allowance.earn()
         while self._allowance.left > 0 and self.device.num_open:
             self._allowance.spend(lambda: self.device.pump(admit=False))
         self.device.begin_again()
 
     def metrics(self) -> dict[str, float]:
-        """Of the time since they were asked for last."""
+        """Return the metrics `serve/requests`, `serve/tokens` and `time/serve` (seconds) of the
+        time since the last call."""
         answered = self.device.answered
         now = {f"serve/{name}": float(answered[name]) for name in ("requests", "tokens")}
         now["time/serve"] = self._allowance.used
@@ -161,8 +169,9 @@ class Serving:
 
 @dataclass(frozen=True, eq=False)
 class ServedRollouts:
-    """Batches of a source, while whose rollout requests of others are computed. The version of the
-    weights is the number of steps that they have learned, as in a checkpoint's name."""
+    """The batches of a source; while they are rolled out, requests of clients are computed. The
+    version of the weights is the number of steps that they have learned, as in a checkpoint's
+    name."""
 
     source: Rollouts
     serving: Serving
@@ -177,8 +186,8 @@ class ServedRollouts:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a run will serve, and for whom: a socket that listens, and the tokens of a `file`, which
-    was `made` now."""
+    """The socket on which a run will serve and the tokens that it accepts, read from `file`;
+    `made`: whether the file was written just now."""
 
     listener: "Listener"
     tokens: tuple[str, ...]
@@ -187,8 +196,9 @@ class Place:
 
 
 def take_place(config: Config) -> Place | None:
-    """The port of a run that serves, taken before its model is read. Raises IsobitError for packages
-    that are not here, a token's file that cannot be used, and a port that cannot be had."""
+    """Take the port of a run that serves, before its model is read, and read or make its tokens;
+    return None for a run that does not serve. Raises IsobitError for packages that are not
+    installed, a file of tokens that cannot be used, and a port that cannot be taken."""
     serve = config.serve
     if serve.port is None:
         return None
@@ -208,9 +218,10 @@ def take_place(config: Config) -> Place | None:
 def open_serving(
     config: Config, model: Model, reserved: int, place: Place | None
 ) -> Serving | None:
-    """The server of a run that has a place for one, which answers when it is entered; `reserved`:
-    bytes of the GPU that the first update will take. Raises IsobitError for a precision under which
-    what a request computes depends on more than the weights."""
+    """Return the server of a run at its `place`, or None without one. The server answers once it is
+    entered as a context manager. `reserved`: bytes of the GPU that the first update will take.
+    Raises IsobitError for a precision under which the answer to a request depends on more than the
+    weights."""
     if place is None:
         return None
     from isobit.model.text.tool_formats.table import format_of

@@ -1,5 +1,5 @@
-"""Where the groups of a step come from: sampled now, or recorded by another run; ahead of the
-learner; past ones again.
+"""The sources of the groups of a step: groups sampled now, groups recorded by another run, groups
+sampled ahead of the learner, and past groups again.
 
 Each source has `next()`, which returns the batch of the next step, and sources wrap one another.
 What they keep between steps is in the run's `State`, which a checkpoint holds. Left out: how
@@ -30,35 +30,35 @@ from isobit.training.saving.snapshot import State
 from isobit.training.scoring import RewardScorer
 
 Judged = tuple[tuple[float, ...] | None, tuple[int, ...] | None]
-"""Of a completion the KL to the reference of each trained token, None where a teacher is shown
-nothing; and what a teacher reads before it, if that counts later and is not its prompt."""
+"""(the KL to the reference of each trained token of a completion, None where a teacher is shown
+nothing; the ids that a teacher reads before it, if they count later and are not its prompt)."""
 ReferenceKL = Callable[[Sequence[Group]], Sequence[Judged]]
-"""Of each completion, group by group."""
+"""Returns the `Judged` of each completion, group by group."""
 
 
 class Sampler(Protocol):
-    """Who samples: this rank's engine (`rank_sampling.ClaimedGroups`), or a fleet's
-    (`asynchronous.FleetGroups`)."""
+    """The source of completions: this rank's engine (`rank_sampling.ClaimedGroups`), or the engines
+    of a fleet (`asynchronous.FleetGroups`)."""
 
     @property
     def n(self) -> int:
-        """Completions of a prompt."""
+        """The number of completions of each prompt."""
 
     def __call__(
         self, examples: Sequence[Example], ids: Sequence[int], on_group: OnGroup
     ) -> tuple[dict[int, list[Completion]], Stats]:
-        """The groups that this rank samples, by the place of their example, and what its engines
-        did; `on_group` is called with each as soon as it is done."""
+        """Sample and return the groups of this rank, by the place of their example, and the
+        statistics of its engines; `on_group` is called with each group as soon as it is done."""
 
 
 class LiveRollouts:
     """Batches of `prompts_per_step` groups of completions of the next prompts, sampled by the
-    weights of now. Groups that one step has left over begin the next one's batch.
+    present weights. Groups that one step has left over begin the batch of the next step.
 
-    `steps`: of the whole run, for reward functions that ask. `reference_kl`: of each sample, where
-    the reward pays for its distance to the reference. `before_scoring` is called before rewards are
-    collected, and `meanwhile` over and over until they are there. `variables`: those that
-    environments are given.
+    `steps`: those of the whole run, for reward functions that ask for them. `reference_kl`: returns
+    the KL of each sample, where the reward pays for its distance to the reference. `before_scoring`
+    is called before rewards are collected, and `meanwhile` over and over until they are there.
+    `variables`: the environment variables that environments are given.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class LiveRollouts:
         return Rollout(batch, took)
 
     def sample(self, count: int) -> Sampled:
-        """A group of completions for each of the next `count` prompts that this rank claims; reward
-        functions begin on those that are finished while others are still sampled."""
+        """Sample a group of completions for each of the next `count` prompts that this rank claims;
+        reward functions begin on finished groups while others are still sampled."""
         state, took = self._state, dict[str, float]()
         ids, after = self._curriculum.take(state.cursor, count)
         examples = [self._train.at(cursor) for cursor in ids]
@@ -123,8 +123,8 @@ class LiveRollouts:
         return Sampled(groups, scoring, took)
 
     def score(self, sampled: Sampled) -> Scored:
-        """The groups with rewards, and where the reward pays for it their distance to the
-        reference."""
+        """Return the sampled groups of all ranks with their rewards and, where the reward pays for
+        it, with their distance to the reference."""
         took, ranks = dict(sampled.metrics), self._ranks
         self._before_scoring()
         with self._meter.timed(took, "score"):
@@ -163,7 +163,7 @@ def _charged(sample: Sample, distance: tuple[float, ...] | None, read: Any) -> S
 
 @dataclass(frozen=True, eq=False)
 class RecordedRollouts:
-    """The batches that another run learned from, in its order."""
+    """The batches that another run learned from, in the order of that run."""
 
     groups: Iterator[list[Group]]
 
@@ -176,8 +176,8 @@ class RecordedRollouts:
 class PrefetchedRollouts:
     """Batches of a source, each sampled `steps` steps before it is learned from.
 
-    At the end of a run too, where nothing will learn from the last ones yet: a run that is extended
-    is then the run that was planned longer.
+    Batches are sampled ahead at the end of a run too, where nothing will learn from the last ones
+    yet: so a run that is extended equals a run that was planned longer.
     """
 
     source: Rollouts
@@ -193,13 +193,13 @@ class PrefetchedRollouts:
         return Rollout(self.state.queue.pop(0), took)
 
     def settle(self) -> dict[str, float]:
-        """Nothing is sampled beside the learner."""
+        """Return no metrics: nothing is sampled while the learner works."""
         return {}
 
 
 @dataclass(frozen=True, eq=False)
 class ReplayedRollouts:
-    """Batches of a source, and with each of them past groups to learn from again."""
+    """The batches of a source, each with past groups to learn from again."""
 
     source: Rollouts
     state: State
@@ -212,8 +212,8 @@ class ReplayedRollouts:
 
 
 def _counted(stats: Stats) -> dict[str, float]:
-    """What engines did in a rollout. Where environments answered, it depends on when they did which
-    pages were found."""
+    """Return the counts of the engines in a rollout as metrics. Where environments answered,
+    preemptions and cached tokens depend on when they answered, and are named `env/...`."""
     drafts = drafted(stats)
     if not stats.episodes:
         return drafts | {
@@ -231,7 +231,7 @@ def _counted(stats: Stats) -> dict[str, float]:
 
 
 def drafted(stats: Stats) -> dict[str, float]:
-    """What became of drafts; empty where there were none."""
+    """Return the metrics of drafted and of accepted tokens; empty where nothing was drafted."""
     if not stats.num_drafts:
         return {}
     counts = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
@@ -239,8 +239,8 @@ def drafted(stats: Stats) -> dict[str, float]:
 
 
 def sample_of(completion: Completion, step: int = 0) -> Sample:
-    """A completion that was sampled after `step` learned steps, as the learner takes it; not yet
-    scored."""
+    """Return a completion that was sampled after `step` learned steps as a sample for the learner,
+    not yet scored."""
     return Sample(
         prompt_index=completion.prompt_id,
         sample_index=completion.sample_index,

@@ -1,12 +1,13 @@
-"""The files that a run reads besides its checkpoints, by their SHA-256: kept in `inputs.json` when
+"""The files that a run reads besides its checkpoints, as SHA-256 hashes: kept in `inputs.json` when
 the run begins, and compared when it goes on.
 
-Data, reward functions, tools, environments, losses, advantages and templates are hashed whole; of a model's directory
-what says how it is computed (config and tokenizer), and of its weights the size, the header and
-samples, which any training changes: a single flipped bit between them is not seen. What a reward
-file imports, and the directories of Python's packages, are not followed. Beside them stands the
-config as the run has it, section by section, so that a `config.yaml` that was edited is seen, and in
-which key. Left out: a file that is gone, which whoever needs it says.
+Data, reward functions, tools, environments, losses, advantages and templates are hashed whole. Of a
+model's directory, the files that say how it is computed (config and tokenizer) are hashed whole,
+and of the weights the size, the header and samples, which any training changes: a single flipped
+bit between the samples is not seen. Files that a reward file imports, and the directories of
+Python's packages, are not followed. `inputs.json` also holds the config as the run has it, section
+by section, so that an edit of `config.yaml` is seen, and its key. Left out: a file that is gone,
+which the code that reads it reports.
 """
 
 import hashlib
@@ -39,21 +40,21 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 def inputs_of(config: Config | SftConfig) -> Inputs:
-    """The hashes of all files that a config names, as they are now."""
+    """Return the hashes of all files that a config names, as the files are now."""
     found = {key: dict(_hashed(place, weights)) for key, place, weights in _places(config)}
     return {key: files for key, files in found.items() if files}
 
 
 def config_of(config: Config | SftConfig) -> Inputs:
-    """What a run that goes on repeats of its config."""
+    """Return, by section, the values of the config that a run that goes on repeats."""
     values = repeated(plain(config))
     return {CONFIG: {key: json.dumps(value, default=str) for key, value in values.items()}}
 
 
 def check_inputs(run: Path, now: Inputs, on_change: str) -> list[str]:
-    """A line where files have changed since the run began, or since it was told to go on with
-    others; or where what it began with is not known. Raises IsobitError instead of the first,
-    unless `on_change` is warn."""
+    """Return a warning where files or the config have changed since the run began, or since it was
+    made to go on with changed ones, or where the record of them is missing or cannot be read.
+    Changes raise IsobitError instead, unless `on_change` is warn."""
     before = _recorded(run)
     if CONFIG not in before:
         how = "cannot be read" if exists(run / INPUTS) else "is missing"
@@ -79,7 +80,8 @@ def check_inputs(run: Path, now: Inputs, on_change: str) -> list[str]:
 
 
 def record_inputs(run: RunDirectory, now: Inputs) -> None:
-    """Keep the hashes, the newest last: what a run has gone on with before stays."""
+    """Write the hashes to the record of a run, the newest last: hashes with which the run has gone
+    on before stay, and files that are gone are removed."""
     kept = _recorded(run.directory)
     for key, files in now.items():
         old = kept.setdefault(key, {})
@@ -92,7 +94,8 @@ def record_inputs(run: RunDirectory, now: Inputs) -> None:
 
 
 def _recorded(run: Path) -> dict[str, dict[str, list[str]]]:
-    """What is kept; of a file that somebody has changed no more than makes sense."""
+    """Return the digests that are kept in `run`; entries of an edited file that are not lists of
+    digests by file are left out."""
     found: dict[str, dict[str, list[str]]] = {}
     for key, files in (object_in(run / INPUTS) or {}).items():
         if isinstance(files, dict):
@@ -105,15 +108,17 @@ def _recorded(run: Path) -> dict[str, dict[str, list[str]]]:
 
 
 def _changed(before: Mapping[str, list[str]] | None, now: Mapping[str, str]) -> list[str]:
-    """The files that are others, are new, or are missing, of a place that was recorded."""
+    """Return the files of a recorded place that have changed, are new, or are missing; none where
+    the place was not recorded."""
     if before is None:
         return []
     return [file for file in {**before, **now} if before.get(file, [])[-1:] != [now.get(file)]]
 
 
 def _edited(before: Mapping[str, list[str]], now: Mapping[str, str]) -> list[str]:
-    """The keys of the config that have other values than were kept, and both; a key that only one
-    of them has is another version's, and what somebody has damaged is not compared."""
+    """Return a line for each key of the config whose value differs from the one that was kept, with
+    both values. A key that is in only one of the two comes from another version and is not
+    compared, nor is a record that is damaged."""
     found: list[str] = []
     for section, text in now.items():
         with suppress(BadJson, IndexError):
@@ -131,7 +136,8 @@ def _differing(before: Any, now: Any, key: str) -> Iterator[str]:
 
 
 def _places(config: Config | SftConfig) -> Iterator[tuple[str, Path, bool]]:
-    """(key, file or directory, whether it is a model's) of all that a config names."""
+    """Yield (key, file or directory, whether it is a model's) of every place that a config
+    names."""
     yield from _of_task("task", config.task)
     model = config.model
     if model.path is not None:
@@ -145,7 +151,7 @@ def _places(config: Config | SftConfig) -> Iterator[tuple[str, Path, bool]]:
 
 
 def _of_rollouts(config: Config) -> Iterator[tuple[str, Path, bool]]:
-    """What only a run that samples names."""
+    """Yield the places, as `_places` does, that only the config of a run that samples names."""
     model, algorithm = config.model, config.algorithm
     if config.reference.path is not None:
         yield "reference.path", model_named(config.reference.path), True
@@ -175,7 +181,7 @@ def _of_rollouts(config: Config) -> Iterator[tuple[str, Path, bool]]:
 
 
 def _of_environment(given: EnvironmentConfig) -> Iterator[tuple[str, str]]:
-    """(key, reference) of tools and factories."""
+    """Yield (key, reference) of each tool and factory."""
     for tool in given.tools:
         yield f"environment.tools: {tool.rpartition(':')[2]}", tool
     if isinstance(given.factory, str):
@@ -196,8 +202,9 @@ def _of_task(section: str, task: TaskSettings) -> Iterator[tuple[str, Path, bool
 
 
 def _file_of(reference: str, what: str) -> Path | None:
-    """The file of `file.py:function` or `package.module:function`, which is not imported; None if
-    there is none. Raises IsobitError for another form; `what` it is."""
+    """Return the file of `file.py:function` or `package.module:function`, without importing it;
+    None if there is no such file. Raises IsobitError for a reference of another form; `what` names
+    it in the message."""
     home, _ = split_reference(reference, what)
     if home.endswith(".py"):
         return Path(home)
@@ -205,7 +212,7 @@ def _file_of(reference: str, what: str) -> Path | None:
     for part in home.split("."):
         name = f"{name}.{part}" if name else part
         spec = PathFinder.find_spec(name, where)
-        if spec is None:  # what Python has built in, or nothing: the loader says so
+        if spec is None:  # a module built into Python, or none: the loader reports it
             return None
         where, origin = spec.submodule_search_locations, spec.origin
     return None if origin is None else Path(origin)
@@ -233,13 +240,14 @@ def _hashed(place: Path, model: bool) -> Iterator[tuple[str, str]]:
                 if file.suffix == ".safetensors" and model
                 else file_digest(file)
             )
-        except OSError:  # a directory, or nothing that can be read: the loader says so
+        except OSError:  # a directory, or not readable: the loader reports it
             continue
         yield str(file.relative_to(place)) if folder else file.name, digest
 
 
 def _sampled(file: Path, size: int) -> str:
-    """Of the size, the header and evenly spread samples of a safetensors file."""
+    """Return the SHA-256 of the size, the header and evenly spread samples of a safetensors
+    file."""
     found = hashlib.sha256(f"{size}\n".encode())
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")

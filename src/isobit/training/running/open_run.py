@@ -1,9 +1,10 @@
-"""What every open run has: its directory, screen, trackers and saver, the verbs that sync and record,
-what is due after its last step, and when it ends.
+"""The parts of every open run: its directory, screen, trackers and saver, the verbs that sync and
+record, the work that is due after its last step, and when it ends.
 
-Where its batches come from, and what is learned of them beside the loss, a kind of run says, which
-inherits from this: one that samples (`session/open_run.py`), a supervised one (`sft/open_run.py`).
-Left out: how a run is opened (`opening.py`), and what a step leaves (`recording/recorder.py`).
+The source of its batches, and what is learned from them besides the loss, are defined by the kinds
+of run that inherit from this: a run that samples (`session/open_run.py`), and a supervised run
+(`sft/open_run.py`). Left out: how a run is opened (`opening.py`), and the records of a step
+(`recording/recorder.py`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,36 +42,36 @@ _Self = TypeVar("_Self", bound="OpenRun")
 
 
 class RunParts(Protocol):
-    """What a run of any kind is put together from."""
+    """The parts from which a run of any kind is put together."""
 
     @property
     def config(self) -> Config | SftConfig:
-        """As resolved: without `auto` and `epochs`."""
+        """The config as resolved: without `auto` and `epochs`."""
 
     @property
     def trained(self) -> Trained:
-        """What training changes."""
+        """The state that training changes."""
 
     @property
     def train(self) -> Dataset:
-        """The training examples."""
+        """The examples of the training split."""
 
     @property
     def held_out(self) -> HeldOut | None:
-        """What is evaluated, if anything is."""
+        """The held-out examples; None where the run evaluates nothing."""
 
     def resolved_values(self) -> Mapping[str, Any]:
-        """What the config leaves open, as `resolved.json` has it."""
+        """Return the values that the config leaves open, as `resolved.json` has them."""
 
     def memory_metrics(self) -> dict[str, float]:
-        """What is allocated, in MiB."""
+        """Return the metrics of allocated memory, in MiB."""
 
 
 class OpenRun:
-    """Use as a context manager. `learned`: what is said of a step; `callbacks` are called after it.
-    `best_by`: the metric of the best model, if it is kept. `saved_step`: of the checkpoint that the
-    run goes on from. `details`: a few words for the screen. Whoever inherits sets `rollouts` and
-    `learning`."""
+    """An open run; a context manager. `learned`: the metrics and rows of a step; `callbacks` are
+    called after each step. `best_by`: the metric of the best model, if it is kept. `saved_step`:
+    the step of the checkpoint that the run goes on from. `details`: a few words for the screen. A
+    subclass sets `rollouts` and `learning`."""
 
     rollouts: Rollouts
     learning: Learning
@@ -145,7 +146,8 @@ class OpenRun:
         self._stack = ExitStack()
 
     def goes_on_as(self, restored: Restored) -> None:
-        """Know the best model of a run that goes on."""
+        """Restore the best model of a run that goes on, and keep a warning where it has a
+        problem."""
         if restored.finished:
             self.best.stay()
         else:
@@ -155,15 +157,15 @@ class OpenRun:
         self._changed = [*self._changed, *([] if line is None else [line])]
 
     def resources(self) -> Sequence[AbstractContextManager[Any]]:
-        """What else is open as long as the run is."""
+        """Return other context managers to keep open as long as the run is open."""
         return ()
 
     def told(self) -> Iterable[str]:
-        """Lines for the reader before the first step."""
+        """Return lines to print before the first step."""
         return ()
 
     def warned(self) -> Iterable[str | None]:
-        """Warnings before the first step; None are none."""
+        """Return warnings to print before the first step; None in it is skipped."""
         return ()
 
     def __enter__(self: _Self) -> _Self:
@@ -179,7 +181,8 @@ class OpenRun:
         return self
 
     def _begin(self) -> None:
-        """Say what computes, and record what is due before the first step."""
+        """Print lines and warnings, begin to check memory if the config says so, and record what is
+        due before the first step."""
         for line in self._changed:
             self.display.warn(line)
         for line in self.told():
@@ -204,13 +207,14 @@ class OpenRun:
 
     @property
     def unfinished(self) -> bool:
-        """Whether steps are left to do, and nobody has interrupted."""
+        """Whether steps are left to do, no rank was interrupted, and no evaluation ended the
+        run."""
         signals = [
             found
             for found in self.ranks.all_gather_json(self.interruption.signal)
             if found is not None
         ]
-        if signals:  # of one rank, it ends all
+        if signals:  # a signal to one rank ends the run on all
             self.interruption.signal = signals[0]
         return self.state.step < self._steps and not signals and self.recorder.ended is None
 

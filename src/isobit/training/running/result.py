@@ -1,4 +1,5 @@
-"""What training leaves for whoever called it, and the one way to train an open run to its end."""
+"""The result that training returns to its caller, and the one way to train an open run to its
+end."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,15 +17,15 @@ from isobit.training.running.open_run import OpenRun
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Where the run is, its metrics, one mapping per step, whose `step` is a whole number, and the
-    exit code: 0, or 130/143 if it was interrupted."""
+    """The directory of a run, its metrics (one mapping per step, in which `step` is a whole
+    number), and the exit code: 0, or 130/143 if the run was interrupted."""
 
     run_dir: Path
     metrics: Sequence[dict[str, float]]
     exit_code: int
 
     def __repr__(self) -> str:
-        """One line, however many steps there were."""
+        """Return one line, whatever the number of steps."""
         history = History("", 0)
         for row in self.metrics:
             history.add(row)
@@ -37,15 +38,16 @@ class TrainResult:
 
 
 Opened = Callable[[Ranks], OpenRun]
-"""Opens a run on the ranks that there are."""
+"""Opens a run on the given ranks."""
 
 
 def trained(
     run_dir: Path, timeout_s: float, again: Opened, new: Opened | None = None
 ) -> TrainResult:
-    """All steps that are left, and what is due after them, of a run that goes on `again`; or of a
-    `new` one, unless it began already, and its ranks were started once more after one had died.
-    They meet within `timeout_s`."""
+    """Do all steps that are left, and the work that is due after them, and return the result.
+    `again` opens a run that goes on; `new`, if given, opens a new run, and is called instead of
+    `again` unless the run has begun already and its ranks were started once more after one had
+    died. The ranks meet within `timeout_s` seconds."""
     with outlived_stderr(), joined(timeout_s) as ranks:
         if new is not None and not _began(run_dir, ranks):
             again = new

@@ -1,9 +1,10 @@
-"""What a checkpoint holds beside the counters of a run (`snapshot.py`): written, read, and checked.
+"""The contents of a checkpoint, besides a run's counters (`snapshot.py`): written, read, checked.
 
-A directory of the masters, of an adapter a PEFT folder, and `trainer/` beside it: the optimizer,
-the state, the samples that wait (`waiting.py`), a calibrated cache's scales, the masters of a
-reference that follows the policy, and the hash of the certificate's newest row. Left out: when one
-is written (`saver.py`), and that it is whole (`run/checkpoints.py`).
+A checkpoint is a directory of the masters (a PEFT folder for an adapter) with a folder `trainer/`
+in it: the optimizer, the state, the samples that wait (`waiting.py`), the scales of a calibrated
+cache, the masters of a reference that follows the policy, and the hash of the certificate's newest
+row. Left out: when a checkpoint is written (`saver.py`), and that it is whole
+(`run/checkpoints.py`).
 """
 
 import json
@@ -49,8 +50,9 @@ _REFERENCE, _WAITING = "reference.safetensors", "waiting.safetensors"
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """What training changes and a checkpoint holds. `frozen`: the models that it is learned with,
-    a reference and reward models; `reference`: that one, where it follows the policy."""
+    """The state that training changes and a checkpoint holds. `frozen`: the models that the policy
+    learns with and that do not learn, a reference and reward models; `reference`: the reference,
+    where it follows the policy."""
 
     model: Model
     optimizer: ShardedOptimizer
@@ -69,8 +71,9 @@ class Trained:
         return self.learner.objective
 
     def memory_metrics(self, frozen: Model | None) -> dict[str, float]:
-        """Allocated for weights and moments, and for a reference: one that follows the policy, or
-        is `frozen` and has storage of its own; in MiB."""
+        """Return the memory allocated for weights, for moments and for a reference, in MiB, by the
+        name of the metric. The reference is the one that follows the policy, or else `frozen`: a
+        frozen reference with separate storage, or None."""
         found = {
             "memory/weights_mib": sum(self.model.memory().values()),
             "memory/optimizer_mib": self.optimizer.nbytes,
@@ -82,15 +85,15 @@ class Trained:
         return {name: size / 2**20 for name, size in found.items()}
 
     def keep_checksums(self) -> None:
-        """From now on notice a bit that changes in the masters, the optimizer's moments and all
-        working weights."""
+        """Begin to keep checksums, so that a bit that changes in the masters, the optimizer's
+        moments or any working weights is noticed from now on."""
         for kept in (self.model.transformer.checksums, *self._saved_with()):
             kept.begin()
 
     def check_saved(self) -> None:
-        """Raise Corruption, on every rank, if on one what a checkpoint holds has changed in memory,
-        or a frozen model that it was learned with. Not the policy's working weights, which the
-        learner compares before it learns (`Learner.check_memory`)."""
+        """Raise Corruption on every rank if, on any rank, memory has changed that a checkpoint
+        holds or that a frozen model of the training uses. The policy's working weights are not
+        compared here: the learner compares them before it learns (`Learner.check_memory`)."""
 
         def compare() -> None:
             for kept in self._saved_with():
@@ -102,13 +105,14 @@ class Trained:
         return [self.optimizer.checksums, *(transformer.checksums for transformer in self.frozen)]
 
     def save_model(self, folder: Path) -> None:
-        """A Hugging Face directory of the masters; of a BF16 model that has not learned yet in
-        BF16, which loses nothing. Of an adapter a PEFT folder."""
+        """Write a Hugging Face directory of the masters, or a PEFT folder of an adapter. The type
+        is BF16 where all masters are BF16 values, as in a BF16 model that has not learned yet,
+        which loses nothing; otherwise float32. Raises Corruption as `check_saved` does."""
         masters = self.model.named_parameters().values()
         narrow = all(bool((rows.bfloat16() == rows).all()) for rows in masters)
         all_narrow = all(self.ranks.all_gather_json(narrow))
         self.model.save(folder, torch.bfloat16 if all_narrow else torch.float32)
-        self.check_saved()  # after it was written: what changed while it was is noticed too
+        self.check_saved()  # after the write, to notice changes during it too
 
     def save(
         self,
@@ -118,8 +122,10 @@ class Trained:
         head: str,
         keep_last: int,
     ) -> Path:
-        """A checkpoint of now, whose counters are `state`, in plain values; `head`: the hash of the
-        certificate's newest row. Every rank writes what it keeps, the first one what all have."""
+        """Save a checkpoint of the present state and return its path. `state`: the counters, in
+        plain values; `scales`: those of a calibrated cache; `head`: the hash of the certificate's
+        newest row. Every rank writes the shards that it keeps, and the first rank writes what all
+        ranks have."""
 
         def write_rest(trainer: Path) -> None:
             trainer.mkdir()
@@ -149,9 +155,10 @@ class Trained:
         return checkpoints.save(directory, state["step"], write, keep_last, self.ranks)
 
     def restore(self, checkpoint: Path) -> dict[str, Any]:
-        """Bring back the optimizer, the version of the weights, which the model has read already,
-        and what the others keep; returns the counters. Each rank reads what it keeps. Raises
-        IsobitError for a state that is none."""
+        """Restore the optimizer, the calibrator, the learner, the replay buffer, the reference that
+        follows the policy, and the version of the weights, and return the counters. The weights
+        themselves must have been read into the model before. Each rank reads the shards that it
+        keeps. Raises IsobitError for a file that is not the state of a run."""
         counted = self.ranks.run_on_all(lambda: self._restore(checkpoint))
         if self.reference is not None:
             self.reference.load(checkpoint / _TRAINER / _REFERENCE)
@@ -173,7 +180,7 @@ class Trained:
                 "goes on with its own masters. Set it back, or begin a new run from these weights "
                 f"with model.path={checkpoint}"
             )
-        begun = EntropyBonus.of(self.learner.objective)  # which older checkpoints do not have
+        begun = EntropyBonus.of(self.learner.objective)  # older checkpoints have no state of it
         bonus = EntropyBonus(**state.get("entropy_bonus", begun.state()))
         self.learner.restore(state["bad_steps_in_a_row"], bonus)
         self.replay.restore(groups_from_json(state["replay"]))
@@ -182,7 +189,7 @@ class Trained:
 
 
 def not_finite(model: Model) -> str | None:
-    """The first master that holds NaN or infinity, on any rank, or None."""
+    """Return the name of the first master that holds NaN or infinity on any rank, or None."""
     mine = [
         name for name, rows in model.named_parameters().items() if not bool(rows.isfinite().all())
     ]
@@ -191,8 +198,9 @@ def not_finite(model: Model) -> str | None:
 
 
 def problem_of(checkpoint: Path, ranks: Ranks = ALONE) -> str | None:
-    """Why a run cannot go on from a checkpoint that is whole, or None: a weight is not finite, or
-    its state is not one. The ranks share the weights, and all return the same."""
+    """Return why a run cannot go on from a checkpoint that is whole, or None: a weight is not
+    finite, or the file of the state is not the state of a run. The ranks divide the weights among
+    them, and all return the same."""
     found = ranks.all_gather_json(ranks.run_on_all(lambda: _broken_weight(checkpoint, ranks)))
     found += ranks.all_gather_json(ranks.on_first(lambda: _broken_state(checkpoint)))
     return next((problem for problem in found if problem is not None), None)
@@ -219,7 +227,7 @@ def _state(checkpoint: Path) -> dict[str, Any]:
     path, waiting = (checkpoint / _TRAINER / name for name in ("state.json", _WAITING))
     try:
         check_readable(path)
-        tensors = {}  # older checkpoints have none
+        tensors = {}  # older checkpoints have no such file
         if exists(waiting):
             check_readable(waiting)
             tensors = load_file(waiting)
@@ -228,7 +236,7 @@ def _state(checkpoint: Path) -> dict[str, Any]:
         if not all(type(count) is int and count >= 0 for count in counts):
             raise TypeError
         if not set(found["offsets"]) <= set(NOTHING_WRITTEN) - {METRICS}:
-            raise TypeError  # a run cuts files of its own, and no others; metrics.jsonl by its rows
+            raise TypeError  # a run cuts only its own files; metrics.jsonl by its rows
         if not isinstance(found["masters"], str):
             raise TypeError
         for groups in (found["pending"], found["replay"], found.get("unfinished", [])):
@@ -253,8 +261,9 @@ def _state(checkpoint: Path) -> dict[str, Any]:
 
 
 def head_of(checkpoint: Path) -> str:
-    """The hash of the certificate's newest row when a checkpoint was saved; GENESIS of one that was
-    saved before the first, or has lost it. Raises IsobitError for what is no hash."""
+    """Return the hash of the certificate's newest row when the checkpoint was saved; GENESIS for a
+    checkpoint that was saved before the first row, or that has lost the file of the hash. Raises
+    IsobitError for a file that cannot be read or that does not hold a hash."""
     path = checkpoint / _TRAINER / _HEAD
     if not exists(path):
         return GENESIS

@@ -1,8 +1,8 @@
-"""Samples that wait in a checkpoint: their token ids, log-probabilities and masks as tensors, and of
-each sample in the state's JSON how many numbers are its own.
+"""Samples that wait in a checkpoint: their token ids, log-probabilities and masks are tensors, and
+the state's JSON has, for each sample, how many numbers of each tensor belong to it.
 
 A batch of rollouts that run ahead may have 10^8 tokens, which as text are gigabytes in one string.
-Left out: what else there is of a sample (`rl/algorithm/samples.py`), which is short.
+Left out: the other fields of a sample (`rl/algorithm/samples.py`), which are short.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,8 +25,9 @@ _NARROW = {np.int64: np.int32, np.float64: np.float32}
 
 
 def packed(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(the state of a run with a number in the place of each long column of a sample, the columns
-    [numbers of all samples]); a column is of 32 bits where that changes none of its numbers."""
+    """Return (the state of a run, in which the length of each long column of a sample replaces the
+    column; the columns, each [numbers of all samples]). A column has 32 bits per number where that
+    changes none of its numbers."""
     parts: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
 
     def short(sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,14 +43,15 @@ def packed(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]
 
 
 def unpacked(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The inverse of `packed`. Raises ValueError for columns that do not fit."""
+    """Return the state of a run from what `packed` returned. Raises ValueError for columns that do
+    not fit the lengths in the state."""
     places = dict.fromkeys(_COLUMNS, 0)
 
     def whole(sample: Mapping[str, Any]) -> dict[str, Any]:
         found = dict(sample)
         for name in _COLUMNS:
             length = found.get(name)
-            if length is None or isinstance(length, list):  # of an older checkpoint
+            if length is None or isinstance(length, list):  # the list of an older checkpoint
                 continue
             start = places[name]
             if type(length) is not int or not 0 <= length <= tensors[name].numel() - start:
@@ -65,7 +67,7 @@ def unpacked(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[st
 
 
 def _mapped(state: Mapping[str, Any], change: _Change) -> dict[str, Any]:
-    """The state with each sample changed, in one order."""
+    """Return the state of a run with `change` applied to each sample, always in the same order."""
     found = dict(state)
     for name in ("pending", "replay", "unfinished"):
         if name in found:
@@ -78,7 +80,8 @@ def _mapped(state: Mapping[str, Any], change: _Change) -> dict[str, Any]:
 
 
 def _groups(groups: Any, change: _Change) -> list[Any]:
-    """Groups of changed samples; one that is the number of another stays."""
+    """Return the groups with `change` applied to each sample. An integer in the place of a group,
+    which is the number of another group, stays."""
     return [
         group if isinstance(group, int) else [change(sample) for sample in group]
         for group in groups

@@ -67,14 +67,13 @@ def open_parts(
     before_weights: Callable[[Task, Path, Processes], None] | None = None,
     recorded: Path | None = None,
 ) -> Parts:
-    """Open everything; weights from `checkpoint` where one is given; `began`: the facts of the run
-    that goes on, or is replayed; `recorded`: the run whose rollouts this one learns from, where
-    nothing answers between turns unless held-out prompts are asked;
+    """Open all parts of a run and return them. `checkpoint`: where the weights are read from, if
+    given; `began`: the facts of the run that goes on, or is replayed; `recorded`: the run whose
+    rollouts this run learns from: no environment is opened then, unless held-out prompts are asked.
     `before_weights` is called with the task, the model's directory and the processes of the user's
-    code, before a weight is read, instead of a warning where the run cannot fit. Raises
-    IsobitError for whatever does not fit.
-    Several `ranks` share the policy's masters; a reference and reward models are whole on each,
-    once they are read."""
+    code before a weight is read, and replaces the warning that the run cannot fit. Several `ranks`
+    share the policy's masters; a reference and reward models are whole on each rank once they are
+    read. Raises IsobitError for anything that does not fit."""
     objects.require(config)
     check_trackers(plain(config.tracking))
     task = load_task(replace(config.task, seed=config.seed, rows=objects.rows))
@@ -88,7 +87,7 @@ def open_parts(
         base = base_of(config, began, quiet)
         if before_weights is not None:
             before_weights(task, base, processes)
-        elif checkpoint is None and ranks.first and not is_adapter(base):  # which is refused
+        elif checkpoint is None and ranks.first and not is_adapter(base):  # refused later
             _say_what_cannot_fit(config, base)
         models = _open_models(config, task, processes, base, began, checkpoint, ranks)
         return _put_together(config, processes, models, ranks, recorded)
@@ -106,8 +105,8 @@ def _say_what_cannot_fit(config: Config, base: Path) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Models:
-    """What a run trains and is scored by, opened, and its prompts as they fit; `longest`: the
-    tokens of the longest."""
+    """The model that a run trains, its scorer and its dialogue, opened, and the task with the
+    prompts that fit; `longest`: the tokens of the longest prompt."""
 
     model: Model
     base: Path
@@ -206,8 +205,8 @@ def _put_together(
 
     if config.optimizer.micro_batch_tokens != "auto":
         return parts_with(config, resolved)
-    # as a number, in the config too: how a batch is split decides how gradients are rounded, so a
-    # run that goes on repeats the number, wherever it does
+    # a number, in the config too: the split of a batch decides how gradients are rounded, so a
+    # run that goes on repeats the number, on any machine
     machine = this_machine(model.ops, ranks.size)
     job = job_with(config, model.config, engine.longest_prompt, machine, ranks=ranks.size)
     fitting = min(ranks.all_gather_json(fitting_tokens(job)))
@@ -226,7 +225,7 @@ def _check_router(objective: ResolvedObjective, model: Model) -> None:
 
 
 def optimizer_of(config: Config, model: Model) -> ShardedOptimizer:
-    """That of a run, for the model's masters."""
+    """Return the optimizer of a run, for the model's masters."""
     return ShardedOptimizer.of(
         model, replace(config.optimizer, total_steps=config.steps, seed=config.seed)
     )
@@ -257,29 +256,30 @@ def _learner(
 def _trained(
     config: Config, base: Path, began: Mapping[str, Any], checkpoint: Path | None, ranks: Ranks
 ) -> Model:
-    """The model that is trained, whose tokenizer reads prompts as the run does."""
+    """Load the model that is trained, with a tokenizer that reads prompts as the run does."""
     model = load_trained(config, base, checkpoint, ranks, date_of(began, ranks))
-    check_alike(ranks, computed_by(model.ops))  # one machine may have no compiler
+    check_alike(ranks, computed_by(model.ops))  # a machine may lack a compiler
     return model
 
 
 def rollout_sampling(config: Config) -> Sampling:
-    """How the completions that a run learns from are sampled."""
+    """Return the settings with which a run samples the completions that it learns from."""
     return replace(config.sampling, n=config.sampling.group_size, seed=config.seed)
 
 
 def base_of(config: Config, began: Mapping[str, Any], quiet: bool) -> Path:
-    """The model that a run begins with, and whose KL penalty it may pay."""
+    """Return the directory of the model that a run begins with, which may also be the reference of
+    its KL penalty. A model of `model.sft` is trained if it is not in the cache."""
     if config.model.path is not None:
         return model_named(config.model.path)
     return cached_model(str(config.model.sft), began, quiet=quiet)
 
 
 def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
-    """The frozen model of the KL penalty, or a teacher: working weights, whole on every rank, made
-    of masters that none had whole; or the policy's own, without its adapter; or the policy itself.
-    Raises IsobitError for a teacher that has another tokenizer than the policy, or cannot be
-    compared with it."""
+    """Return the frozen model of the KL penalty, or a teacher: a model with working weights that
+    are whole on every rank, made of masters that no rank had whole; or the policy's base without
+    its adapter; or the policy itself. Raises IsobitError for a teacher that has another tokenizer
+    than the policy, or cannot be compared with it."""
     if config.reference.weights == "policy":
         return model
     if config.shares_reference:
@@ -301,9 +301,9 @@ def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
 
 
 def _check_teacher(path: str, teacher: Model, policy: Model, loss: str) -> None:
-    """Raise IsobitError unless a token has one meaning to both, since the teacher is given the
-    policy's tokens, and the teacher has all of them; and, where a loss compares all, unless both
-    have as many."""
+    """Raise IsobitError unless each token means the same to both models, since the teacher reads
+    the policy's tokens, and the teacher has all tokens of the policy and a context at least as
+    long; and, for a loss that compares all tokens, unless both have equally many."""
     theirs, ours = (model.tokenizer.fast.get_vocab() for model in (teacher, policy))
     if theirs != ours:
         word = min(
@@ -360,7 +360,7 @@ def _held_out(
 
 
 def evaluation_plan(config: Config) -> EvaluationPlan:
-    """How a run's config asks held-out prompts."""
+    """Return the plan by which a run's config asks held-out prompts."""
     evaluation, seed = config.evaluation, (config.seed + SEED_OFFSET) % 2**63
     given = {name: getattr(evaluation, name) for name in ("temperature", "top_p", "top_k")}
     asked = {name: value for name, value in given.items() if value is not None}
@@ -374,13 +374,13 @@ def evaluation_plan(config: Config) -> EvaluationPlan:
 
 
 def held_out_scorer(scorer: RewardScorer) -> Scorer:
-    """What is correct is for functions and environments to say, and for reward models where there
-    are none."""
+    """Return the scorer of held-out completions: functions and environments decide which are
+    correct, and reward models where there are neither."""
     return scorer.without_models
 
 
 def reward_models(config: Config, now: datetime, ranks: Ranks = ALONE) -> list[WeightedModel]:
-    """The reward models of a config, loaded, whole on every rank; `now`: the run's date."""
+    """Load the reward models of a config, whole on every rank; `now`: the run's date."""
     found = []
     for given in config.rewards.models:
         flow = given.precision, config.backend, config.consistency
@@ -397,8 +397,8 @@ def sized_engine(
     reserved: int = 0,
     record_routes: bool = False,
 ) -> Engine:
-    """An engine for any of the prompts, whose cache holds so many sequences, within the config's
-    bounds; `reserved`: bytes that the first update will take; `record_routes`: of a mixture of
-    experts, for its learner."""
+    """Return an engine for any of the prompts, with a cache that holds `sequences` sequences,
+    within the config's bounds; `reserved`: bytes that the first update will take; `record_routes`:
+    whether the routes of a mixture of experts are recorded for its learner."""
     most = config.most_tokens
     return Engine.sized_for(model, prompts, sequences, most, config.engine, reserved, record_routes)

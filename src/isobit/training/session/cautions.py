@@ -1,7 +1,8 @@
-"""What a run does that its config probably does not mean: a line each, in a dry run and at the
-start.
+"""Warnings of what a run will do although its config probably does not mean it: one line each, in a
+dry run and at the start.
 
-What cannot work is refused where it is read; this works, and otherwise nobody would be told.
+A config that cannot work is refused where it is read; the configs warned of here work, and would
+otherwise run without a word.
 """
 
 import json
@@ -22,7 +23,7 @@ from isobit.training.running.machine import ranks_caution
 
 
 def cautions(config: Config, task: Task, model: Model | Described) -> list[str]:
-    """Warnings, one line each."""
+    """Return the warnings for a run, one line each."""
     found = [
         *_of_data(config, task),
         *_of_steps(config),

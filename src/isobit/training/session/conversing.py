@@ -1,5 +1,5 @@
-"""The conversations of a run whose config has an `environment`: what is asked of its model, template
-and prompts before anything is sampled. Left out: environments (`environments/`)."""
+"""The conversations of a run whose config has an `environment`: the demands on its model, template
+and prompts, checked before anything is sampled. Left out: environments (`environments/`)."""
 
 from isobit.config import Config
 from isobit.data.dataset import Example
@@ -14,9 +14,10 @@ from isobit.model import Model
 def open_dialogue(
     config: Config, model: Model, environments: EnvironmentPool, example: Example
 ) -> Dialogue:
-    """With `environments`, on prompts such as that of the example. Raises IsobitError for prompts
-    that are no chats, and for a template with which the answers of tools cannot be appended, or
-    nothing at all; what else is appended is seen when it comes."""
+    """Return the dialogue of a run with `environments`, checked on the prompt of the example.
+    Raises IsobitError for a prompt that is not a chat, and for a template with which the answers of
+    tools, or without tools any message, cannot be appended; other messages are checked when they
+    come."""
     dialogue = _dialogue(config, model, environments)
     if isinstance(example.prompt, str):
         raise IsobitError(
@@ -32,7 +33,7 @@ def open_dialogue(
 
 
 def recorded_dialogue(config: Config, model: Model) -> Dialogue:
-    """With environments that say what a run recorded."""
+    """Return a dialogue with environments that answer as the run recorded."""
     return _dialogue(config, model, RecordedEnvironments(config.environment.max_turns))
 
 

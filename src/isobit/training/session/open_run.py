@@ -1,5 +1,5 @@
 """A run that samples: where its groups come from, and how it learns from them. Left out: how it is
-opened (`opening.py`), and what every run has (`running/open_run.py`)."""
+opened (`opening.py`), and the parts of every run (`running/open_run.py`)."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -41,8 +41,9 @@ from isobit.training.session.cautions import cautions
 
 
 class Session(OpenRun):
-    """With `recorded` groups it samples none. `objects`: what it takes from Python. `saved_step`: of
-    the checkpoint that it goes on from."""
+    """An open run that samples; with `recorded` groups it learns from these and samples none.
+    `objects`: the callbacks and measures given in Python. `saved_step`: the step of the checkpoint
+    that it goes on from."""
 
     def __init__(
         self,
@@ -84,7 +85,8 @@ class Session(OpenRun):
     def _batches(
         self, recorded: Iterator[list[Group]] | None, ahead: int
     ) -> PrefetchedRollouts | AsyncRollouts:
-        """Where groups come from: another run, this process, or a fleet beside it."""
+        """Return the source of batches: the recorded groups of another run, the engine of this
+        process, or a fleet of other processes."""
         parts, state = self.parts, self.state
         if recorded is not None:
             return PrefetchedRollouts(RecordedRollouts(recorded), state, ahead)
@@ -122,7 +124,8 @@ class Session(OpenRun):
         )
 
     def _sampler(self) -> ClaimedGroups:
-        """Who samples in this process: whole groups, or those that may go on after an update."""
+        """Return the sampler of this process: of whole groups, or of groups that may go on after an
+        update."""
         parts, settings = self.parts, self.config.partial
         between = (lambda: None) if parts.serving is None else parts.serving.between
         asked = parts.engine, parts.sampling, self.ranks
@@ -133,7 +136,8 @@ class Session(OpenRun):
     def _live(
         self, sampler: Sampler, ranks: Ranks, meter: Meter, learned: Event | None = None
     ) -> LiveRollouts:
-        """Groups that are sampled; scored once `learned` is set, if one is given."""
+        """Return a source of groups that `sampler` samples; they are scored once `learned` is set,
+        if it is given."""
         parts = self.parts
         kind = PartialRollouts if isinstance(sampler, PartialGroups) else LiveRollouts
         return kind(
@@ -199,18 +203,20 @@ class Session(OpenRun):
         )
 
     def resources(self) -> Sequence[AbstractContextManager[Any]]:
-        """Rewards' and other processes, the server, and what samples beside the learner."""
+        """Return the worker processes, the server, and the source that samples while the learner
+        works; without those that the run does not have."""
         beside = (self.parts.processes, self.parts.serving, self._beside)
         return [each for each in beside if each is not None]
 
     def told(self) -> Iterable[str]:
-        """What is served, and what computes."""
+        """Yield the lines of the server, and a line on the kernels, the consistency and the
+        correction."""
         yield from () if self.parts.serving is None else self.parts.serving.lines
         computes, rule = self.model.ops.why, self.objective.rule
         yield f"{computes}; consistency: {self.config.consistency}; correction: {rule}"
 
     def warned(self) -> Iterable[str | None]:
-        """What the config probably does not mean."""
+        """Yield warnings of what the config probably does not mean."""
         yield from endings(self.model, self.config.sampling)
         yield model_warning(self.config, self.model)
         yield from cautions(self.config, self.parts.task, self.model)
@@ -218,5 +224,5 @@ class Session(OpenRun):
     def _begin(self) -> None:
         self.parts.processes.print_to(self.run.directory)
         if self._beside is not None:
-            self.parts.engine.sleep()  # evaluation has an engine of its own
+            self.parts.engine.sleep()  # the evaluation has a separate engine
         super()._begin()

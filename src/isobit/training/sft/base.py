@@ -1,7 +1,8 @@
-"""The base model of a run, trained once by a config of `isobit sft` and cached by a hash of all that
-it is made from.
+"""The base model of a run, trained once by a config of `isobit sft` and cached by a hash of
+everything that it is made from.
 
-It is made by a supervised run beside the cache, which goes on where it was if it is interrupted.
+It is made by a supervised run in a directory next to its place in the cache. A run that was
+interrupted goes on from its newest checkpoint.
 """
 
 import hashlib
@@ -34,9 +35,11 @@ from isobit.training.sft.parts import load_supervised
 def cached_model(
     path: str, began: Mapping[str, Any] = MappingProxyType({}), *, quiet: bool = False
 ) -> Path:
-    """The model of a config of `isobit sft`: from the cache if it was made before, else made now;
-    by one process at a time. `began`: the facts of the run that goes on with it. Raises IsobitError
-    where the cache cannot be written, and KeyboardInterrupt where a signal ends the making."""
+    """Return the directory of the model of a config of `isobit sft`: from the cache if it was made
+    before; otherwise it is made now, by one process at a time. `began`: the facts of the run that
+    goes on with it. Raises IsobitError for a config that trains an adapter or leaves
+    optimizer.micro_batch_tokens to the machine, and where the cache cannot be written; and
+    KeyboardInterrupt where a signal ends the making."""
     config = load_sft_config(path, began=began)
     if config.adapter is not None:
         raise IsobitError(
@@ -69,7 +72,8 @@ def cached_model(
 
 
 def _make(config: SftConfig, place: Path, quiet: bool) -> None:
-    """By a run in a directory beside `place`, which leaves nothing but the model."""
+    """Make the model at `place` by a run in a directory next to it, of which only the model is
+    kept. Raises KeyboardInterrupt, after a checkpoint is saved, where a signal ends the run."""
     directory = place.parent / f"{place.name}.run"
     with _opened(_alone(config, directory), quiet) as run:
         training_loop(run)
@@ -82,28 +86,31 @@ def _make(config: SftConfig, place: Path, quiet: bool) -> None:
 
 
 def _opened(config: SftConfig, quiet: bool) -> SupervisedRun:
-    """The run, where it was if it had begun and can go on."""
+    """Open the run that makes the model: from its newest checkpoint if it had begun and can go on,
+    otherwise from the start."""
     directory = Path(config.run.dir)
     if checkpoints.all_checkpoints(directory / CHECKPOINTS):
         try:
             return open_supervised_again(directory, (), quiet=quiet)
         except IsobitError:
-            pass  # of another version, or damaged: it begins anew
+            pass  # a run of another version, or damaged: begin anew
     shutil.rmtree(directory, ignore_errors=True)
     return open_supervised(config, quiet=quiet)
 
 
 def _alone(config: SftConfig, directory: Path | None) -> SftConfig:
-    """The config without what does not change the model: where it is made, who looks on."""
+    """Return the config with defaults for the options that do not change the model: those of `run`
+    and `tracking`, without a report, and on one rank. Its run directory is `directory`, or the
+    default for None."""
     where = SftConfig.run.dir if directory is None else str(directory)
     run = replace(SftConfig.run, dir=where, report=False)
     return replace(config, run=run, tracking=SftConfig.tracking, ranks=1)
 
 
 def _identity(config: SftConfig, task: Task) -> str:
-    """A hash of all that the model is made from: the config, what its precision is, the examples,
-    the weights it starts from, isobit's version; and the held-out examples, where an evaluation may
-    end its making."""
+    """Return a hash of everything that the model is made from: the config, the formats of its
+    precision, the examples, the weights and the chat template it starts from, isobit's version; and
+    the held-out examples, where an evaluation may end its making."""
     settings = dump_config(_alone(config, None))
     given, found = (
         f"consistency: {each}\n" for each in (config.consistency, resolved(config.consistency))

@@ -29,7 +29,7 @@ from isobit.rl.learner.learner import Learner
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """Held-out examples, the answers that are their right ones, and the rewards of others."""
+    """Held-out examples, the samples of their right answers, and the rewards of other answers."""
 
     examples: Sequence[Example]
     samples: Sequence[Sample]
@@ -38,7 +38,7 @@ class Asked:
 
 
 class HeldOutAnswers:
-    """Use as a context manager."""
+    """The held-out evaluation of a supervised run; a context manager."""
 
     def __init__(self, model: Model, learner: Learner, asked: Asked) -> None:
         self._model, self._learner, self._asked = model, learner, asked
@@ -53,7 +53,8 @@ class HeldOutAnswers:
     def evaluate(
         self, trainer_state: Mapping[str, float]
     ) -> tuple[dict[str, float], str, tuple[Question, ...]]:
-        """(metrics, a line for the reader, what was answered) of the present weights."""
+        """Evaluate the present weights and return (metrics, a line for the reader, the questions
+        with their answers)."""
         answered: tuple[Question, ...] = ()
         compares = self._learner.objective.loss in COMPARED_LOSSES
         metrics = self._preferences() if compares else {"loss/held_out": self.loss()}
@@ -66,15 +67,16 @@ class HeldOutAnswers:
         return metrics, line, answered
 
     def loss(self) -> float:
-        """The mean cross-entropy of all trained tokens, in nats; summed without rounding between,
-        so that it has no order."""
+        """Return the mean cross-entropy of all trained tokens, in nats; the sum is rounded only
+        once, so that it does not depend on an order."""
         rows = self._learner.logprobs(self._asked.samples)
         values = [value for row in rows for value in row.tolist()]
         return -math.fsum(values) / len(values)
 
     def _preferences(self) -> dict[str, float]:
-        """The mean loss of the held-out pairs, and in how many the preferred answer gains more; or
-        of single answers, and how many move to the side of their label."""
+        """Return the mean loss of the held-out pairs, and the fraction in which the preferred
+        answer gains more; or the mean loss of single answers, and the fraction that moves to the
+        side of its label."""
         learner, samples = self._learner, self._asked.samples
         rows = zip(learner.logprobs(samples), learner.reference_logprobs(samples), strict=True)
         ratios = torch.stack([block_sum(mine.double() - other.double()) for mine, other in rows])
@@ -96,7 +98,7 @@ class HeldOutAnswers:
         }
 
     def answers(self) -> tuple[Question, ...]:
-        """Greedy ones, with their rewards."""
+        """Sample a greedy answer for each held-out example, and return them with their rewards."""
         engine, pool = self._parts
         plan = EvaluationPlan(Sampling(max_new_tokens=self._asked.max_new_tokens))
         return measure(engine, self._asked.examples, pool, plan, ranks=self._model.ranks)

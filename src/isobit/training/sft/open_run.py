@@ -1,5 +1,5 @@
-"""A supervised run: its batches are given answers, and nothing is compared with a rollout. Left out:
-how it is opened (`opening.py`), and what every run has (`running/open_run.py`)."""
+"""A supervised run: its batches are given answers, and nothing is compared with a rollout. Left
+out: how it is opened (`opening.py`), and the parts of every run (`running/open_run.py`)."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +20,7 @@ from isobit.training.sft.parts import SupervisedParts
 
 
 class SupervisedRun(OpenRun):
-    """`saved_step`: of the checkpoint that it goes on from."""
+    """An open supervised run. `saved_step`: the step of the checkpoint that it goes on from."""
 
     def __init__(
         self,
@@ -56,21 +56,21 @@ class SupervisedRun(OpenRun):
         )
 
     def resources(self) -> Sequence[AbstractContextManager[Any]]:
-        """What the evaluation opens."""
+        """Return the held-out answers, which the evaluation opens, or nothing."""
         return () if self.parts.held_out is None else (self.parts.held_out,)
 
     def told(self) -> Iterable[str]:
-        """What computes."""
+        """Yield a line on the kernels and the consistency."""
         yield f"{self.model.ops.why}; consistency: {self.config.consistency}"
 
     def warned(self) -> Iterable[str | None]:
-        """What the config probably does not mean."""
+        """Yield warnings of what the config probably does not mean."""
         yield model_warning(self.config, self.model)
         yield ranks_caution(self.config.ranks)
         yield from supervised_cautions(self.config, self.parts.train)
 
     def finish(self) -> None:
-        """As of every run; and say where the model is."""
+        """Finish as every run does, and print where the model or the adapter is."""
         super().finish()
         what = "model" if self.config.adapter is None else "adapter"
         self.display.note(f"{what} in {checkpoints.all_checkpoints(self.run.checkpoints)[-1]}")

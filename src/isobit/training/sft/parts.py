@@ -1,5 +1,5 @@
-"""What a supervised run is put together from: the model, what is learned of each example, the
-learner and the held-out answers.
+"""The parts of a supervised run: the model, the samples to learn from each example, the learner and
+the held-out answers.
 
 Everything here is opened before a run directory is written, so that a user's mistake costs nothing.
 """
@@ -39,12 +39,13 @@ from isobit.training.sft.initial import initial_model
 from isobit.training.sft.taught import SupervisedSample, Teacher, is_text
 
 Taught = Mapping[int, Sequence[SupervisedSample]]
-"""What is learned of each example, by its index."""
+"""The samples to learn from each example, by the example's index."""
 
 
 @dataclass(frozen=True, eq=False)
 class SupervisedParts:
-    """`held_out`: None where nothing is; `reference`: of a loss that compares with one."""
+    """The parts of a supervised run. `held_out`: None where no example is held out; `reference`:
+    the model that the loss compares with, or None."""
 
     config: SftConfig
     trained: Trained
@@ -55,11 +56,11 @@ class SupervisedParts:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """As resolved."""
+        """The tokens of a micro-batch as resolved: a number in the place of `auto`."""
         return self.trained.learner.micro_batch_tokens
 
     def resolved_values(self) -> dict[str, Any]:
-        """What the config leaves open, as `resolved.json` has it."""
+        """Return the values that the config leaves open, as `resolved.json` has them."""
         return {
             "loss": self.trained.objective.loss,
             "micro_batch_tokens": self.micro_batch_tokens,
@@ -67,14 +68,15 @@ class SupervisedParts:
         }
 
     def memory_metrics(self) -> dict[str, float]:
-        """Allocated for weights, in MiB; keys and values are for an evaluation alone."""
+        """Return the memory allocated for weights, moments and a reference, in MiB; not that of
+        keys and values, which only an evaluation needs."""
         shared = self.config.adapter is not None
         return self.trained.memory_metrics(None if shared else self.reference)
 
 
 @dataclass(frozen=True, eq=False)
 class Lessons:
-    """The examples that fit, what is learned of each, and what is held out, or None."""
+    """The examples that fit, the samples to learn from each, and the held-out examples or None."""
 
     train: Dataset
     taught: Taught
@@ -83,7 +85,8 @@ class Lessons:
     """Tokens of the held-out prompts that are answered too."""
 
     def first(self, model: Model | Described) -> str:
-        """The example that a run starts with, as the model reads it, and what is learned of it."""
+        """Return a text of the example that a run starts with, as the model reads it, and of the
+        tokens learned from it."""
         example = self.train.at(0)
         sample = self.taught[example.index][0]
         mask = sample.completion_mask or (True,) * len(sample.completion_ids)
@@ -99,7 +102,7 @@ class Lessons:
     def job(
         self, config: SftConfig, model: ModelConfig, machine: Machine, ranks: int | None = None
     ) -> Job:
-        """What is planned."""
+        """Return the job of the run, for which memory is planned."""
         rows = [each for found in self.taught.values() for each in found]
         longest = max(rows, key=lambda each: len(each.prompt_ids) + len(each.completion_ids))
         given = Given(
@@ -112,7 +115,8 @@ class Lessons:
 
 
 def lessons_of(task: Task, model: Model | Described, config: SftConfig, quiet: bool) -> Lessons:
-    """Raises IsobitError for an example that is too long, or from which nothing can be learned."""
+    """Return the lessons of a task. Raises IsobitError for an example that is too long, unless such
+    examples are dropped, or from which nothing can be learned."""
     train, taught = _fitted(task.train, "training", task, model, config, quiet)
     asked = _asked(task, model, config, quiet)
     questions = [] if asked is None or not asked.rewards else asked.examples
@@ -128,8 +132,9 @@ def open_parts(
     began: Mapping[str, Any],
     checkpoint: Path | None = None,
 ) -> SupervisedParts:
-    """Open everything; weights from `checkpoint` where one is given; `began`: the facts of the run
-    that goes on. Raises IsobitError for whatever does not fit."""
+    """Open all parts of a supervised run and return them. `checkpoint`: where the weights are read
+    from, if given; `began`: the facts of the run that goes on. Raises IsobitError for anything that
+    does not fit."""
     check_trackers(plain(config.tracking))
     task = load_supervised(config)
     check_evaluation(config, task)
@@ -143,7 +148,7 @@ def open_parts(
     if config.compares and following is None:
         reference = _reference(config, model, task)
     settings = replace(config.optimizer, total_steps=config.steps, seed=config.seed)
-    if not config.of_pairs:  # answers share no prompts, unless two examples happen to
+    if not config.of_pairs:  # answers share prompts only by chance
         settings = replace(settings, share_prompts=False)
     learner = Learner(
         model,
@@ -168,8 +173,8 @@ def open_parts(
 
 
 def _micro_batch_tokens(config: SftConfig, lessons: Lessons, model: Model, ranks: Ranks) -> int:
-    """As a number, which the run's config keeps: `auto` is what fits into the rank that has
-    least."""
+    """Return the tokens of a micro-batch as a number, which the run's config keeps: `auto` is the
+    number that fits into the rank with the least memory."""
     given = config.optimizer.micro_batch_tokens
     if given != "auto":
         return given
@@ -179,8 +184,8 @@ def _micro_batch_tokens(config: SftConfig, lessons: Lessons, model: Model, ranks
 
 
 def _reference(config: SftConfig, model: Model, task: Task) -> Model:
-    """The model that the run began with, frozen: working weights under the policy's flow, or the
-    policy's own without its adapter."""
+    """Return the model that the run began with, frozen: working weights under the policy's flow, or
+    the policy's base without its adapter."""
     if config.adapter is not None:
         reference = model.without_adapter()
     else:
@@ -194,13 +199,14 @@ def _reference(config: SftConfig, model: Model, task: Task) -> Model:
 
 
 def load_supervised(config: SftConfig) -> Task:
-    """The task, whose files may have any of the columns that supervised sets have. Raises
-    IsobitError for bad data."""
+    """Load the task of a supervised run, whose files may have any of the columns that supervised
+    sets have. Raises IsobitError for bad data."""
     return load_task(replace(config.task, seed=config.seed, supervised=True))
 
 
 def check_evaluation(config: SftConfig, task: Task) -> None:
-    """Raise IsobitError where there is nothing to evaluate with."""
+    """Raise IsobitError for an evaluation that has no held-out examples, or whose metrics the run
+    does not have."""
     require_held_out(config, task)
     evaluation, accuracy = config.evaluation, "accuracy/held_out"
     known = ["loss/held_out", *([accuracy] if task.rewards else [])]
@@ -231,8 +237,8 @@ def _fitted(
     config: SftConfig,
     quiet: bool,
 ) -> tuple[Dataset, dict[int, Sequence[SupervisedSample]]]:
-    """The examples that are not too long, which stop the run unless they are dropped, and what is
-    learned of each, by its index."""
+    """Return the examples that are not too long, and the samples to learn from each, by its index.
+    Raises IsobitError for an example that is too long, unless the task drops such examples."""
     context, teacher = model.config.max_positions, Teacher(task, model, config.turns)
     taught: list[tuple[Example, list[SupervisedSample]]] = []
 
