@@ -184,7 +184,8 @@ KNOWN = {
     "data/arrow_rows.py": {"str(value)"},  # a decimal number
     "rewards/built.py": {"{place}"},  # of a row, whose name is text
     "rewards/own_options.py": {"{name}"},  # of an option, which is text
-    "training/recording/evaluating.py": {"{each['role']}"},  # of a message, which is text
+    # what is searched for addresses of memory, and shown nowhere
+    "training/rollouts/problems.py": {"str(episode.prompt[-1].get('content', ''))"},
     "training/running/inputs.py": {"{name}"},  # of a key of a config
     "training/running/restoring.py": {"{key}"},  # of a config
 }

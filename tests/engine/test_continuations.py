@@ -109,7 +109,8 @@ def test_siblings_earlier_epochs_and_the_prompt_itself_are_drafted() -> None:
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The least recently used prompts are forgotten, texts and indexes, and counts stay right."""
-    monkeypatch.setattr(speculation, "KEPT_TOKENS", 60)
+    most = 60 + 5 * speculation._OF_A_PROMPT
+    monkeypatch.setattr(speculation, "KEPT_TOKENS", most)
     monkeypatch.setattr(speculation, "INDEXED_TOKENS", 40)
     given, record = Speculation(3), Record()
     for number in range(12):
@@ -118,7 +119,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         given.draft(sequence, record, 9, 1)
         over(given, record, sequence)
         texts = given._texts.values()
-        assert given._kept == sum(each.size for each in texts) <= 60
+        assert given._kept == sum(each.size for each in texts) <= most
         indexed = [each.index.size for each in texts if each.index is not None]
         assert given._indexed == sum(indexed) <= 40 + 20
     assert not given._followed

@@ -20,7 +20,7 @@ def write(text: str) -> str:
     Args:
         text: What.
     """
-    for descriptor in range(3, 20):
+    for descriptor in sorted(map(int, os.listdir("/proc/self/fd")))[3:]:
         try:
             if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
                 os.write(descriptor, text.encode())
