@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import math
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,7 @@ def test_a_config_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     short = (ROOT / f"configs/{name}-sft.yaml").read_text()
     lines = ["steps: 5" if line.startswith("steps:") else line for line in short.splitlines()]
     (tmp_path / "sft.yaml").write_text("\n".join(lines))
+    shutil.copy(ROOT / "configs/turns.jinja", tmp_path)  # which is looked for next to the config
     changes = [
         f"model.sft={tmp_path / 'sft.yaml'}",
         f"run.dir={tmp_path / 'run'}",
