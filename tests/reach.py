@@ -29,6 +29,8 @@ _EVERYTHING = {
 _EVERYTHING |= {"ROOT", "SOURCE", "isobit.__file__"}
 """Names that a test or its helpers use where they may start a command, or read any file of the
 tree."""
+_FIRST = ROOT / "src/isobit/run/early_interrupt.py"
+"""What the package itself imports, whatever of it a test imports."""
 _MODEL = "base_model"
 """A fixture that every test may name, and that comes of `models.py`."""
 
@@ -114,7 +116,7 @@ def reached(starts: Iterable[Path]) -> frozenset[Path]:
 def reached_by_test(path: Path) -> frozenset[Path] | None:
     """What a file of tests reaches; None: everything."""
     beside = [folder / "conftest.py" for folder in path.parents if ROOT / "tests" in folder.parents]
-    found = reached([path, *(file for file in beside if file.is_file())])
+    found = reached([path, _FIRST, *(file for file in beside if file.is_file())])
     names = set[str]().union(*(_used(each) for each in found if ROOT / "tests" in each.parents))
     if names & _EVERYTHING:
         return None
