@@ -27,6 +27,7 @@ class FleetEngine:
         self.model = fleet.model
         self._fleet, self._batch = fleet, fleet.begin(groups, completions, note)
         self._open: dict[int, Request] = {}
+        self._indices: dict[Request, int] = {}  # of those that are open
         self._before = Stats()
 
     @property
@@ -75,7 +76,7 @@ class FleetEngine:
         named = request.prompt_id, request.sampling, request.sample_index
         batch.requests.append(wire.request(index, tokens, *named))
         batch.stats.prompt_tokens += len(tokens)
-        self._open[index] = request
+        self._open[index], self._indices[request] = request, index
         return request
 
     def step(self) -> list[tuple[Request, Completion]]:
@@ -86,6 +87,7 @@ class FleetEngine:
         for index in self._fleet.advance(self._batch):
             request = self._open.pop(index, None)
             if request is not None:
+                del self._indices[request]
                 before = request.extends
                 done, self._batch.done[index] = self._batch.done[index], []
                 self._batch.requests[index][
@@ -97,6 +99,6 @@ class FleetEngine:
 
     def cancel(self, request: Request) -> None:
         """Drop a request: engines that have it are told with their next call."""
-        for index in [index for index, open_ in self._open.items() if open_ is request]:
+        if (index := self._indices.pop(request, None)) is not None:
             del self._open[index]
             self._batch.done[index] = []
