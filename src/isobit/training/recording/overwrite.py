@@ -9,17 +9,16 @@ files that are left.
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from isobit.config import Config, SftConfig, is_supervised, load_config, load_sft_config
 from isobit.errors import IsobitError
 from isobit.run import directory as runs
 from isobit.run.directory import RunDirectory
 
-_Kind = TypeVar("_Kind", Config, SftConfig)
+_AnyConfig = Config | SftConfig
 
 
-def clear_finished(config: Config | SftConfig) -> None:
+def clear_finished(config: _AnyConfig) -> None:
     """Remove the run in `run.dir` if it has this configuration and has done exactly its steps, or
     none.
 
@@ -32,7 +31,7 @@ def clear_finished(config: Config | SftConfig) -> None:
     with RunDirectory(directory, {}):  # refuses a run that is at work
         done = max((int(row["step"]) for row in _metrics(directory)), default=0)
         load = load_sft_config if is_supervised(directory) else load_config
-        kept: Config | SftConfig = load(directory / runs.CONFIG)
+        kept: _AnyConfig = load(directory / runs.CONFIG)
         config = _as_kept(config, kept)
         again = (
             f"go on with it: isobit train --resume {directory}, or move it or remove it "
@@ -52,7 +51,7 @@ def clear_finished(config: Config | SftConfig) -> None:
         shutil.rmtree(directory)
 
 
-def _as_kept(config: _Kind, kept: Config | SftConfig) -> _Kind:
+def _as_kept(config: _AnyConfig, kept: _AnyConfig) -> _AnyConfig:
     """Return `config` with the numbers that `auto` and `epochs` became in the run `kept`, so that
     these count as the same configuration."""
     if config.epochs is not None:
