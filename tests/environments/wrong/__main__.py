@@ -25,7 +25,7 @@ from tests.models import tiny_model
 
 from .cases import CASES, Case
 
-_LONGEST_S = 60
+_LONGEST_S = 300
 _PASSED_OVER = re.compile(
     r"(native|reference) backend|report: |certificate of|step 1/1 |no group had a spread|"
     r"every completion in every step|environment: waiting for|a pipe of this process|warning: there is one|\s*$"
