@@ -315,7 +315,7 @@ def test_requests_of_one_run_are_not_counted_for_another(
             state.accept("s:train:0", 2, "optim_step", b"a" * 60)
         state.accept("s:train:0", 1, "optim_step", b"a" * 60)  # which is there, and counted once
         state.accept("s:train:1", 1, "optim_step", b"a" * 60)
-        assert [state.numbers(f"s:train:{each}") for each in (0, 1)] == [[1], [1]]
+        assert [list(state.requests(f"s:train:{each}")) for each in (0, 1)] == [[1], [1]]
     finally:
         state.close()
 

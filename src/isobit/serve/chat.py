@@ -71,7 +71,7 @@ def _given_call(where: str, value: Any) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            arguments = parse_json(arguments, patient=True)
+            arguments = parse_json(arguments, patient=True, finite=True)
         except BadJson as error:
             raise BadRequest(
                 f"{where}: arguments are not JSON: {error.reason}", "messages"
