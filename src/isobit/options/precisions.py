@@ -8,7 +8,7 @@ options do, and which combinations cannot work (`precision/changes.py`).
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from isobit.options.declare import OneOf, above, at_least, at_most
+from isobit.options.declare import Formerly, OneOf, above, at_least, at_most
 from isobit.options.reading import OptionError
 
 PRECISIONS = (
@@ -114,7 +114,16 @@ class PrecisionChanges(FlowChanges):
         "linear layers that stay in BF16 on both sides, in every layer",
     ] = None
     kv_calibration: Annotated[
-        Literal["rollout", "learner"] | None, "whose forward gives the scales of e4m3-calibrated"
+        Literal["every_step", "once", "never"] | None,
+        "when the scales of e4m3-calibrated are found. once: from the first data of their kind, "
+        "and kept; never: all are 1.0",
+    ] = None
+    kv_calibration_data: Annotated[
+        Literal["prompts", "batch"] | None,
+        Formerly("kv_calibration", (("rollout", "prompts"), ("learner", "batch"))),
+        "what they are found on. prompts: some prompts of the step that comes, by the rollout's "
+        "flow; batch: prompts and completions that were learned from last, by the learner's flow, "
+        "and before the first batch the prompts",
     ] = None
     kv_percentile: Annotated[
         float | None,
@@ -126,7 +135,7 @@ class PrecisionChanges(FlowChanges):
         float | None, above(0), "how much larger a calibrated scale is than it needs to be"
     ] = None
     kv_calibration_prompts: Annotated[
-        int | None, at_least(1), "prompts of a step that the rollout's calibration reads"
+        int | None, at_least(1), "how many prompts of a step are calibrated on"
     ] = None
 
     def __post_init__(self) -> None:

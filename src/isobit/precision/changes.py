@@ -14,7 +14,7 @@ from isobit.data import strict_yaml
 from isobit.errors import IsobitError, brief
 from isobit.options.declare import options_of
 from isobit.options.precisions import FlowChanges, PrecisionChanges
-from isobit.options.reading import read
+from isobit.options.reading import read, renamed
 from isobit.precision.flow import LINEAR_LAYERS, Calibration, Flow, Precision, preset_named
 from isobit.precision.formats import E2M1, E4M3, FORMATS, INT8
 from isobit.precision.quantize import QuantSpec
@@ -46,6 +46,7 @@ def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision
     given = {
         k: option for k, option in _given(value).items() if option is not None or k not in known
     }
+    given = dict(renamed(given, known, ("precision",)))
     changes = read(PrecisionChanges, given, ("precision",))
     precision = preset_named(changes.preset)
     given.pop("preset", None)
@@ -187,7 +188,8 @@ def _gradient(precision: Precision, changes: PrecisionChanges) -> QuantSpec | No
 
 def _calibration(precision: Precision, changes: PrecisionChanges) -> Calibration:
     names = {
-        "side": "kv_calibration",
+        "schedule": "kv_calibration",
+        "data": "kv_calibration_data",
         "percentile": "kv_percentile",
         "margin": "kv_margin",
         "prompts": "kv_calibration_prompts",

@@ -71,19 +71,34 @@ class Flow:
 
 @dataclass(frozen=True)
 class Calibration:
-    """How static scales of keys and values are found, in every step after the weights changed (NeMo
-    RL's rule).
+    """How static scales of keys and values are found, after the weights changed.
 
     scale = amax · `margin` / 448, with amax the `percentile` over batches of the largest magnitude
-    in each. `side`: rollout (a forward over the first `prompts` of the step, by its flow) or
-    learner (a forward over the whole batch that was learned from last, by its flow; over those
-    prompts before the first).
+    in each. `data`: prompts (a forward of the rollout's flow over the first `prompts` of the step)
+    or batch (a forward of the learner's flow over the whole batch that was learned from last; over
+    those prompts before the first). `schedule`: every_step; once (by the first such data, and
+    kept); or never (every scale is 1).
     """
 
-    side: str = "rollout"
+    schedule: str = "every_step"
+    data: str = "prompts"
     percentile: float = 99.9
     margin: float = 1.05
     prompts: int = 8
+
+    @property
+    def use(self) -> str:
+        """The use of the model whose flow computes the forward."""
+        return "learner" if self.data == "batch" else "rollout"
+
+    def __str__(self) -> str:
+        """Return the text by which a resume compares a run's rule with its own: of each step in the
+        words of the releases before there were others."""
+        text = (
+            f"Calibration(side={self.use!r}, percentile={self.percentile}, margin={self.margin}, "
+            f"prompts={self.prompts})"
+        )
+        return text if self.schedule == "every_step" else f"{self.schedule}: {text}"
 
 
 _NOT_GIVEN = Flow()  # compared by identity, since a given flow may equal it
