@@ -202,6 +202,11 @@ def _calibration(precision: Precision, changes: PrecisionChanges) -> Calibration
             f"precision.{names[next(iter(given))]}: there is no calibrated KV cache; set kv_cache: "
             "e4m3-calibrated, or start from fp8-rollout-kv"
         )
+    if given.get("schedule") == "never" and len(given) > 1:
+        raise IsobitError(
+            f"precision.{names[list(given)[1]]}: under kv_calibration: never every scale is 1; "
+            "leave it out"
+        )
     return replace(precision.calibration, **given)
 
 
