@@ -7,6 +7,7 @@ import pytest
 
 from isobit.errors import IsobitError
 from isobit.model import Tokenizer
+from isobit.model.text.template_tools import check_calls
 from tests.training.test_taught import tokenizer_of
 
 CHATML = (
@@ -85,7 +86,9 @@ def test_a_role_has_the_name_that_the_template_writes_or_is_refused() -> None:
     developer = KNOWN.replace("'system'", "'developer'")
     assert "<|im_start|>developer\nby system<" in roles(developer, "system", "user")
     for names in (("critic", "user"), ("user", "critic"), ("user", "assistant", "ipython")):
-        with pytest.raises(IsobitError, match="leaves out what a message of role (critic|ipython)"):
+        with pytest.raises(
+            IsobitError, match=r"leaves out what a message of role (critic|ipython)"
+        ):
             roles(known, *names)
     plain = CHATML.replace("CALLS", "")  # the control: one that writes any role
     assert "<|im_start|>developer\nby developer<" in roles(plain, "developer", "user")
@@ -124,11 +127,11 @@ def test_a_history_that_ends_with_a_call_is_not_cut() -> None:
 
 
 def test_a_call_that_the_template_leaves_out_is_found() -> None:
-    with_calls("either").check_calls(history({}))
+    check_calls(with_calls("either"), history({}))
     with pytest.raises(IsobitError, match="leaves out call 0 of a message"):
-        tokenizer_of(CHATML.replace("CALLS", ""), "<|im_end|>").check_calls(history({}))
+        check_calls(tokenizer_of(CHATML.replace("CALLS", ""), "<|im_end|>"), history({}))
     first = LOOP.replace("or []", "and m.tool_calls[:1] or []").replace("WRITTEN", "")
     chat = history({})
     chat[1]["tool_calls"] *= 2
     with pytest.raises(IsobitError, match="leaves out call 1 of a message"):
-        tokenizer_of(CHATML.replace("CALLS", first), "<|im_end|>").check_calls(chat)
+        check_calls(tokenizer_of(CHATML.replace("CALLS", first), "<|im_end|>"), chat)

@@ -10,7 +10,8 @@ from typing import Any
 
 from isobit.data.dataset import TEMPLATE_KWARGS
 from isobit.data.messages import arguments_of
-from isobit.environments.base import Call
+from isobit.data.turns import Call
+from isobit.model.text.template_tools import writes_tools
 from isobit.model.text.tokenizer import Tokenizer
 from isobit.serve.requests import BadRequest
 
@@ -99,7 +100,7 @@ def check_tools(
 ) -> None:
     """Raise BadRequest for tools that the template does not write: the model would not know of
     them."""
-    if "tools" in variables and not tokenizer.shows_tools(messages, variables):
+    if "tools" in variables and not writes_tools(tokenizer, messages, variables):
         raise BadRequest(
             "tools: the model's chat template shows none, so the model would not know of them; "
             "leave them out, or serve it with --chat-template FILE",

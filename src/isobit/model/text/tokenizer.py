@@ -9,7 +9,7 @@ slow tokenizers, and tokenizers that bring their own code.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
@@ -279,33 +279,20 @@ class Tokenizer:
         messages, _ = self._written(messages, add_generation_prompt, variables)
         return self._rendered(messages, add_generation_prompt, variables, continues)
 
-    def shows_tools(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-    ) -> bool:
-        """Return whether the template writes the `tools` of these variables."""
-        others, hidden = {**variables, "tools": None}, None
-        with suppress(IsobitError):  # a template that takes no such conversation without tools
-            hidden = self.render_chat(messages, True, others, continues=False)
-        return hidden != self.render_chat(messages, True, variables, continues=False)
-
-    def check_calls(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Raise IsobitError for a call in these messages that the template leaves out."""
-        if (conversations := self._of_template()) is not None:
-            conversations.check_calls(messages)
-
     def _written(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool,
         variables: Mapping[str, Any] | None,
     ) -> tuple[Sequence[Mapping[str, Any]], str | None]:
-        conversations = self._of_template()
+        conversations = self.conversations
         if conversations is None or not messages:
             return messages, None
         return conversations.written(messages, add_generation_prompt, variables or {})
 
-    def _of_template(self) -> Conversations | None:
-        """Return what writes conversations for the present template; None without one."""
+    @property
+    def conversations(self) -> Conversations | None:
+        """The writer of conversations for the present template; None without one."""
         template = self.chat_template
         if template is not None and (self._conversations or ("",))[0] != template:
             self._conversations = template, Conversations(self._render, template)

@@ -31,8 +31,9 @@ from isobit.errors import IsobitError, brief, printable
 from isobit.model import Model, Tokenizer
 from isobit.model.described import Described
 from isobit.model.text.added_tokens import token_text
+from isobit.model.text.template_tools import check_calls, writes_tools
 from isobit.rl.algorithm.given import PAIR_LOSSES
-from isobit.tasks import Task
+from isobit.tasks.builtin import Task
 from isobit.training.rollouts.lengths import encode_prompt
 
 Message = Mapping[str, Any]
@@ -212,7 +213,7 @@ class Teacher:
         tools = prompt[0].get(TEMPLATE_KWARGS, {}).get(TOOLS)
         if not tools or self._shows_tools:
             return
-        if not self._tokenizer.shows_tools(prompt, {TOOLS: tools}):
+        if not writes_tools(self._tokenizer, prompt, {TOOLS: tools}):
             raise IsobitError(
                 f"column {TOOLS!r}: the model's chat template writes none, so that calls of tools "
                 "would be learned which the model does not see; name one that does with "
@@ -224,7 +225,7 @@ class Teacher:
         """Raise IsobitError for a call that the template does not write."""
         counts = tuple(len(message.get("tool_calls") or ()) for message in chat)
         if any(counts) and counts not in self._written_calls:
-            self._tokenizer.check_calls(chat)
+            check_calls(self._tokenizer, chat)
             self._written_calls.add(counts)
 
     def _without_end(self, message: Message) -> Message:
