@@ -34,7 +34,7 @@ from isobit.model.text.added_tokens import token_text
 from isobit.model.text.template_tools import check_calls, writes_tools
 from isobit.rl.algorithm.given import PAIR_LOSSES
 from isobit.tasks.builtin import Task
-from isobit.training.rollouts.lengths import encode_prompt
+from isobit.training.rollouts.lengths import encode_prompt, say_spelled
 
 Message = Mapping[str, Any]
 _SHOWN = 40
@@ -69,8 +69,8 @@ class Teacher:
         names = {token_text(self._tokenizer.settings.get("eos_token"))}
         names |= {self._tokenizer.fast.id_to_token(end) for end in self._tokenizer.eos_ids}
         self._end_names = sorted(name for name in names if name)
-        self._spelled = list[str]()
-        """The ends that answers spelled, each of which was taken for the answer's end."""
+        self._spelled, self._inside = 0, list[str]()
+        """The answers that spell their end, and special tokens that others have inside."""
         self._shows_tools = False
         self._written_calls = set[tuple[int, ...]]()
 
@@ -236,8 +236,11 @@ class Teacher:
             return message
         while end := next((e for e in self._end_names if text.rstrip().endswith(e)), None):
             text = text.rstrip().removesuffix(end)
-            self._spelled.append(end)
-        return message if text == message["content"] else {**message, "content": text}
+        self._inside += self._tokenizer.special_tokens_in(text)
+        if text == message["content"]:
+            return message
+        self._spelled += 1
+        return {**message, "content": text}
 
     def _ended(self, ids: list[int], by_template: bool) -> list[int]:
         """The tokens up to the one that ends the answer, which is added where there is none."""
@@ -266,10 +269,11 @@ class Teacher:
         learned does, and how many answers spelled their end."""
         if self._spelled:
             print(
-                f"{len(self._spelled):,} answers spell the token that ends them, such as "
-                f"{printable(self._spelled[0])}: taken for the end, which is learned once",
+                f"{self._spelled:,} answers spell {' or '.join(self._end_names)} at their end: "
+                "taken for the end, which is learned once",
                 file=sys.stderr,
             )
+        say_spelled("answers", self._inside, self._tokenizer)
         stops = self._tokenizer.eos_ids
         ends = [sample.completion_ids[-1] for _, sample in taught]
         missed = next((token for token in ends if token not in stops), None)
