@@ -137,6 +137,24 @@ def test_the_cheats_fail_for_what_they_do_and_the_honest_one_passes() -> None:
     assert rate(GOOD, tests=HELPERS) == 1.0
 
 
+NEEDS = """from __future__ import annotations
+class Solution:
+    def longest(self, words: List[str]) -> float:
+        return sqrt(len(max(deque(words), key=len)))
+"""
+
+
+def test_imports_that_livecodebench_has_are_an_option() -> None:
+    """Also for programs that read stdin, and beside what a program imports of `__future__`."""
+    tests = ["assert Solution().longest(['a', 'bbbb']) == 2"]
+    assert rate(NEEDS, {"prelude": "livecodebench"}, tests=tests) == 1
+    assert rate(NEEDS, tests=tests) == 0
+    pair: dict[str, Any] = {"inputs": ["3 4"], "outputs": ["5.0"]}
+    source = "a, b = map(int, input().split())\nprint(sqrt(a * a + b * b))"
+    assert rate(source, {"tests": "stdin", "prelude": "livecodebench"}, **pair) == 1
+    assert rate(source, {"tests": "stdin"}, **pair) == 0
+
+
 @pytest.mark.slow
 def test_pairs_of_input_and_output() -> None:
     source = "```python\nn = int(input())\nprint(n * n, end=' \\n\\n')\n```"
