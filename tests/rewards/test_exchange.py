@@ -14,7 +14,8 @@ from isobit.rewards.exchange import Exchange
 from isobit.rewards.pool import RewardPool
 from isobit.rewards.spec import RewardSpec
 from isobit.rewards.worker_process import WorkerProcess
-from tests.rewards.test_worker_process import children, eventually
+from tests.rewards.test_worker_process import children
+from tests.until import until
 
 FUNCTIONS = """
 import os, time
@@ -90,7 +91,7 @@ def test_ctrl_c_while_a_function_hangs_leaves_no_thread_behind(
         finally:
             signal.signal(signal.SIGINT, before)
         batch.cancel()
-    assert eventually(lambda: threads() == [])
+    until(lambda: threads() == [])
     assert failed == []
 
 
@@ -98,7 +99,7 @@ def test_what_ran_before_it_was_asked_for_is_counted(file: str) -> None:
     with RewardPool([RewardSpec(f"{file}:slow")]) as pool:
         batch = pool.begin(2)
         batch.add(0, ["p"], ["c"], [{}])
-        assert eventually(lambda: len(batch._running.replies) == 1)  # type: ignore[union-attr]
+        until(lambda: len(batch._running.replies) == 1)  # type: ignore[union-attr]
         batch.add(1, ["p"], ["c"], [{}])
         assert [r.total for r in batch.collect()] == [1.0, 1.0]
         assert 0.3 <= batch.overlapped_s < 0.6 + 0.3

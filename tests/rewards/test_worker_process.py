@@ -5,8 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from isobit.rewards.pool import RewardPool
 from isobit.rewards.spec import RewardSpec
 from isobit.rewards.worker_process import WorkerProcess
 from isobit.workers.process import MAX_LOG_BYTES
+from tests.until import until
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/stat").exists(), reason="finds processes through /proc"
@@ -77,16 +76,6 @@ def children() -> list[int]:
     return found
 
 
-def eventually(condition: Callable[[], bool]) -> bool:
-    """Whether the condition comes true within two minutes."""
-    end = time.monotonic() + 120
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return condition()
-
-
 @pytest.mark.parametrize(
     ("name", "completion", "total"),
     [
@@ -107,10 +96,10 @@ def test_descendants_are_killed_and_no_zombie_is_left(
         pids = [int(pid) for pid in path.read_text().split()]
         assert len(pids) == 2
         if total is None:
-            assert eventually(lambda: not any(running(pid) for pid in pids))
+            until(lambda: not any(running(pid) for pid in pids))
         else:
             assert running(pids[0])
-    assert eventually(lambda: not any(running(pid) for pid in pids))
+    until(lambda: not any(running(pid) for pid in pids))
     assert children() == before
 
 
@@ -128,7 +117,7 @@ pool.score(["p"], ["hang"], [{{"path": {str(path)!r}}}])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     parent = subprocess.Popen([sys.executable, "-c", program], env=environment)
     try:
-        assert eventually(
+        until(
             lambda: (
                 path.exists() and len(path.read_text().split()) == (2 if name == "sleeper" else 1)
             )
@@ -138,7 +127,7 @@ pool.score(["p"], ["hang"], [{{"path": {str(path)!r}}}])
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    assert eventually(lambda: not any(running(pid) for pid in pids))
+    until(lambda: not any(running(pid) for pid in pids))
 
 
 def test_an_idle_worker_ends_with_its_pipe(file: str) -> None:
@@ -159,7 +148,7 @@ def test_a_worker_that_died_between_two_requests_is_replaced(file: str) -> None:
         assert first is not None
         assert pool.score(["p"], ["c"], [{}])[0].total == first
         os.kill(int(first), signal.SIGKILL)
-        assert eventually(lambda: not running(int(first)))
+        until(lambda: not running(int(first)))
         second = pool.score(["p"], ["c"], [{}])[0].total
         assert second not in (None, first)
     assert children() == before
