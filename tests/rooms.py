@@ -29,7 +29,12 @@ _ROOMS = {
     "view": {"monitor"},
 }
 """The rooms of folders of tests that have another name."""
-_CONCERN_ALL = {"tests/conftest.py", "tests/models.py", "tests/__init__.py"}
+_CONCERN_ALL = {
+    "tests/conftest.py",
+    "tests/models.py",
+    "tests/warm_workers.py",
+    "tests/__init__.py",
+}
 
 
 def room(path: Path) -> str:
