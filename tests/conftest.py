@@ -152,7 +152,7 @@ def _warm_workers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Elsewhere a worker is a fork of a Python that has imported what it runs."""
     with pytest.MonkeyPatch.context() as patch:
         if not FROM_NOTHING & {*request.path.parts}:
-            patch.setattr("isobit.workers.process.subprocess", warm_workers)
+            patch.setattr("isobit.tasks.workers.process.subprocess", warm_workers)
         yield
 
 

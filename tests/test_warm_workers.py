@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from isobit.run.interpreter import module_command
-from isobit.workers.variables import environment
+from isobit.tasks.workers.variables import environment
 from tests import warm_workers
 
 BOTH = pytest.mark.parametrize("popen", [subprocess.Popen, warm_workers.Popen])

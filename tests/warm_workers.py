@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVNULL = subprocess.DEVNULL
-_PRELOADED = ("isobit.rewards.worker", "isobit.environments.worker")
+_PRELOADED = ("isobit.tasks.rewards.worker", "isobit.tasks.environments.worker")
 _MOST_BYTES = 1 << 20
 _lock = threading.Lock()
 _server: tuple[int, socket.socket] | None = None
@@ -30,7 +30,7 @@ _server: tuple[int, socket.socket] | None = None
 
 
 class Popen:
-    """`subprocess.Popen`, as far as `isobit.workers.process` uses it."""
+    """`subprocess.Popen`, as far as `isobit.tasks.workers.process` uses it."""
 
     def __init__(
         self,
