@@ -13,20 +13,22 @@ from isobit.tasks.rewards.pool import RewardPool
 from isobit.tasks.rewards.spec import RewardSpec
 from isobit.tasks.rewards.worker_process import WorkerProcess
 from isobit.tasks.workers.process import MAX_LOG_BYTES
+from tests.rewards.conftest import HANG
 from tests.until import until
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/stat").exists(), reason="finds processes through /proc"
 )
 
-FUNCTIONS = """
+FUNCTIONS = (
+    """
 import os, re, subprocess, sys, threading, time
 
 def sleeper(completions, path, **k):
     child = subprocess.Popen(["sleep", "300"])
     open(path[0], "w").write(f"{os.getpid()} {child.pid}")
     if completions[0] == "hang":
-        time.sleep(300)
+        hang()
     if completions[0] == "die":
         os._exit(1)
     return [1.0] * len(completions)
@@ -53,6 +55,8 @@ def chatty(completions, **k):
 def ok(completions, **k):
     return [float(os.getpid())] * len(completions)
 """
+    + HANG
+)
 
 
 def running(pid: int) -> bool:
@@ -76,6 +80,7 @@ def children() -> list[int]:
     return found
 
 
+@pytest.mark.usefixtures("only_hanging_takes_time")
 @pytest.mark.parametrize(
     ("name", "completion", "total"),
     [
