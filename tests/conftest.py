@@ -143,15 +143,19 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-FROM_NOTHING = {"rewards", "environments", "strangers", "workers"}
-"""Folders of tests whose workers are interpreters of their own, since they are what is tested."""
+FROM_NOTHING = {
+    *("test_worker_process", "test_exchange", "test_poisoned_directory"),
+    *("test_attacks", "test_limits", "test_seccomp", "test_examiner"),
+    *("test_hostile", "test_strangers", "test_mistakes"),
+}
+"""Files of tests whose workers are interpreters of their own, since these are what is tested."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _warm_workers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Elsewhere a worker is a fork of a Python that has imported what it runs."""
     with pytest.MonkeyPatch.context() as patch:
-        if not FROM_NOTHING & {*request.path.parts}:
+        if request.path.stem not in FROM_NOTHING:
             patch.setattr("isobit.tasks.workers.process.subprocess", warm_workers)
         yield
 
