@@ -22,6 +22,7 @@ from isobit.tasks.rewards.sandbox.launch import Limits, Outcome, check_cage, run
 from isobit.tasks.rewards.spec import RewardSpec
 from tests.documents import ROOT, parsed
 from tests.documents import run as run_command
+from tests.until import until
 
 pytestmark = pytest.mark.usefixtures("cage")
 
@@ -492,14 +493,16 @@ def marked() -> list[str]:
 @pytest.mark.slow
 def test_a_child_in_the_background_dies_with_the_program() -> None:
     source = (
-        "import os, sys, time\n"
+        "import os, sys\n"
+        "begun, ends = os.pipe()  # which a program that begins closes\n"
         "if os.fork() == 0:\n"
         "    os.setsid()\n"
         "    if os.fork() == 0:\n"
         "        os.execv(sys.executable, [sys.executable, '-S', '-c', 'import time; "
         f"time.sleep(30)', {MARK!r}])\n"
         "    os._exit(0)\n"
-        "time.sleep(1)\n"
+        "os.close(ends)\n"
+        "os.read(begun, 1)\n"
         "print('left')\n"
     )
     assert run(source).output == "left\n"
@@ -523,14 +526,8 @@ def test_everything_dies_with_the_worker() -> None:
         with RewardPool([RewardSpec("code", options=options, deadline_s=600)]) as pool:
             batch = pool.begin(1)
             batch.add(0, ["p"], [source], [{"tests": "assert 1"}])
-            end = time.monotonic() + 120
-            while not marked() and time.monotonic() < end:
-                time.sleep(0.05)
-            assert marked()
-        end = time.monotonic() + 120
-        while marked() and time.monotonic() < end:
-            time.sleep(0.05)
-        assert marked() == []
+            until(marked)
+        until(lambda: not marked())
 
 
 def test_no_privileges_and_a_small_environment() -> None:
