@@ -71,7 +71,16 @@ _LESS_MEMORY = (
 
 def main() -> None:
     """Entry point of the `isobit` command."""
-    _open_what_is_closed()
+    # Standard streams that whoever started this has closed lead nowhere: else the next file
+    # that is opened, one of a run, would have the number of stderr, and a library's words in
+    # it.
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # which gets the lowest free number
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     with outlived_stderr(), _interruption_is_said():
         _main()
 
@@ -119,23 +128,20 @@ def _interruption_is_said() -> Iterator[None]:
             signal.signal(number, before)
 
 
-def _open_what_is_closed() -> None:
-    """Standard streams that whoever started this has closed lead nowhere: else the next file that is
-    opened, one of a run, would have the number of stderr, and a library's words in it."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # which gets the lowest free number
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-
-
 def _main() -> None:
-    _write_any_text()
+    # Where the locale's encoding lacks a character, stdout has it as JSON escapes it.
+    codecs.register_error("json", _escaped)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="json")
     try:
         code = app(prog_name="isobit", standalone_mode=False)
-        _flush()
+        # Write what is left for stdout while a failure can still be told.
+        try:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except BrokenPipeError:  # whoever read it has seen enough
+            _drop_output()
+            sys.exit(1)
     except _Usage as error:
         _end(_one_line(error))
     except typer.Abort:  # the end of stdin, where something is asked
@@ -175,27 +181,10 @@ def _of_surroundings(error: OSError) -> str | None:
     return None
 
 
-def _write_any_text() -> None:
-    """Where the locale's encoding lacks a character, stdout has it as JSON escapes it."""
-    codecs.register_error("json", _escaped)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="json")
-
-
 def _escaped(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end
-
-
-def _flush() -> None:
-    """Write what is left for stdout while a failure can still be told."""
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except BrokenPipeError:  # whoever read it has seen enough
-        _drop_output()
-        sys.exit(1)
 
 
 def _drop_output() -> None:

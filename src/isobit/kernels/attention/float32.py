@@ -55,7 +55,6 @@ def attention(
     sinks: Tensor | None = None,
     probabilities: Format | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `Ops.attention`."""
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=q.device)
     group = q.shape[1] // store.k.shape[1]
     for sequence, (start, stop) in enumerate(_bounds(layout)):
@@ -97,7 +96,6 @@ def attention_backward(
     scale: float,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `Ops.attention_backward`."""
     assert_whole(layout)
     kv_heads = store.k.shape[1]
     dq, dk = torch.empty_like(q), q.new_empty(len(layout.key_slots), kv_heads, q.shape[2])

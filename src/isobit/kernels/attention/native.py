@@ -26,7 +26,6 @@ def attention(
     sinks: Tensor | None = None,
     probabilities: Format | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `Ops.attention`."""
     if not _supports(q, store):
         return ops.falls_back("attention", store.kv or q.dtype).attention(
             q, store, layout, scale, window, sinks, probabilities
@@ -53,7 +52,6 @@ def attention_backward(
     scale: float,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `Ops.attention_backward`."""
     if not _supports(q, store) or dout.dtype != q.dtype:
         return ops.falls_back("attention_backward", store.kv or q.dtype).attention_backward(
             dout, q, out, lse, store, layout, scale, window

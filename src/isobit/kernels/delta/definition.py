@@ -153,7 +153,6 @@ Backward = Callable[[Parts, Tensor], Parts]
 def delta_rule(
     qkv: Tensor, gates: Tensor, heads: DeltaHeads, store: StateStore | None, layout: Layout
 ) -> Tensor:
-    """As `Ops.delta_rule`."""
     parts = _parts(qkv, gates, heads)
     each = heads.value_heads // heads.key_heads
     q, k = (x.repeat_interleave(each, 1) for x in (parts.q, parts.k))
@@ -217,7 +216,6 @@ def _inverse_length(x: Tensor) -> Tensor:
 def delta_rule_backward(
     dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, layout: Layout
 ) -> tuple[Tensor, ...]:
-    """As `Ops.delta_rule_backward`."""
     return through_parts(
         dout, qkv, gates, heads, lambda parts, dout: _backward(parts, dout, layout, heads.corrects)
     )

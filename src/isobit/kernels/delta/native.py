@@ -30,7 +30,6 @@ def short_convolution(
     layout: Layout,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """As `Ops.short_convolution`."""
     if x.dtype not in PLAIN or (store is not None and store.inputs.dtype != x.dtype):
         return ops.falls_back("short_convolution", x.dtype).short_convolution(
             x, weight, store, layout, bias
@@ -58,7 +57,6 @@ def short_convolution_backward(
     layout: Layout,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """As `Ops.short_convolution_backward`."""
     if x.dtype not in PLAIN or dy.dtype != x.dtype:
         return ops.falls_back("short_convolution_backward", x.dtype).short_convolution_backward(
             dy, x, weight, layout, bias
@@ -91,7 +89,6 @@ def delta_rule(
     store: StateStore | None,
     layout: Layout,
 ) -> Tensor:
-    """As `Ops.delta_rule`."""
     if qkv.dtype not in PLAIN:
         return ops.falls_back("delta_rule", qkv.dtype).delta_rule(qkv, gates, heads, store, layout)
     sizes = heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim
@@ -117,7 +114,6 @@ def delta_rule(
 def delta_rule_backward(
     ops: NativeBase, dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, layout: Layout
 ) -> tuple[Tensor, ...]:
-    """As `Ops.delta_rule_backward`."""
     if qkv.dtype not in PLAIN:
         return ops.falls_back("delta_rule_backward", qkv.dtype).delta_rule_backward(
             dout, qkv, gates, heads, layout

@@ -25,7 +25,6 @@ def head_backward(
     into: Tensor | None = None,
     trained: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `Ops.head_backward`."""
     if dentropy is not None or hidden.dtype != torch.bfloat16:
         given = (dlogprobs, hidden, weight, tokens, temperature, dentropy)
         return definition.head_backward(ops, *given, into, trained)
@@ -50,7 +49,6 @@ def head_backward_kept(
     from_zero: bool = False,
     trained: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `Ops.head_backward_kept`."""
     given = hidden, weight, tokens, temperature
     if dentropy is not None or hidden.dtype != torch.bfloat16 or ops.ordered is None or not logits:
         return definition.head_backward_kept(

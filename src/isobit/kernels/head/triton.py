@@ -274,7 +274,6 @@ def head_backward(
 
 
 def embedding_backward(dy: Tensor, tokens: Tensor, count: int) -> Tensor:
-    """As `Ops.embedding_backward`."""
     gradient = torch.zeros(count, dy.shape[1], device=dy.device)
     # on a GPU index_add_ adds in any order; index_put_ sorts first, and so repeats
     return gradient.index_put_((tokens,), dy.float(), accumulate=True)

@@ -68,7 +68,6 @@ def attention_inputs(
 def attention_inputs_backward(
     ops: Ops, gradients: tuple[Tensor, Tensor, Tensor], qkv: Tensor, heads: Heads, positions: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As `Ops.attention_inputs_backward`."""
     dq, dk, dv = gradients
     dq, dk = (
         ops.rotary(dx.contiguous(), *heads.tables, positions, inverse=True) for dx in (dq, dk)

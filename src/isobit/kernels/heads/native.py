@@ -19,7 +19,6 @@ from isobit.precision import E4M3, INT8, QuantSpec, nonfinite_message
 def rotary(
     ops: NativeBase, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False
 ) -> Tensor:
-    """As `Ops.rotary`."""
     kind = PLAIN.get(x.dtype)
     if kind is None or cos.dtype != torch.float32 or sin.dtype != torch.float32:
         return ops.falls_back("rotary", x.dtype).rotary(x, cos, sin, positions, inverse)
@@ -36,7 +35,6 @@ def rotary(
 
 
 def kv_write(ops: NativeBase, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
-    """As `Ops.kv_write`."""
     kind = _kind_of_write(k, v, store)
     if kind is None:
         ops.falls_back("kv_write", store.kv or k.dtype).kv_write(store, k, v, layout)
@@ -53,7 +51,6 @@ def kv_write(ops: NativeBase, store: KVStore, k: Tensor, v: Tensor, layout: Layo
 def attention_inputs(
     ops: NativeBase, qkv: Tensor, heads: Heads, store: KVStore, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `Ops.attention_inputs`."""
     kv_heads, dim = store.k.shape[1:]
     q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     kind = _kind_of_write(k, v, store)

@@ -47,7 +47,6 @@ class Factors:
 def prepare_factors(
     ops: Ops, parts: Sequence[tuple[Tensor, Tensor, int, int]], scale: float
 ) -> Factors:
-    """As `Ops.prepare_factors`."""
     return Factors(
         tuple(Part(ops.prepare(a), ops.prepare(b), lo, hi) for a, b, lo, hi in parts), scale
     )
@@ -87,7 +86,6 @@ def add_low_rank(
     offsets: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As `Ops.add_low_rank`."""
     values = plain(x, dtype)
     for one, (start, stop) in zip(adapters, pairwise(offsets.tolist())):
         places = rows[start:stop]

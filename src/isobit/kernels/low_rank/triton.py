@@ -162,7 +162,6 @@ def expand(
 def prepare_factors(
     ops: Ops, parts: Sequence[tuple[Tensor, Tensor, int, int]], scale: float
 ) -> Factors:
-    """As `Ops.prepare_factors`."""
     if not _addressable(parts):
         return definition.prepare_factors(ops, parts, scale)
     parts = [(_aligned(a), _aligned(b), lo, hi) for a, b, lo, hi in parts]
@@ -204,7 +203,6 @@ def add_low_rank(
     offsets: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As `Ops.add_low_rank`."""
     found = [one for one in adapters if isinstance(one, AddressedFactors)]
     if dtype != torch.bfloat16 or len(found) != len(adapters):
         return definition.add_low_rank(ops, total, x, adapters, rows, offsets, dtype)

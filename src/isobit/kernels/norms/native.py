@@ -35,7 +35,6 @@ def check_rows() -> None:
 def rms_norm(
     ops: NativeBase, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `Ops.rms_norm`."""
     if not _alike(x, weight, residual):
         return ops.falls_back("rms_norm", x.dtype).rms_norm(x, weight, eps, residual)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -52,7 +51,6 @@ def rms_norm_quantized(
     spec: QuantSpec,
     name: str,
 ) -> tuple[QTensor, Tensor, Tensor]:
-    """As `Ops.rms_norm_quantized`."""
     rows, columns = x.shape
     block = _block_of_row(spec, rows, columns) if _alike(x, weight, residual) else None
     if block is None:
@@ -85,7 +83,6 @@ def _norm(
 def rms_norm_backward(
     ops: NativeBase, dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `Ops.rms_norm_backward`."""
     if not _alike(summed, weight, dy):
         return ops.falls_back("rms_norm_backward", summed.dtype).rms_norm_backward(
             dy, summed, weight, rstd
@@ -104,7 +101,6 @@ def rms_norm_backward(
 
 
 def gate_mul(ops: NativeBase, activation: Activation, gate_up: Tensor) -> Tensor:
-    """As `Ops.gate_mul`."""
     if gate_up.dtype not in PLAIN:
         return ops.falls_back("gate_mul", gate_up.dtype).gate_mul(activation, gate_up)
     out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype)
@@ -115,7 +111,6 @@ def gate_mul(ops: NativeBase, activation: Activation, gate_up: Tensor) -> Tensor
 def gate_mul_quantized(
     ops: NativeBase, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str
 ) -> QTensor:
-    """As `Ops.gate_mul_quantized`."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     block = _block_of_row(spec, rows, inner) if gate_up.dtype in PLAIN else None
     if block is None:
@@ -147,7 +142,6 @@ def _gate(
 def gate_mul_backward(
     ops: NativeBase, activation: Activation, dh: Tensor, gate_up: Tensor
 ) -> Tensor:
-    """As `Ops.gate_mul_backward`."""
     if gate_up.dtype not in PLAIN or dh.dtype != gate_up.dtype:
         return ops.falls_back("gate_mul_backward", gate_up.dtype).gate_mul_backward(
             activation, dh, gate_up

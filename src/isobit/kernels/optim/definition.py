@@ -62,7 +62,6 @@ def noise(count: int, seed: int, step: int, first: int, device: torch.device) ->
 
 
 def square_sums(x: Tensor) -> Tensor:
-    """As `Ops.square_sums`."""
     return torch.cat([_halved(rows.double().square_()) for rows in x.split(_ROWS)])
 
 

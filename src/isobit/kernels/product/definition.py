@@ -41,7 +41,21 @@ def product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Te
     """
     assert a.shape[1] == b.shape[1], f"operands of {a.shape[1]} and {b.shape[1]} columns"
     if isinstance(a, QTensor) and isinstance(b, QTensor):
-        total = _blocks(a, b)
+        scale_a, scale_b = _row_scales(a), _row_scales(b)
+        parts = [(left, right) for left in _exact_parts(a) for right in _exact_parts(b)]
+        total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64, device=scale_a.device)
+        step = min(BLOCK, a.block[1], b.block[1])
+        for start in range(0, a.shape[1], step):
+            block = slice(start, start + step)
+            dot = parts[0][0][:, block] @ parts[0][1][:, block].t()
+            for left, right in parts[1:]:
+                dot += left[:, block] @ right[:, block].t()
+            left_scale, right_scale = (
+                scale_a[:, start // a.block[1]],
+                scale_b[:, start // b.block[1]],
+            )
+            scale = left_scale.unsqueeze(1) * right_scale.unsqueeze(0)
+            total += dot.mul_(scale)
         return round_once(total if bias is None else total + bias.double(), out)
     return round_once(product_sums(values(a), values(b), bias, out), out)
 
@@ -61,22 +75,6 @@ def fast_product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) 
     if left.dtype != right.dtype or isinstance(a, QTensor) or isinstance(b, QTensor):
         left, right = left.bfloat16(), right.bfloat16()
     return functional.linear(left, right, None if bias is None else bias.to(left.dtype)).to(out)
-
-
-def _blocks(a: QTensor, b: QTensor) -> Tensor:
-    scale_a, scale_b = _row_scales(a), _row_scales(b)
-    parts = [(left, right) for left in _exact_parts(a) for right in _exact_parts(b)]
-    total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64, device=scale_a.device)
-    step = min(BLOCK, a.block[1], b.block[1])
-    for start in range(0, a.shape[1], step):
-        block = slice(start, start + step)
-        dot = parts[0][0][:, block] @ parts[0][1][:, block].t()
-        for left, right in parts[1:]:
-            dot += left[:, block] @ right[:, block].t()
-        left_scale, right_scale = scale_a[:, start // a.block[1]], scale_b[:, start // b.block[1]]
-        scale = left_scale.unsqueeze(1) * right_scale.unsqueeze(0)
-        total += dot.mul_(scale)
-    return total
 
 
 def _exact_parts(operand: QTensor) -> list[Tensor]:

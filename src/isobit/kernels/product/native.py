@@ -31,7 +31,6 @@ _ONEDNN_PACKS = hasattr(mkldnn, "_linear_pointwise") and mkldnn._is_mkldnn_bf16_
 
 
 def prepare(ops: NativeBase, weight: Operand, into: Prepared | None = None) -> Prepared:
-    """As `Ops.prepare`."""
     kept = into if isinstance(into, Packed) else None
     if ops.fast:
         return _fast_prepare(ops, weight, kept)
@@ -51,7 +50,6 @@ def product(
     bias: Tensor | None = None,
     out: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """As `Ops.product`."""
     if ops.ordered is not None and computes(a, weight_of(b)):
         return ops.ordered.product(a, b, bias, out)
     if isinstance(b, PackedFP4):

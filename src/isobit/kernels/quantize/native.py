@@ -15,7 +15,6 @@ _BLOCK_ROWS = 128
 
 
 def quantize(ops: NativeBase, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
-    """As `Ops.quantize`."""
     kind = PLAIN.get(x.dtype)
     if kind is None or not has_scales(spec) or x.numel() == 0:
         return ops.falls_back("quantize", spec).quantize(x, spec, name)
@@ -35,7 +34,6 @@ def quantize(ops: NativeBase, x: Tensor, spec: QuantSpec, name: str = "tensor") 
 
 
 def quantize_along_tokens(ops: NativeBase, x: Operand, spec: QuantSpec, name: str) -> QTensor:
-    """As `Ops.quantize_along_tokens`."""
     along = along_rows(spec)
     if not (
         isinstance(x, QTensor)
@@ -58,7 +56,6 @@ def quantize_along_tokens(ops: NativeBase, x: Operand, spec: QuantSpec, name: st
 
 
 def error_sums(ops: NativeBase, x: Operand, quantized: QTensor) -> ErrorSums:
-    """As `Ops.error_sums`."""
     coded = x if isinstance(x, QTensor) and _is_native(x) else None
     plain = x if isinstance(x, Tensor) and x.dtype in PLAIN else None
     given = coded.data if coded is not None else plain

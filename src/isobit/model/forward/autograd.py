@@ -15,7 +15,7 @@ Shapes: T rows, K and N the inputs and outputs of a linear layer, V vocabulary. 
 (`attend.py`), experts and linear attention.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -165,7 +165,13 @@ class _Linear(Function):
         if ctx.kept and saved:
             operand: Operand | None = _multiplied(saved[0].to(dy.dtype), None, weight, ctx.ops)
         else:
-            operand = _joined(saved, weight)
+            # codes and scales, a tensor, or nothing
+            spec = copy_spec(weight) if has_own_copy(weight) else weight.activation
+            operand = (
+                QTensor(saved[0], saved[1], spec)
+                if len(saved) == 2 and spec is not None
+                else next(iter(saved), None)
+            )
         dx, dw, db, *adapters = linear_backward(ctx, dy, operand, us, ctx.needs_input_grad[:3])
         dx = None if dx is None else dx.to(ctx.dtype)
         return dx, dw, db, None, None, None, None, None, *adapters
@@ -186,16 +192,6 @@ def _quantized(x: Tensor, weight: Weight, ops: Ops) -> Operand:
 def parts(operand: Operand) -> tuple[Tensor, ...]:
     """The tensors as which an operand is saved for the backward."""
     return (operand.data, operand.scale) if isinstance(operand, QTensor) else (operand,)
-
-
-def _joined(saved: Sequence[Tensor], weight: Weight) -> Operand | None:
-    """The operand of saved `parts`, None of none."""
-    spec = copy_spec(weight) if has_own_copy(weight) else weight.activation
-    return (
-        QTensor(saved[0], saved[1], spec)
-        if len(saved) == 2 and spec is not None
-        else next(iter(saved), None)
-    )
 
 
 class _RMSNorm(Function):

@@ -34,7 +34,6 @@ from isobit.rl.learner.forward import (
     gather_micro_batches,
     logprobs_of,
 )
-from isobit.rl.learner.packing import PackedBatch
 from isobit.rl.learner.routing import (
     BatchLoad,
     RoutingTotals,
@@ -227,7 +226,14 @@ class Differentiation:
             kl = kl_in_loss(inputs)
             total = total + objective.kl_coefficient * (kl * inputs.token_weights).sum()
         if found.observed is not None:
-            weights = _observation_weights(one, index, found.packed)
+            # Of the tokens that environments said in a micro-batch, [K] float32; 0 where a
+            # sample's are not learned.
+            packed = found.packed
+            assert packed.observed is not None
+            of_samples = [
+                one.observation_weights.get(i, 0.0) for i in one.update.micro_batches[index]
+            ]
+            weights = torch.tensor(of_samples)[packed.observed.sequence]
             cross_entropy = -found.observed
             total = total + objective.observation_coefficient * (cross_entropy * weights).sum()
             totals.observe(cross_entropy[weights > 0])
@@ -301,14 +307,6 @@ class Differentiation:
 def _samples(one: OptimizerBatch, number: int) -> list[Sample]:
     """Those of a micro-batch."""
     return [one.samples[i] for i in one.update.micro_batches[number]]
-
-
-def _observation_weights(one: OptimizerBatch, number: int, packed: PackedBatch) -> Tensor:
-    """Of the tokens that environments said in a micro-batch, [K] float32; 0 where a sample's are
-    not learned."""
-    assert packed.observed is not None
-    of_samples = [one.observation_weights.get(i, 0.0) for i in one.update.micro_batches[number]]
-    return torch.tensor(of_samples)[packed.observed.sequence]
 
 
 class _NotFinite(Exception):

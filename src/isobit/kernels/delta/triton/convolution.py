@@ -220,7 +220,6 @@ def short_convolution(
     layout: Layout,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """As `Ops.short_convolution`."""
     x, weight = x.contiguous(), weight.contiguous()
     y, (columns, width) = torch.empty_like(x), weight.shape
     high = min(_ROWS, triton.next_power_of_2(max(1, layout.max_rows)))
@@ -240,7 +239,6 @@ def short_convolution(
 def short_convolution_backward(
     dy: Tensor, x: Tensor, weight: Tensor, layout: Layout, bias: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """As `Ops.short_convolution_backward`."""
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     (rows, columns), width = x.shape, weight.shape[1]
     tiles, each = -(-rows // _ROWS), width if bias is None else width + 1

@@ -182,7 +182,6 @@ def _delta_rule(
 def delta_rule(
     qkv: Tensor, gates: Tensor, heads: DeltaHeads, store: StateStore | None, layout: Layout
 ) -> Tensor:
-    """As `Ops.delta_rule`."""
     qkv, gates = qkv.contiguous(), gates.contiguous()
     assert gates.dtype == torch.float32, f"gates in {gates.dtype}"
     assert gates.shape[1] == heads.gates

@@ -126,7 +126,6 @@ def _by_expert(
 
 
 def by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `Ops.by_expert`."""
     entries = chosen.numel()
     if not 0 < entries <= MOST_COUNTED:
         return definition.by_expert(chosen, count)
