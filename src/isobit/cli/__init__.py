@@ -87,8 +87,8 @@ def main() -> None:
 
 @contextmanager
 def _interruption_is_said() -> Iterator[None]:
-    """Inside, a command that a signal ends says so in a line, unless it has handlers of its own: a
-    second one ends it at once. SIGTERM and SIGHUP not in a rank, which whoever started it ends."""
+    """Report in one line that a signal ends the command, unless it has its own handlers: a second
+    one ends it at once. Not SIGTERM and SIGHUP in a rank, which its launcher ends."""
     wanted: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler}
     if PrivateFolder.given() is None and "RANK" not in os.environ:
         wanted |= dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL)
@@ -169,7 +169,7 @@ def _main() -> None:
 
 
 def _of_surroundings(error: OSError) -> str | None:
-    """What is wrong with where the command runs, whatever it was about to do."""
+    """Return what is wrong with where the command runs, whatever it was about to do."""
     if error.errno != errno.ENOENT or error.filename is not None:
         return None
     if "temporary directory" in str(error):
@@ -194,7 +194,7 @@ def _drop_output() -> None:
 
 
 def _one_line(error: Any) -> IsobitError:
-    """What typer says of a command line, in one line that ends with where to read more."""
+    """Return what typer says of a command line, in one line that ends with where to read more."""
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
         sys.exit(error.exit_code)

@@ -138,13 +138,13 @@ def _bounds(layout: Layout) -> list[tuple[int, int]]:
 
 
 def _visible(keys: int, positions: Tensor, window: int | None) -> Tensor:
-    """Whether rows at `positions` [R] see each of the keys: [R, keys]."""
+    """Return whether rows at `positions` [R] see each of the keys: [R, keys]."""
     key, row = torch.arange(keys, device=positions.device), positions.unsqueeze(-1)
     return key <= row if window is None else (key <= row) & (key > row - window)
 
 
 def _slots(layout: Layout, sequence: int, count: int) -> Tensor:
-    """Where the first `count` keys of a sequence are."""
+    """Return the slots of the first `count` keys of a sequence."""
     position = torch.arange(count, device=layout.page_table.device)
     pages = layout.page_table[sequence, position // layout.page_size].long()
     return pages * layout.page_size + position % layout.page_size
@@ -153,8 +153,8 @@ def _slots(layout: Layout, sequence: int, count: int) -> Tensor:
 def _read(
     data: Tensor, scales: Tensor | None, store: KVStore, slots: Tensor, head: int, by: float
 ) -> tuple[Tensor, Tensor]:
-    """(values [K, D], those of E4M3 codes times 2^-8; what their scores or weights are multiplied
-    by [K]), float32."""
+    """Return (values [K, D], those of E4M3 codes times 2^-8; what their scores or weights are
+    multiplied by [K]), float32."""
     picked, factor = data[slots, head], torch.tensor(by, device=data.device)
     if store.kv is None or scales is None:
         return picked.float(), factor.expand(len(slots))
@@ -175,7 +175,7 @@ def _lane_sum(x: Tensor) -> Tensor:
 
 
 def _chain(a: Tensor, b: Tensor) -> Tensor:
-    """a [M, D] · b [N, D]ᵀ, each sum one ascending chain."""
+    """Return a [M, D] · b [N, D]ᵀ, each sum one ascending chain."""
     total = torch.zeros(a.shape[0], b.shape[0], device=a.device)
     for d in range(a.shape[1]):
         total = fma(a[:, d, None], b[:, d], total)

@@ -71,14 +71,15 @@ def attention_backward(
 
 
 def _kind_of(ops: NativeBase, probabilities: Format | None, q: Tensor) -> int:
-    """What weights are rounded to before they meet values; FP32 where they are not."""
+    """Return the format that weights are rounded to before they meet values; FP32 where they are
+    not."""
     if probabilities is not None:
         return KINDS[probabilities.dtype]
     return KINDS[q.dtype if ops.rounds_probabilities else torch.float32]
 
 
 def reads(kv: QuantSpec) -> bool:
-    """Whether C++ attends to keys and values in this format."""
+    """Return whether C++ attends to keys and values in this format."""
     return kv.format.dtype in (torch.float8_e4m3fn, torch.int8)
 
 

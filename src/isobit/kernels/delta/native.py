@@ -1,6 +1,6 @@
 """Linear attention by the gated delta rule, and Mamba-2's recurrence, in C++ (`convolution.cpp`,
 `delta.cpp`): the bits of `kernels/delta/definition.py`, which defines them for every `consistency`.
-Gradients (`delta_backward.cpp`) are float32 in an order of their own, the same for any number of
+Gradients (`delta_backward.cpp`) are float32 in their own order, the same for any number of
 threads. Inputs of other types than bfloat16 and float32 go to the reference operators."""
 
 import ctypes
@@ -144,7 +144,7 @@ def backward(
 
 
 def _added(x: Tensor) -> Tensor:
-    """The sum over the third dimension, in ascending order."""
+    """Return the sum over the third dimension, in ascending order."""
     first, *others = x.unbind(2)
     for other in others:
         first = first + other
@@ -152,7 +152,7 @@ def _added(x: Tensor) -> Tensor:
 
 
 def _sequences(x: Tensor, store: StateStore | None, layout: Layout) -> SequenceArguments:
-    """The sequences of a batch with these rows. The layout must live until the call."""
+    """Return the sequences of a batch with these rows. The layout must live until the call."""
     table = layout.page_table
     assert len(x) == layout.num_rows
     assert table.is_contiguous()

@@ -39,7 +39,7 @@ def ordered_sum(x: Tensor) -> Tensor:
 
 
 def by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`Ops.by_expert`, by a stable sort."""
+    """Compute `Ops.by_expert`, by a stable sort."""
     assert count < 1 << 15
     found = (
         chosen.flatten().to(torch.int16).sort(stable=True)
@@ -76,7 +76,7 @@ def grouped_product(
 def grouped_input_gradient(
     ops: Ops, dy: Tensor, weights: Stacked, offsets: Tensor, out: torch.dtype | None = None
 ) -> Tensor:
-    """dx [R, K] = dy [R, N] · W [N, K] of every row's expert, in `out`, or dy's type."""
+    """Return dx [R, K] = dy [R, N] · W [N, K] of every row's expert, in `out`, or dy's type."""
     out = out or dy.dtype
     if weights.common is None:
         whole = weights if weights.spec is None else weights.map(lambda one: plain(one, dy.dtype))
@@ -114,7 +114,7 @@ def grouped_weight_gradient(
 
 
 def grouped_bias_gradient(dy: Tensor, offsets: Tensor) -> list[Tensor | None]:
-    """`Ops.grouped_bias_gradient`, in float64."""
+    """Compute `Ops.grouped_bias_gradient`, in float64."""
     bounds = pairwise(offsets.tolist())
     return [
         dy[start:stop].double().sum(0).float() if stop > start else None for start, stop in bounds

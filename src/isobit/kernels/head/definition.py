@@ -79,7 +79,7 @@ def head_backward_kept(
 
 
 def rows_of(chunks: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
-    """The rows of each chunk in the whole, and the chunk."""
+    """Yield the rows of each chunk in the whole, and the chunk."""
     start = 0
     for chunk in chunks:
         yield slice(start, start + len(chunk)), chunk
@@ -99,8 +99,8 @@ def head_gradients(
     into: Tensor | None = None,
     trained: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """`Ops.head_backward` where the logits [T, V] float32 are given; one of -inf has no gradient.
-    `slope` [T, V]: their derivatives by those of the head."""
+    """Compute `Ops.head_backward` where the logits [T, V] float32 are given; one of -inf has no
+    gradient. `slope` [T, V]: their derivatives by those of the head."""
     # d log p(token) / d logits = (onehot - softmax) / temperature
     dlogits = torch.softmax(logits / temperature, -1)
     of_entropy = None if dentropy is None else _entropy_slope(dlogits)
@@ -117,6 +117,6 @@ def head_gradients(
 
 
 def _entropy_slope(probabilities: Tensor) -> Tensor:
-    """d entropy / d log-odds = -p·(log p + entropy), [T, V]; 0 where p is 0."""
+    """Return d entropy / d log-odds = -p·(log p + entropy), [T, V]; 0 where p is 0."""
     terms = torch.special.entr(probabilities)
     return terms - probabilities * terms.sum(-1, keepdim=True)

@@ -81,19 +81,20 @@ def attention_inputs(
 
 
 def writes(kv: QuantSpec) -> bool:
-    """Whether C++ stores keys and values in this format."""
+    """Return whether C++ stores keys and values in this format."""
     return kv.format in (E4M3, INT8) and kv.granularity == "row"
 
 
 def _kind_of_write(k: Tensor, v: Tensor, store: KVStore) -> int | None:
-    """The kind of keys and values that C++ writes into this store; None where it does not."""
+    """Return the kind of keys and values that C++ writes into this store; None where it does
+    not."""
     native = store.k.dtype == k.dtype if store.kv is None else writes(store.kv)
     return PLAIN.get(k.dtype) if native and v.dtype == k.dtype else None
 
 
 def _coding(store: KVStore) -> tuple[int, bool]:
-    """(kind of the codes, whether their scales are powers of two); neither is read where there are
-    none."""
+    """Return (kind of the codes, whether their scales are powers of two); neither is read where
+    there are none."""
     return (
         (0, False)
         if store.kv is None
@@ -107,8 +108,8 @@ def _raise_if(failed: int, store: KVStore) -> None:
 
 
 def _token_rows(x: Tensor) -> tuple[Tensor, int]:
-    """x [T, heads, D] with heads and D contiguous, and the distance between tokens: a slice of a
-    wider row may stay."""
+    """Return x [T, heads, D] with heads and D contiguous, and the distance between tokens: a slice
+    of a wider row may stay."""
     if x.stride(2) != 1 or x.stride(1) != x.shape[2]:
         x = x.contiguous()
     return x, x.stride(0)

@@ -35,8 +35,8 @@ _ALIKE = ("raise_faults", "quantize", "rotary", "kv_write", "sample")
 def product(
     a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """As `Ops.product`. A plain product is rounded to its operands' type first, also where `out` is
-    float32: the output head's logits are BF16."""
+    """Compute `Ops.product`. A plain product is rounded to its operands' type first, also where
+    `out` is float32: the output head's logits are BF16."""
     if isinstance(b, PackedFP4):
         return by_rows(product, a, b, bias, out)
     b = weight_of(b)
@@ -127,7 +127,7 @@ def _of_tokens(logprobs: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _scale_of(x: QTensor, column: int) -> Tensor:
-    """The scale of every row for the block that `column` is in: [rows, 1]."""
+    """Return the scale of every row for the block that `column` is in: [rows, 1]."""
     one = x.scale[:, column // x.block[1]].unsqueeze(1)
     return expand_scale(one, (x.block[0], 1), (x.shape[0], 1))
 

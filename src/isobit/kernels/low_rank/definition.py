@@ -32,15 +32,15 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """One adapter's factors of a weight, as `Ops.prepare_factors` returned them; a backend may have
-    a class of its own."""
+    """An adapter's factors of a weight, as `Ops.prepare_factors` returned them; a backend may have
+    its own class."""
 
     parts: tuple[Part, ...]
     scale: float
 
     @property
     def address(self) -> int:
-        """Of a struct by which `Ops.adapted_product` takes them too; 0: there is none."""
+        """The address of a struct by which `Ops.adapted_product` takes them too; 0 without one."""
         return 0
 
 
@@ -71,7 +71,7 @@ def adapted_product(
     offsets: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As `Ops.adapted_product`, of factors that have no address."""
+    """Compute `Ops.adapted_product`, of factors that have no address."""
     assert not isinstance(adapters, Tensor)
     total = ops.product(x, weight, bias, torch.float32)
     return ops.add_low_rank(total, x, adapters, rows, offsets, dtype)

@@ -77,7 +77,7 @@ def add_low_rank(
 
 
 def _packed(ops: NativeBase, adapters: Sequence[Factors], dtype: torch.dtype) -> Tensor | None:
-    """The addresses of adapters that are packed, all of them."""
+    """Return the addresses of adapters that are packed, all of them."""
     packed = [one.address for one in adapters if isinstance(one, PackedFactors)]
     fits = ops.ordered is not None and dtype == torch.bfloat16 and len(packed) == len(adapters)
     return torch.tensor(packed, dtype=torch.int64) if fits else None

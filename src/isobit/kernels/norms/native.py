@@ -66,8 +66,8 @@ def _norm(
     ops: NativeBase, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None,
     y: Tensor | None, to: QTensor | None, block: int = 1,
 ) -> tuple[int, Tensor, Tensor]:  # fmt: skip
-    """(1 where the result cannot be quantized, summed, rstd), the result in `y` or quantized in
-    `to`."""
+    """Return (1 where the result cannot be quantized, summed, rstd), the result in `y` or quantized
+    in `to`."""
     x, weight = x.contiguous(), weight.contiguous()
     summed, rstd = x, torch.empty(x.shape[0])
     if residual is not None:
@@ -129,7 +129,7 @@ def _gate(
     to: QTensor | None,
     block: int = 1,
 ) -> int:
-    """The result in `out` or quantized in `to`; 1 where it cannot be quantized."""
+    """Return the result in `out` or quantized in `to`; 1 where it cannot be quantized."""
     gate_up = gate_up.contiguous()
     failed: int = ops.lib.isobit_gate_mul(
         ACTIVATIONS[activation], PLAIN[gate_up.dtype], ops.single, gate_up.data_ptr(),
@@ -157,7 +157,7 @@ def gate_mul_backward(
 
 
 def _alike(x: Tensor, weight: Tensor, other: Tensor | None) -> bool:
-    """Whether C++ norms x: a norm's weight may be float32 beside BF16 rows."""
+    """Return whether C++ norms x: a norm's weight may be float32 where rows are BF16."""
     return x.dtype in PLAIN and weight.dtype in PLAIN and (other is None or other.dtype == x.dtype)
 
 
@@ -176,7 +176,7 @@ def _empty(rows: int, columns: int, block: int, spec: QuantSpec) -> QTensor:
 
 
 def _target(to: QTensor | None, block: int) -> tuple[int | None, int | None, int, bool]:
-    """`struct Quantized` of norms.h, argument by argument."""
+    """Return `struct Quantized` of norms.h, argument by argument."""
     if to is None:
         return None, None, block, False
     return to.data.data_ptr(), to.scale.data_ptr(), block, to.spec.scale == "ue8m0"

@@ -34,7 +34,7 @@ from isobit.precision.packed_fp4 import panels
 
 
 def product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor:
-    """a [M, K] · b [N, K]ᵀ + bias [N], float64 inside, rounded once to `out`: [M, N].
+    """Return a [M, K] · b [N, K]ᵀ + bias [N], float64 inside, rounded once to `out`: [M, N].
 
     Both operands quantized: blocks, as above. Else a quantized operand is replaced by its
     dequantized float32 values, and the sum is plain.
@@ -61,16 +61,16 @@ def product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Te
 
 
 def gradient_product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
-    """`product` in which a row's bits may depend on its batch: plain sums are in the order of the
-    BLAS."""
+    """Return `product` in which a row's bits may depend on its batch: plain sums are in the order
+    of the BLAS."""
     if isinstance(a, QTensor) and isinstance(b, QTensor):
         return product(a, b, None, out)
     return round_once(values(a).double() @ values(b).double().t(), out)
 
 
 def fast_product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor:
-    """The same product in PyTorch's own arithmetic: BF16 operands and result, unless both operands
-    are plain FP32."""
+    """Return the same product in PyTorch's own arithmetic: BF16 operands and result, unless both
+    operands are plain FP32."""
     left, right = values(a), values(b)
     if left.dtype != right.dtype or isinstance(a, QTensor) or isinstance(b, QTensor):
         left, right = left.bfloat16(), right.bfloat16()
@@ -78,8 +78,8 @@ def fast_product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) 
 
 
 def _exact_parts(operand: QTensor) -> list[Tensor]:
-    """Float64 matrices that add up to the codes; sums of products of any two such matrices over a
-    block are exact."""
+    """Return Float64 matrices that add up to the codes; sums of products of any two such matrices
+    over a block are exact."""
     codes = decode(operand.data, operand.spec.format.dtype, torch.float64)
     if operand.spec.format is not E5M2:
         return [codes]
@@ -88,7 +88,7 @@ def _exact_parts(operand: QTensor) -> list[Tensor]:
 
 
 def _row_scales(operand: QTensor) -> Tensor:
-    """One row of scales per row of the operand: float64 [rows, blocks along K]."""
+    """Return one row of scales per row of the operand: float64 [rows, blocks along K]."""
     block_rows, block_columns = operand.block
     columns = operand.shape[1]
     assert block_columns in (16, 32, BLOCK, columns), f"scales along K in blocks of {block_columns}"
@@ -104,14 +104,14 @@ def prepare(weight: Operand, into: Prepared | None = None) -> Prepared:
 def added_product(
     ops: Ops, a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None
 ) -> Tensor:
-    """`Ops.gradient_product` by the backend's `product`."""
+    """Compute `Ops.gradient_product` by the backend's `product`."""
     found = ops.product(a, b, None, out)
     return found if into is None else into.add_(found)
 
 
 def input_gradient(ops: Ops, dy: Tensor, weight: StoredWeight, out: torch.dtype) -> Tensor:
-    """dx [T, K] = dy [T, N] · W [N, K], in `out`, over W's values in dy's type; of two codes to a
-    byte some columns at a time."""
+    """Return dx [T, K] = dy [T, N] · W [N, K], in `out`, over W's values in dy's type; of two codes
+    to a byte some columns at a time."""
     if not isinstance(weight, PackedFP4):
         return ops.gradient_product(dy, plain(weight, dy.dtype).t(), out)
     columns = panels(weight.shape[1], weight.shape[0])

@@ -75,7 +75,7 @@ def error_sums(ops: NativeBase, x: Operand, quantized: QTensor) -> ErrorSums:
 
 
 def dequantize(ops: NativeBase, x: QTensor) -> Tensor:
-    """The values in bfloat16; exact where scales are powers of two."""
+    """Return the values in bfloat16; exact where scales are powers of two."""
     if not _is_native(x):
         return x.dequantize().bfloat16()
     out = torch.empty(x.data.shape, dtype=torch.bfloat16)
@@ -91,12 +91,12 @@ def dequantize(ops: NativeBase, x: QTensor) -> Tensor:
 
 
 def has_scales(spec: QuantSpec) -> bool:
-    """Whether C++ quantizes to the format, with such scales."""
+    """Return whether C++ quantizes to the format, with such scales."""
     return spec.format is E4M3 and spec.scale in ("fp32", "ue8m0")
 
 
 def _is_native(x: QTensor) -> bool:
-    """Whether C++ reads it: contiguous E4M3 codes; one scale a column, for a multiple of 16
+    """Return whether C++ reads it: contiguous E4M3 codes; one scale a column, for a multiple of 16
     columns, or for all."""
     if (
         x.data.dtype != torch.float8_e4m3fn

@@ -48,8 +48,8 @@ def sample(ops: NativeBase, logits: Tensor, keys: Tensor, temperature: Temperatu
 
 
 def _each(temperature: Temperature) -> Tensor:
-    """As C++ reads it, one step of `ndim` numbers a row: a lone number for all rows, or one number
-    for each."""
+    """Return the temperature as C++ reads it, one step of `ndim` numbers a row: one number for all
+    rows, or one for each."""
     return (
         temperature.float().contiguous()
         if isinstance(temperature, Tensor)
