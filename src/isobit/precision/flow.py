@@ -1,8 +1,8 @@
 """`Precision`: one frozen value that gives every tensor its format, in memory and in products.
 
 A `Flow` describes one use of a model (rollout or learner). A `Precision` joins the two with the
-backward's formats and the layers that stay unquantized. The presets are the rows of
-`docs/numerics.md`; `changes.py` composes any other flow. Left out: the arithmetic itself
+backward's formats and the layers that stay unquantized. Whose flow a preset is stands in
+`docs/papers.md`; `changes.py` composes any other flow. Left out: the arithmetic itself
 (`isobit.kernels`) and the weights (`isobit.model`).
 """
 
@@ -363,7 +363,7 @@ PRESETS: dict[str, Precision] = {
         Precision("nvfp4", _NVFP4, _NVFP4),
     )
 }
-"""The named flows: see `docs/numerics.md` for whose they are."""
+"""The named flows: see `docs/papers.md` for whose they are."""
 
 
 def preset_named(name: object) -> Precision:

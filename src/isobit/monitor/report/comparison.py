@@ -26,8 +26,7 @@ PAGE, DATA = "comparison.html", "comparison.json"
 _PHASES = ("sync", "calibrate", "rollout", "score", "learn")
 
 CURVES = ("mismatch/kl_k3", "mismatch/token_mult_prob_error", "accuracy/held_out")
-"""What the file keeps of every step: the field's two figures, mismatch and accuracy, are drawn from
-it."""
+"""What the file keeps of every step, as the page draws it."""
 
 PANELS = (
     Panel("Held-out accuracy, greedy", ("accuracy/held_out",), fraction=True),
@@ -79,7 +78,11 @@ def write_comparison(directories: Mapping[str, Sequence[Path]], out: Path) -> st
     body = f"{head}<main>{lead}{tables}{notes}<h2>Over steps</h2>{draw_all(PANELS, series)}</main>"
     page = html_page("precision flows compared", body)
     data = {
-        flow.name: {"failures": list(flow.failures), **_values(flow), "curves": _curves(shown)}
+        flow.name: {
+            "failures": list(flow.failures),
+            **_values(flow),
+            "curves": {metric: asdict(line(shown.rows, metric)) for metric in CURVES},
+        }
         for flow, shown in zip(flows, series)
     }
     of_flows = ",\n".join(f"{json.dumps(name)}: {json.dumps(of)}" for name, of in data.items())
@@ -218,11 +221,6 @@ def _cells(columns: Sequence[tuple[str, Cell]], flows: Sequence[FlowRuns]) -> li
         ["preset", *(name for name, _ in columns)],
         *([f.name, *(cell(f) for _, cell in columns)] for f in flows),
     ]
-
-
-def _curves(flow: Series) -> dict[str, dict[str, list[float]]]:
-    """Return what is drawn over steps: the mean over the seeds, the lowest and the highest."""
-    return {metric: asdict(line(flow.rows, metric)) for metric in CURVES}
 
 
 def _values(flow: FlowRuns) -> dict[str, list[float]]:
