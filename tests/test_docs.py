@@ -399,6 +399,12 @@ def test_a_word_of_the_papers_leads_to_the_word_that_is_used_here(theirs: str, o
     assert ours in [word for word, also in rows if re.search(rf"\b{theirs}\b", also)]
 
 
+def test_the_reward_model_of_the_page_is_that_of_the_examples() -> None:
+    page = (ROOT / "docs/how-to/whole-pipeline.md").read_text(encoding="utf-8")
+    (block,) = [block for block in parsed(page) if block.title == "reward_model.py"]
+    assert block.text == (ROOT / "examples/reward_model.py").read_text(encoding="utf-8")
+
+
 def test_every_page_is_in_the_nav_and_the_other_way_round() -> None:
     named = list(nav_files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     assert sorted(named) == sorted(str(path.relative_to(ROOT / "docs")) for path in PAGES)

@@ -69,9 +69,11 @@ def exists(span: str, row: str = "") -> bool:
         return command_works(span)
     if "/" in span and (ROOT / span.split("/")[0]).is_dir():
         return (ROOT / span).exists()
+    if re.match(r"[\w-]+\[.*\]$", span):
+        return accepted(lambda: precision_from(span))
     if span.startswith("{"):
         return pair_works(f"algorithm.correction: {span}")
-    if "=" in span and "[" not in span:
+    if "=" in span:
         return accepted(lambda: load_config(QUICKSTART, [span]))
     if ": " in span:
         return pair_works(span)
@@ -98,7 +100,14 @@ def test_everything_that_the_page_names_exists() -> None:
 @pytest.mark.parametrize(
     "span",
     [
-        *("fp9", "fp8-rollout[kv_margins=2]", "kv_margins", "kv_cache: int4", "Precision.equal"),
+        *(
+            "fp9",
+            "fp8-rollout[kv_margins=2]",
+            "fp8[rollout={wei: bf16}]",
+            "kv_margins",
+            "kv_cache: int4",
+            "Precision.equal",
+        ),
         *("mismatch/kl_k9", "algorithm.corrections", "algorithm.correction: tis", "{weigh: token}"),
         *("src/isobit/none.py", "tests/test_none.py", "configs/none.yaml", "precision=fp9"),
         *("isobit trian", "isobit train configs/none.yaml", "isobit train configs/kto.yaml"),
