@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from isobit.cli import app
+from isobit.engine.calibration import calibrate_after
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.evaluation.inspection.mismatch import Gap, decompose, measure_gap
@@ -93,6 +94,19 @@ def test_the_gap_of_a_real_rollout(preset: str, exact: bool) -> None:
     assert gap.metrics["compared_tokens"] > 10
     assert (gap.metrics["differing_tokens"] == 0) == exact
     assert gap.verdict.startswith("exact") == exact
+
+
+def test_a_gap_is_measured_under_scales_of_the_data_that_the_flow_calibrates_on() -> None:
+    """Of a first rollout under NeMo RL's rule, which covers late positions; the control is vLLM's,
+    of prompts."""
+    for flow, data in (("fp8-rollout-kv", "batch"), ("fp8-rollout-kv-verl", "prompts")):
+        model, control = random_model(flow), random_model(flow)
+        measure_gap(model, flow, PROMPTS, SAMPLING)
+        calibrate_after(control, PROMPTS, [])
+        scales, of_prompts = model.transformer.kv_scales, control.transformer.kv_scales
+        assert scales is not None
+        assert of_prompts is not None
+        assert torch.equal(scales.values, of_prompts.values) == (data == "prompts")
 
 
 def test_the_corners_of_two_engines_are_in_the_order_of_the_documents() -> None:

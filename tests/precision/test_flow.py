@@ -555,6 +555,14 @@ def test_the_table_says_every_role_of_both_sides() -> None:
     assert "masters" not in calibrated, "no flow knows of them"
     assert re.search(r"keys and values +e4m3 per layer, calibrated, fp32 +bf16", calibrated)
     assert re.search(r"engine +its own +its own", calibrated)
+    for flow, words in (
+        ("fp8-rollout-kv", "every_step, batch, margin 1.05"),
+        ("fp8-rollout-kv-verl", "every_step, prompts, margin K 2.24, V 4.48, Q 2.24"),
+        ("fp8-rollout-kv[kv_calibration=once]", "once, batch, margin 1.05"),
+        ("fp8-rollout-kv[kv_calibration=never]", "never: every scale is 1"),
+    ):
+        assert f"calibration             {words}\n" in precision_from(flow).table()
+    assert "calibration" not in precision_from("fp8").table()
 
 
 _FP8: dict[str, object] = {"preset": "fp8"}

@@ -150,3 +150,13 @@ class Calibrator:
             self._batch = [
                 part.tolist() for part in tensors["tokens"].split(tensors["lengths"].tolist())
             ]
+
+
+def calibrate_after(
+    model: Model, prompts: Sequence[Prompt], sequences: Sequence[Sequence[int]]
+) -> None:
+    """Set a model's scales, if it has any, as those of a step after one that learned from the
+    sequences."""
+    calibrator = Calibrator(model)
+    calibrator.learned_from(sequences)
+    calibrator.calibrate(prompts)

@@ -100,6 +100,15 @@ class Calibration:
         return (self.margin,) * 3
 
     @property
+    def words(self) -> str:
+        """The rule in the words of the options."""
+        if self.schedule == "never":
+            return "never: every scale is 1"
+        k, v, q = self.margins
+        margin = f"{k:g}" if k == v == q else f"K {k:g}, V {v:g}, Q {q:g}"
+        return f"{self.schedule}, {self.data}, margin {margin}"
+
+    @property
     def use(self) -> str:
         """The use of the model whose flow computes the forward."""
         return "learner" if self.data == "batch" else "rollout"
@@ -280,6 +289,8 @@ class Precision:
             rows.append(
                 ("probabilities", _probabilities(self.rollout), _probabilities(self.learner))
             )
+        if self.calibrated:
+            rows.append(("calibration", self.calibration.words, ""))
         compute = (str(self.rollout.compute), str(self.learner.compute))
         rows.append(("embedding, norms, head", *compute))
         rows.append(("residual stream", *compute))

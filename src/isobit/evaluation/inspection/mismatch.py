@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from isobit.engine.calibration import Calibrator
+from isobit.engine.calibration import calibrate_after
 from isobit.engine.engine import Engine
 from isobit.engine.prompts import Prompt
 from isobit.engine.types import Completion, Sampling
@@ -60,12 +60,14 @@ class Gap:
 def roll_out(
     model: Model, prompts: Sequence[Prompt], sampling: Sampling
 ) -> tuple[list[Completion], dict[str, float]]:
-    """Completions of the prompts by the model's rollout flow, and the metrics of its cache."""
+    """Completions of the prompts by the model's rollout flow, and the metrics of its cache. Where
+    scales are of the batch that was learned from, that is a first rollout."""
     engine = Engine.sized_for(model, prompts, len(prompts) * sampling.n, sampling.max_new_tokens)
     engine.calibrate(prompts)
-    completions = [
-        completion for group in engine.generate(prompts, sampling) for completion in group
-    ]
+    completions = [c for group in engine.generate(prompts, sampling) for c in group]
+    if model.precision.calibrated and model.precision.calibration.data == "batch":
+        calibrate_after(model, prompts, [c.prompt_token_ids + c.token_ids for c in completions])
+        completions = [c for group in engine.generate(prompts, sampling) for c in group]
     return completions, engine.cache_metrics()
 
 
@@ -148,7 +150,7 @@ def _tail(
     use: str,
     prompts: Sequence[Prompt],
 ) -> list[Tensor]:
-    Calibrator(model).calibrate(prompts)
+    calibrate_after(model, prompts, sequences)
     return [row[-count:] for row, count in zip(model.logprobs(sequences, temperature, use), kept)]
 
 

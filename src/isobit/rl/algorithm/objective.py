@@ -211,8 +211,8 @@ class Objective:
     ] = False
     correction: Annotated[
         Annotated[str, OneOf(("auto", *CORRECTIONS))] | CorrectionRule,
-        "for the difference of rollout and learner: a name, or a custom rule. auto: the one of "
-        "the precision preset",
+        "for the difference of rollout and learner: a name, or a custom rule. auto: token_tis "
+        "where they are not unified (fp8-e2e: token_is), or samples are of older weights",
     ] = "auto"
     recompute_old_logprobs: Annotated[
         Literal["auto", "always", "never"],
