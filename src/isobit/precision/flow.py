@@ -1,8 +1,8 @@
 """`Precision`: one frozen value that gives every tensor its format, in memory and in products.
 
 A `Flow` describes one use of a model (rollout or learner). A `Precision` joins the two with the
-backward's formats and the layers that stay unquantized. The presets are the rows of
-`docs/how-to/choose-a-preset.md`; `changes.py` composes any other flow. Left out: the arithmetic itself
+backward's formats and the layers that stay unquantized. Whose flow a preset is stands in
+`docs/papers.md`; `changes.py` composes any other flow. Left out: the arithmetic itself
 (`isobit.kernels`) and the weights (`isobit.model`).
 """
 
@@ -412,7 +412,7 @@ PRESETS: dict[str, Precision] = {
 }
 """The named flows. Of FP8-RL in verl (arXiv 2601.18150): fp8-rollout, fp8-rollout-kv-verl, whose
 scales are those of vLLM's `calculate_kv_scales`, and fp8-rollout-attention; of NeMo RL: fp8-e2e,
-fp8-rollout-kv; of Jet-RL (arXiv 2601.14243): fp8-unified."""
+fp8-rollout-kv; of Jet-RL (arXiv 2601.14243): fp8-unified (docs/papers.md)."""
 
 
 def preset_named(name: object) -> Precision:
