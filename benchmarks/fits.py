@@ -10,9 +10,9 @@ run fits where a tenth of the memory is left. Nothing is measured here.
 
 from benchmarks.common import Result
 from benchmarks.plan_jobs import job
-from isobit.plan import plan
-from isobit.plan.advice import fits_well
-from isobit.plan.cards import GIB
+from isobit.training.plan import plan
+from isobit.training.plan.advice import fits_well
+from isobit.training.plan.cards import GIB
 
 ONE_GPU = {
     "24 GB": "rtx4090",

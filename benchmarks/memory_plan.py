@@ -23,8 +23,8 @@ from benchmarks.common import Claim, Result
 from isobit.config import load_config
 from isobit.engine.memory import memory_limit
 from isobit.kernels import get_ops
-from isobit.plan import job_of, plan
-from isobit.plan.host import this_machine
+from isobit.training.plan import job_of, plan
+from isobit.training.plan.host import this_machine
 
 SIZES = {
     "16 million": (6, 384, 1024, 16384, 100),

@@ -5,8 +5,8 @@ from dataclasses import replace
 from benchmarks.gpu.shapes import SHAPES
 from isobit.config import load_config
 from isobit.model import ModelConfig
-from isobit.plan import Job, Machine, card_named
-from isobit.plan.job import job_with
+from isobit.training.plan import Job, Machine, card_named
+from isobit.training.plan.job import job_with
 
 _LLAMA = ModelConfig(
     family="llama",

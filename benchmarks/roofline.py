@@ -24,8 +24,8 @@ from benchmarks.work import (
     state_elements,
 )
 from isobit.model import ModelConfig
-from isobit.plan.memory import num_parameters
 from isobit.precision import PRESETS, Precision
+from isobit.training.plan.memory import num_parameters
 
 H200 = Rates(4.3e12, 790e12, 1580e12)
 """Measured: a copy, counting bytes read and written; an 8192-cubed BF16 product of random numbers.

@@ -3,7 +3,7 @@
 
     python -m benchmarks step_memory
 
-Every storage that PyTorch's operators return is counted while it lives (`isobit.plan.live_bytes`),
+Every storage that PyTorch's operators return is counted while it lives (`isobit.training.plan.live_bytes`),
 so the figures are those of any machine, and nothing is timed. One run of two steps for each case,
 of a random model with hidden 512, 4 layers and a vocabulary of 4,096: 16 completions of 112 tokens,
 learned from in one micro-batch. The parts are what a run holds, and what it takes at the most
@@ -18,9 +18,9 @@ import yaml
 from benchmarks.common import Claim, Result
 from benchmarks.models import save_model
 from isobit.config import load_config
-from isobit.plan.live_bytes import LiveBytes
 from isobit.training.loop import training_step
 from isobit.training.objects import NO_OBJECTS
+from isobit.training.plan.live_bytes import LiveBytes
 from isobit.training.session.opening import open_session
 
 PRESETS = ("bf16", "fp8", "fp8-rollout", "fp8-e2e")

@@ -32,7 +32,7 @@ TEMPLATE = (
 )
 ENVIRONMENT = """
 import asyncio
-from isobit.environments.base import Step
+from isobit.data.turns import Step
 
 
 class Sleeping:

@@ -24,9 +24,9 @@ from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import Engine
 from isobit.engine.episodes import Episodes
 from isobit.engine.types import Completion, Request, Sampling
-from isobit.environments.pool import EnvironmentPool
-from isobit.environments.settings import EnvironmentConfig
 from isobit.model import Model
+from isobit.tasks.environments.pool import EnvironmentPool
+from isobit.tasks.environments.settings import EnvironmentConfig
 
 PROMPTS, GROUP = 250, 4
 SAMPLED, GIVEN = 16, 98

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from isobit.data.dataset import Message, Prompt
+from isobit.data.turns import Reply, Step, ToolUse, Turn
 from isobit.engine.dialogue import Dialogue
-from isobit.environments.base import Reply, Step, ToolUse, Turn
 from isobit.model import Model
 
 TEMPLATE = (

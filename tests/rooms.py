@@ -18,17 +18,24 @@ from tests.reach import ROOT, imports, reached
 _SOURCE, _TESTS = ROOT / "src/isobit", ROOT / "tests"
 _ROOMS = {
     "commands": {"cli"},
+    "environments": {"tasks/environments"},
     "experiments": {"benchmarks"},
     "faults": {"run", "training"},
+    "fleet": {"engine/fleet"},
     "gpu": {"benchmarks"},
     "inspection": {"evaluation"},
     "other_trainers": {"benchmarks"},
+    "plan": {"training/plan"},
     "report": {"monitor"},
-    "strangers": {"environments", "rewards", "workers"},
+    "rewards": {"tasks/rewards"},
+    "strangers": {"tasks/environments", "tasks/rewards", "tasks/workers"},
+    "tasks": {"tasks/builtin"},
     "trackers": {"monitor"},
     "view": {"monitor"},
 }
 """The rooms of folders of tests that have another name."""
+_ROOMS_INSIDE = {"tasks", "engine/fleet", "training/plan"}
+"""Folders whose inner folders, or which themselves, are rooms apart from the one around them."""
 _CONCERN_ALL = {"tests/conftest.py", "tests/models.py", "tests/__init__.py"}
 
 
@@ -36,7 +43,11 @@ def room(path: Path) -> str:
     """Return the room of a file: a folder or file of `src/isobit`, `benchmarks`, or "" for
     others."""
     if _SOURCE in path.parents:
-        return path.relative_to(_SOURCE).parts[0].removesuffix(".py")
+        outer, *inner = path.relative_to(_SOURCE).parts
+        narrow = f"{outer}/{inner[0]}" if inner else ""
+        if len(inner) > 1 and (outer in _ROOMS_INSIDE or narrow in _ROOMS_INSIDE):
+            return narrow
+        return outer.removesuffix(".py")
     return "benchmarks" if ROOT / "benchmarks" in path.parents else ""
 
 

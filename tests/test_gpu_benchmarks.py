@@ -21,9 +21,9 @@ from benchmarks.roofline import H200, grpo_step, largest_batch
 from benchmarks.work import Work, decode, floor, learn, prefill
 from isobit.model import ModelConfig
 from isobit.model.hub.shapes import parameter_shapes
-from isobit.plan.memory import num_parameters
-from isobit.plan.meta import Described, learning_bytes, page_bytes, weight_bytes
 from isobit.precision import PRESETS
+from isobit.training.plan.memory import num_parameters
+from isobit.training.plan.meta import Described, learning_bytes, page_bytes, weight_bytes
 from tests.models import NANO_3, NEMOTRON_8B, SUPER_3
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,8 +10,8 @@ from benchmarks import fits
 from benchmarks.plan_jobs import MODELS
 from benchmarks.step_memory import LEVELS, PRESETS
 from isobit.model.hub.shapes import parameter_shapes
-from isobit.plan import advice
 from isobit.precision.flow import LINEAR_LAYERS
+from isobit.training.plan import advice
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -7,7 +7,7 @@ from benchmarks.saved_bytes import bytes_of_a_token
 from isobit.kernels import Layout
 from isobit.model import Model
 from isobit.model.forward.recompute import Recompute
-from isobit.plan.live_bytes import LiveBytes
+from isobit.training.plan.live_bytes import LiveBytes
 from tests.models import tiny_model
 
 

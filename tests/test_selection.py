@@ -275,12 +275,12 @@ from isobit.run import directory
 if TYPE_CHECKING:
     import isobit.engine
 def start(name):
-    call("-m", "isobit.rewards.worker", f"isobit.monitor.trackers.{name}", "isobit.cli:main", "isobit.nowhere")
+    call("-m", "isobit.tasks.rewards.worker", f"isobit.monitor.trackers.{name}", "isobit.cli:main", "isobit.nowhere")
 """
-    found = set(reach.named(ast.parse(code), "isobit.fleet"))
+    found = set(reach.named(ast.parse(code), "isobit.engine.fleet"))
     assert found >= {
         "isobit.run.directory",
-        "isobit.rewards.worker",
+        "isobit.tasks.rewards.worker",
         "isobit.monitor.trackers.wandb",
         "isobit.cli",
     }

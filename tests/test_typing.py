@@ -18,6 +18,7 @@ REVEALED = {
     "Precision": "isobit.precision.flow.Precision",
     "RunFailed": "isobit.errors.RunFailed",
     "Sampling": "isobit.engine.types.Sampling",
+    "Step": "isobit.data.turns.Step",
     "load_config": "isobit.config.schema.Config",
     "resume": "isobit.training.running.result.TrainResult",
     "train": "isobit.training.running.result.TrainResult",

@@ -8,7 +8,7 @@ vocabularies, of which only the size counts.
 from dataclasses import replace
 
 from isobit.model import Experts, ModelConfig
-from isobit.plan.memory import num_parameters
+from isobit.training.plan.memory import num_parameters
 
 _QWEN3 = ModelConfig(
     family="qwen3",

@@ -10,6 +10,10 @@ from isobit.run import early_interrupt
 
 early_interrupt.watch()  # before the imports below, which take a while
 
+from isobit.moved import keep_old_names  # noqa: E402
+
+keep_old_names()
+
 import os  # noqa: E402
 import sys  # noqa: E402
 from importlib import import_module  # noqa: E402
@@ -17,6 +21,7 @@ from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
     from isobit.config import load_config as load_config
+    from isobit.data.turns import Step as Step
     from isobit.engine.engine import Engine as Engine
     from isobit.engine.types import Completion as Completion
     from isobit.engine.types import Sampling as Sampling
@@ -46,6 +51,7 @@ _HOMES = {
     "Precision": "isobit.precision",
     "RunFailed": "isobit.errors",
     "Sampling": "isobit.engine.types",
+    "Step": "isobit.data.turns",
     "load_config": "isobit.config",
     "resume": "isobit.training.train",
     "train": "isobit.training.train",
@@ -59,6 +65,7 @@ __all__ = [
     "Precision",
     "RunFailed",
     "Sampling",
+    "Step",
     "load_config",
     "resume",
     "train",

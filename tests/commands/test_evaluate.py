@@ -207,7 +207,11 @@ def test_what_is_given_stands_in_the_place_of_the_runs(folder: Path, base_model:
 
 def test_given_completions_are_scored(evaluate: Eval) -> None:
     printed = evaluate(
-        *asked()[:2], "--reward", "isobit.tasks.arithmetic:reward", "--completions", "answer"
+        *asked()[:2],
+        "--reward",
+        "isobit.tasks.builtin.arithmetic:reward",
+        "--completions",
+        "answer",
     )
     assert line(printed, "accuracy")[1] == "1.0000"
     assert "tokens" not in printed

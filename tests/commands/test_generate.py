@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from isobit.data.turns import Call
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
-from isobit.environments.base import Call
 from isobit.model import Model
 from isobit.model.text.tool_formats.base import Reply, ToolFormat
 from isobit.model.text.tool_formats.table import FORMATS

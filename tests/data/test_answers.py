@@ -12,9 +12,9 @@ from isobit.data.answers import NoAnswer, answer_messages, answer_text, completi
 from isobit.data.dataset import read_examples
 from isobit.data.readers import Source
 from isobit.errors import IsobitError
-from isobit.rewards.functions import load_function
-from isobit.rewards.named import build
-from isobit.tasks import arithmetic, gsm8k
+from isobit.tasks.builtin import arithmetic, gsm8k
+from isobit.tasks.rewards.functions import load_function
+from isobit.tasks.rewards.named import build
 from tests.conftest import RunIsobit
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "isobit"

@@ -15,8 +15,8 @@ from isobit.data import dataset
 from isobit.data.dataset import Dataset, Example, permutation
 from isobit.data.mixture import shared_out
 from isobit.errors import IsobitError
-from isobit.tasks import TaskSettings, load_task
-from isobit.tasks.task import DataFile
+from isobit.tasks.builtin import TaskSettings, load_task
+from isobit.tasks.builtin.task import DataFile
 from isobit.training.train import resume, train_supervised
 from tests.runs import fingerprint
 from tests.training.test_sft_run import written

@@ -24,7 +24,7 @@ from isobit.data.arrow_rows import parquet_rows
 from isobit.data.dataset import Example, read_examples
 from isobit.data.readers import Source, read_rows
 from isobit.errors import IsobitError
-from isobit.tasks import TaskSettings, load_task
+from isobit.tasks.builtin import TaskSettings, load_task
 
 from .test_dataset import read
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from isobit.data.episodes import EpisodeRecord
+from isobit.data.turns import Reply, Step, ToolUse, Turn
 from isobit.engine.engine import Engine
 from isobit.engine.episodes import Episodes
 from isobit.engine.groups import OpenGroups
 from isobit.engine.types import Completion, Request, Sampling
-from isobit.environments.base import Reply, Step, ToolUse, Turn
-from isobit.environments.recorded import EpisodeRecord
 from isobit.errors import RunFailed
 from isobit.model import Model
 from isobit.rl import Sample

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from isobit.data.episodes import EpisodeRecord
 from isobit.engine.engine import Engine
 from isobit.engine.episodes import MOST_SAMPLES, Episodes
 from isobit.engine.types import Completion
-from isobit.environments.recorded import EpisodeRecord
 from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.model.text.appending import Appending, numbered

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from isobit.data.dataset import Prompt
-from isobit.environments.base import Call, Reply, Turn
-from isobit.environments.pool import EnvironmentPool
+from isobit.data.turns import Call, Reply, Turn
+from isobit.tasks.environments.pool import EnvironmentPool
 
 PROMPT: Prompt = [{"role": "user", "content": "Go."}]
 

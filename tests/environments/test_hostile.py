@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from isobit.environments import pump
-from isobit.environments.base import Reply
-from isobit.environments.pool import EnvironmentPool
-from isobit.environments.settings import EnvironmentConfig
-from isobit.environments.tools import MOST_CHARACTERS
+from isobit.data.turns import Reply
 from isobit.errors import IsobitError, RunFailed
+from isobit.tasks.environments import pump
+from isobit.tasks.environments.pool import EnvironmentPool
+from isobit.tasks.environments.settings import EnvironmentConfig
+from isobit.tasks.environments.tools import MOST_CHARACTERS
 from tests.environments.helpers import (
     PROMPT,
     begun,

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from isobit.environments import mcp
-from isobit.environments import pool as environment_pool
-from isobit.environments.mcp import Server, ServerError
-from isobit.environments.pool import EnvironmentPool
-from isobit.environments.settings import EnvironmentConfig, McpServer
 from isobit.errors import IsobitError
+from isobit.tasks.environments import mcp
+from isobit.tasks.environments import pool as environment_pool
+from isobit.tasks.environments.mcp import Server, ServerError
+from isobit.tasks.environments.pool import EnvironmentPool
+from isobit.tasks.environments.settings import EnvironmentConfig, McpServer
 from tests.environments.helpers import (
     begun,
     call,

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from isobit.environments.base import Turn
-from isobit.environments.pool import EnvironmentPool
-from isobit.environments.returned import MOST_MESSAGES, MOST_TEXT
-from isobit.environments.settings import EnvironmentConfig
+from isobit.data.turns import Turn
 from isobit.errors import RunFailed
+from isobit.tasks.environments.pool import EnvironmentPool
+from isobit.tasks.environments.returned import MOST_MESSAGES, MOST_TEXT
+from isobit.tasks.environments.settings import EnvironmentConfig
 from tests.environments.helpers import PROMPT, begun, call, finished, replies, turned, written
 
 STEPS = """
 import numpy_free
-from isobit.environments.base import Step
+from isobit.data.turns import Step
 
 class Str(str):
     def __str__(self):
@@ -309,7 +309,7 @@ def test_a_variable_that_is_missing_is_named_wherever_it_is_read(
     monkeypatch.setenv("shop_url", "here")
     text = """
 import os
-from isobit.environments.base import Step
+from isobit.data.turns import Step
 class Game:
     def reset(self, where, **columns):
         if where == "reset": os.environ["shop_url"]

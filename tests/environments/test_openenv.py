@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from isobit.environments.pool import EnvironmentPool
-from isobit.environments.settings import EnvironmentConfig
 from isobit.errors import IsobitError
+from isobit.tasks.environments.pool import EnvironmentPool
+from isobit.tasks.environments.settings import EnvironmentConfig
 from tests.environments.helpers import PROMPT, begun, call, contents, finished, turned, written
 
 STAND_INS = '''

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from isobit.environments.base import Step, Turn
-from isobit.environments.pool import EnvironmentPool
-from isobit.environments.settings import EnvironmentConfig
+from isobit.data.turns import Step, Turn
 from isobit.errors import RunFailed
+from isobit.tasks.environments.pool import EnvironmentPool
+from isobit.tasks.environments.settings import EnvironmentConfig
 from tests.environments.helpers import PROMPT, begun, call, calling, finished, replies, written
 
 GUESSING = '''
-from isobit.environments.base import Step
+from isobit.data.turns import Step
 
 class Guessing:
     """Guess a number; each guess nearer to it than the last is worth something."""
@@ -100,7 +100,7 @@ def test_calls_that_its_step_answers_are_counted_by_name(tmp_path: Path) -> None
     """An equal part of the step's seconds each; the control has no calls."""
     code = """
 import asyncio
-from isobit.environments.base import Step
+from isobit.data.turns import Step
 
 class Shop:
     tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in "ab"]

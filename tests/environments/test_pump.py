@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from isobit.environments import pump
-from isobit.environments.pool import EnvironmentPool
-from isobit.environments.pump import Pump, Worker
-from isobit.environments.settings import EnvironmentConfig
-from isobit.workers.process import Process
+from isobit.tasks.environments import pump
+from isobit.tasks.environments.pool import EnvironmentPool
+from isobit.tasks.environments.pump import Pump, Worker
+from isobit.tasks.environments.settings import EnvironmentConfig
+from isobit.tasks.workers.process import Process
 from tests.environments.helpers import begun, call, calling, contents, replies, turned, written
 
 TOOL = '''

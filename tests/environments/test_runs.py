@@ -84,7 +84,7 @@ def test_a_dry_run_shows_the_tools(folder: Path, tmp_path: Path) -> None:
 
 BROKEN = """
 import os
-from isobit.environments.base import Step
+from isobit.data.turns import Step
 
 class Raising:
     def reset(self, **columns):

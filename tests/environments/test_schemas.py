@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import pytest
 
-from isobit.environments.schemas import tool_schema
 from isobit.errors import IsobitError
+from isobit.tasks.environments.schemas import tool_schema
 
 
 class Colour(Enum):

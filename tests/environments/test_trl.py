@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from isobit.environments.kinds import RESERVED
-from isobit.environments.pool import EnvironmentPool
-from isobit.environments.settings import EnvironmentConfig
 from isobit.errors import IsobitError
-from isobit.rewards.spec import RewardSpec
+from isobit.tasks.environments.kinds import RESERVED
+from isobit.tasks.environments.pool import EnvironmentPool
+from isobit.tasks.environments.settings import EnvironmentConfig
+from isobit.tasks.rewards.spec import RewardSpec
 from tests.environments.helpers import (
     PROMPT,
     begun,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from isobit.fleet.cluster import import_ray, start_ray
+from isobit.engine.fleet.cluster import import_ray, start_ray
 from tests.documents import ROOT
 
 

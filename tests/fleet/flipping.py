@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from isobit.fleet.worker import Worker
+from isobit.engine.fleet.worker import Worker
 
 SIGN = 0x80
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from isobit.config import load_config
+from isobit.engine.fleet import cluster
+from isobit.engine.fleet.cluster import Cluster
+from isobit.engine.fleet.settings import FleetSettings
 from isobit.errors import IsobitError
-from isobit.fleet import cluster
-from isobit.fleet.cluster import Cluster
-from isobit.fleet.settings import FleetSettings
 from isobit.run.directory import read_jsonl
 from isobit.training.train import train
 from tests import sockets
@@ -124,7 +124,7 @@ def _name(process: int) -> list[str]:
 def test_a_folder_that_ray_cannot_use(tmp_path: Path, place: str, why: str) -> None:
     pytest.importorskip("ray", reason="the fleet's tests need Ray: pip install 'isobit[ray]'")
     (tmp_path / ("d" * 90)).mkdir()
-    code = "from isobit.fleet.cluster import import_ray, start_ray; start_ray(import_ray())"
+    code = "from isobit.engine.fleet.cluster import import_ray, start_ray; start_ray(import_ray())"
     environment = os.environ | {"RAY_TMPDIR": str(tmp_path / place)}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from isobit.engine.engine import Engine
+from isobit.engine.fleet import wire
+from isobit.engine.fleet.fleet import Batch, Fleet
+from isobit.engine.fleet.settings import FleetSettings
 from isobit.engine.types import Completion, EngineSize, Sampling
 from isobit.errors import RunFailed
-from isobit.fleet import wire
-from isobit.fleet.fleet import Batch, Fleet
-from isobit.fleet.settings import FleetSettings
 from tests.models import tiny_model
 
 SAMPLING = Sampling(n=3, max_new_tokens=24, seed=5, stop=("99",))

@@ -13,8 +13,8 @@ import pytest
 
 from isobit.config import load_config
 from isobit.distributed import Ranks
+from isobit.engine.fleet.fleet import Fleet
 from isobit.errors import RunFailed
-from isobit.fleet.fleet import Fleet
 from isobit.rl.learner.learner import Learner
 from isobit.training.running.result import TrainResult
 from isobit.training.train import resume, train
@@ -220,7 +220,7 @@ def test_keys_that_flip_in_an_engine_end_the_run(
         row["mismatch/differing_tokens"] == 0 and row["mismatch/compared_tokens"] > 0
         for row in steps
     )
-    monkeypatch.setattr("isobit.fleet.engines.Worker", FlippingWorker)
+    monkeypatch.setattr("isobit.engine.fleet.engines.Worker", FlippingWorker)
     with pytest.raises(RunFailed) as caught:
         go(tmp_path / "flipped", base_model, *settings)
     message = str(caught.value)

@@ -13,7 +13,7 @@ from isobit.kernels.sampling.filtering import (
     filter_logits,
     of_rows,
 )
-from isobit.plan.live_bytes import LiveBytes
+from isobit.training.plan.live_bytes import LiveBytes
 
 CASES: list[Filtering] = [
     (7, 1.0, 0.0),

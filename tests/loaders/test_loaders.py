@@ -24,8 +24,8 @@ from isobit.errors import LEFT_OUT, IsobitError
 from isobit.model import Model, ModelConfig, Tokenizer
 from isobit.model.hub.checkpoint import read_json, read_weights, write_weights
 from isobit.model.text import chat
-from isobit.rewards.functions import load_function
-from isobit.tasks import TaskSettings, load_task
+from isobit.tasks.builtin import TaskSettings, load_task
+from isobit.tasks.rewards.functions import load_function
 
 from . import __main__ as fuzzer
 from . import cases

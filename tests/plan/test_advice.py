@@ -9,8 +9,8 @@ import yaml
 
 from benchmarks.plan_jobs import MODELS, job
 from isobit import cli
-from isobit.plan import card_of, plan
-from isobit.plan.advice import HEAD_ROOM, advice, changes, fits_well, together, verdict
+from isobit.training.plan import card_of, plan
+from isobit.training.plan.advice import HEAD_ROOM, advice, changes, fits_well, together, verdict
 from tests.plan.shapes import model_folder
 
 

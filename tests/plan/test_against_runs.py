@@ -14,15 +14,15 @@ from isobit.model import Experts, Model
 from isobit.model.adapters.targets import NewAdapter
 from isobit.model.forward.kv_scales import KVScales
 from isobit.model.hub.linear_attention import LinearAttention
-from isobit.plan import Job, Machine, job_of, plan
-from isobit.plan.advice import changes
-from isobit.plan.learning import carried_forward, forward_passes, measure
-from isobit.plan.live_bytes import LiveBytes
-from isobit.plan.memory import num_parameters
-from isobit.plan.meta import Described, forward_bytes, learning_bytes, weight_bytes
 from isobit.run.directory import METRICS, read_jsonl
 from isobit.training.loop import training_step
 from isobit.training.objects import NO_OBJECTS
+from isobit.training.plan import Job, Machine, job_of, plan
+from isobit.training.plan.advice import changes
+from isobit.training.plan.learning import carried_forward, forward_passes, measure
+from isobit.training.plan.live_bytes import LiveBytes
+from isobit.training.plan.memory import num_parameters
+from isobit.training.plan.meta import Described, forward_bytes, learning_bytes, weight_bytes
 from isobit.training.session.assembly import open_parts
 from isobit.training.session.opening import open_session
 from isobit.training.train import train

@@ -12,7 +12,7 @@ import yaml
 from benchmarks.plan_jobs import MODELS
 from isobit import cli
 from isobit.cli.completion import devices
-from isobit.plan import CARDS
+from isobit.training.plan import CARDS
 from tests.conftest import Refused
 from tests.documents import ROOT, parsed
 from tests.plan.shapes import model_folder

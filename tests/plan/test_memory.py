@@ -14,12 +14,18 @@ from isobit.distributed.shards import ownership
 from isobit.engine.engine import Engine
 from isobit.model import Experts, ModelConfig
 from isobit.model.hub.shapes import parameter_shapes
-from isobit.plan import plan
-from isobit.plan.memory import gradient_bucket, largest_share, least, num_parameters, state_bytes
-from isobit.plan.meta import Described, _fewer_layers, page_bytes, weight_bytes
 from isobit.precision import PRESETS
 from isobit.rl.optim.schedule import OptimizerSettings
 from isobit.rl.optim.sharded import ShardedOptimizer
+from isobit.training.plan import plan
+from isobit.training.plan.memory import (
+    gradient_bucket,
+    largest_share,
+    least,
+    num_parameters,
+    state_bytes,
+)
+from isobit.training.plan.meta import Described, _fewer_layers, page_bytes, weight_bytes
 from tests.models import tiny_model
 
 FLOWS = (

@@ -3,7 +3,7 @@
 import pytest
 
 from isobit.errors import IsobitError
-from isobit.rewards.sandbox.launch import check_cage
+from isobit.tasks.rewards.sandbox.launch import check_cage
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from isobit.rewards.pool import Reward, RewardPool
-from isobit.rewards.spec import RewardSpec
+from isobit.tasks.rewards.pool import Reward, RewardPool
+from isobit.tasks.rewards.spec import RewardSpec
 
 FUNCTIONS = """
 import asyncio, os

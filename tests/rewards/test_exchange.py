@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from isobit.errors import IsobitError, RunFailed
-from isobit.rewards.exchange import Exchange
-from isobit.rewards.pool import RewardPool
-from isobit.rewards.spec import RewardSpec
-from isobit.rewards.worker_process import WorkerProcess
+from isobit.tasks.rewards.exchange import Exchange
+from isobit.tasks.rewards.pool import RewardPool
+from isobit.tasks.rewards.spec import RewardSpec
+from isobit.tasks.rewards.worker_process import WorkerProcess
 from tests.rewards.test_worker_process import children, eventually
 
 FUNCTIONS = """

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from isobit.errors import IsobitError
-from isobit.rewards.functions import MalformedResult, checked_values, load_function
-from isobit.workers.loading import check_reference, last_line
+from isobit.tasks.rewards.functions import MalformedResult, checked_values, load_function
+from isobit.tasks.workers.loading import check_reference, last_line
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +152,7 @@ def test_modules_and_neighbours_are_found(tmp_path: Path) -> None:
     )
     assert function(ARGUMENTS) == [7]
     assert load_function("my:score")(ARGUMENTS) == [7]
-    assert load_function("isobit.tasks.gsm8k:reward").required == ("answer",)
+    assert load_function("isobit.tasks.builtin.gsm8k:reward").required == ("answer",)
 
 
 @pytest.mark.parametrize(

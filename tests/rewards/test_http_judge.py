@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from isobit.config import load_config
-from isobit.rewards.pool import RewardPool
-from isobit.rewards.spec import RewardSpec
 from isobit.run.completions import COMPLETIONS, read
 from isobit.run.directory import read_jsonl
+from isobit.tasks.rewards.pool import RewardPool
+from isobit.tasks.rewards.spec import RewardSpec
 from isobit.training.train import train
 from tests.documents import PAGES, parsed, reader_folder, run
 

@@ -67,8 +67,8 @@ def test_workers_trackers_and_cages_run_none_of_it(
 
 
 def test_negative_control_python_itself_runs_it(tmp_path: Path, poisoned: Path) -> None:
-    plain = [sys.executable, "-m", "isobit.rewards.named"]
-    for command, marked in ((plain, True), (module_command("isobit.rewards.named"), False)):
+    plain = [sys.executable, "-m", "isobit.tasks.rewards.named"]
+    for command, marked in ((plain, True), (module_command("isobit.tasks.rewards.named"), False)):
         (tmp_path / "mark").unlink(missing_ok=True)
         done = subprocess.run(command, cwd=poisoned, capture_output=True, check=False)
         assert (done.returncode != 0) == marked

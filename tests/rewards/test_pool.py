@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from isobit.errors import IsobitError, RunFailed
-from isobit.rewards.pool import MAX_DEATHS, Reward, RewardPool
-from isobit.rewards.spec import RewardSpec
-from isobit.tasks import TaskSettings, load_task
-from isobit.workers.output import MAX_FILE_BYTES
+from isobit.tasks.builtin import TaskSettings, load_task
+from isobit.tasks.rewards.pool import MAX_DEATHS, Reward, RewardPool
+from isobit.tasks.rewards.spec import RewardSpec
+from isobit.tasks.workers.output import MAX_FILE_BYTES
 
 FUNCTIONS = """
 import os, re, sys, time

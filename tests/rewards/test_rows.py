@@ -11,8 +11,8 @@ import pytest
 from isobit.cli.commands.dry_run import dry_run
 from isobit.config import load_config
 from isobit.errors import IsobitError
-from isobit.rewards.pool import RewardPool
-from isobit.rewards.spec import RewardSpec
+from isobit.tasks.rewards.pool import RewardPool
+from isobit.tasks.rewards.spec import RewardSpec
 from tests.runs import write_config
 
 PAIRS = {"tests": "stdin", "isolation": "none"}

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from isobit.rewards.pool import RewardPool
-from isobit.rewards.spec import RewardSpec
-from isobit.rewards.worker_process import WorkerProcess
-from isobit.workers.process import MAX_LOG_BYTES
+from isobit.tasks.rewards.pool import RewardPool
+from isobit.tasks.rewards.spec import RewardSpec
+from isobit.tasks.rewards.worker_process import WorkerProcess
+from isobit.tasks.workers.process import MAX_LOG_BYTES
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/stat").exists(), reason="finds processes through /proc"
@@ -120,8 +120,8 @@ def test_workers_die_with_their_parent(file: str, tmp_path: Path, name: str) -> 
         pytest.skip("only the Linux kernel kills a worker that holds its interpreter")
     path = tmp_path / "pids"
     program = f"""
-from isobit.rewards.spec import RewardSpec
-from isobit.rewards.pool import RewardPool
+from isobit.tasks.rewards.spec import RewardSpec
+from isobit.tasks.rewards.pool import RewardPool
 pool = RewardPool([RewardSpec({file + ":" + name!r})], deadline_s=300)
 pool.score(["p"], ["hang"], [{{"path": {str(path)!r}}}])
 """
@@ -178,7 +178,7 @@ def test_an_interrupt_leaves_no_worker_with_an_unread_reply(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("isobit.rewards.worker_process.collect", interrupted)
+        patch.setattr("isobit.tasks.rewards.worker_process.collect", interrupted)
         with pytest.raises(KeyboardInterrupt):
             worker.answer(request, 5.0)
     assert not worker.ready
@@ -208,7 +208,7 @@ def test_workers_import_neither_torch_nor_numpy(tmp_path: Path) -> None:
     )
     specs = [
         RewardSpec(f"{path}:heavy"),
-        *(RewardSpec(f"isobit.tasks.{t}:reward", name=t) for t in ("gsm8k", "countdown")),
+        *(RewardSpec(f"isobit.tasks.builtin.{t}:reward", name=t) for t in ("gsm8k", "countdown")),
     ]
     with RewardPool(specs) as pool:
         (result,) = pool.score(["p"], ["1"], [{"answer": "1", "numbers": [1], "target": 1}])

@@ -16,8 +16,8 @@ from torch.nn.functional import log_softmax
 from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.model.forward.head_divergence import Other, head_divergence
-from isobit.plan import Machine, job_of, plan
 from isobit.rl.algorithm.divergence import Divergence
+from isobit.training.plan import Machine, job_of, plan
 from isobit.training.train import resume, train
 from tests.models import tiny_model
 from tests.rl.trl_loss import needs_trl

@@ -16,11 +16,11 @@ from isobit.errors import Corruption, IsobitError
 from isobit.kernels import Ops, get_ops
 from isobit.kernels.backends.reference import ReferenceOps
 from isobit.model.weights.masters import Masters
-from isobit.plan.live_bytes import LiveBytes
 from isobit.rl import OptimizerSettings
 from isobit.rl.optim import masters
 from isobit.rl.optim.masters import UpdatedMasters
 from isobit.rl.optim.sharded import ShardedOptimizer
+from isobit.training.plan.live_bytes import LiveBytes
 from isobit.training.train import resume, train
 from tests.models import tiny_model
 from tests.runs import fingerprint, write_config

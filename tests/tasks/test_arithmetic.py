@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isobit.errors import IsobitError
-from isobit.tasks import Task, TaskSettings, load_task
-from isobit.tasks.arithmetic import ArithmeticOptions, gold_answer, mirror, operands, reward
+from isobit.tasks.builtin import Task, TaskSettings, load_task
+from isobit.tasks.builtin.arithmetic import ArithmeticOptions, gold_answer, mirror, operands, reward
 
 
 def load(

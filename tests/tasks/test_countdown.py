@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from isobit.errors import IsobitError
-from isobit.tasks import TaskSettings, load_task
-from isobit.tasks.countdown import ExpressionError, evaluate, reward, solves
+from isobit.tasks.builtin import TaskSettings, load_task
+from isobit.tasks.builtin.countdown import ExpressionError, evaluate, reward, solves
 
 leaves = st.integers(0, 200).map(str)
 expressions = st.recursive(

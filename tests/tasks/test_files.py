@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from isobit.errors import IsobitError
-from isobit.tasks import TaskSettings, load_task
+from isobit.tasks.builtin import TaskSettings, load_task
 
 
 @pytest.fixture

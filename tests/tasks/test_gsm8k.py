@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isobit.errors import IsobitError
-from isobit.tasks import TaskSettings, load_task
-from isobit.tasks.gsm8k import final_number, reward
+from isobit.tasks.builtin import TaskSettings, load_task
+from isobit.tasks.builtin.gsm8k import final_number, reward
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from isobit.config import load_config
-from isobit.environments.base import Turn
+from isobit.data.turns import Turn
 from isobit.errors import IsobitError
 from isobit.model.text.tool_formats.table import FORMATS
-from isobit.rewards.sandbox.launch import check_cage
 from isobit.run.directory import read_jsonl
-from isobit.tasks import Task, TaskSettings, load_task
-from isobit.tasks.calculator import python
-from isobit.tasks.guess import Guess, left_after
-from isobit.tasks.lookup import KINDS, NOTHING, Library, corpus_of
-from isobit.tasks.turns import correct
+from isobit.tasks.builtin import Task, TaskSettings, load_task
+from isobit.tasks.builtin.calculator import python
+from isobit.tasks.builtin.guess import Guess, left_after
+from isobit.tasks.builtin.lookup import KINDS, NOTHING, Library, corpus_of
+from isobit.tasks.builtin.turns import correct
+from isobit.tasks.rewards.sandbox.launch import check_cage
 from isobit.training.train import train
 
 ROOT = Path(__file__).resolve().parents[2]

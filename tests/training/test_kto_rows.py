@@ -16,8 +16,8 @@ from isobit.data.readers import Source
 from isobit.errors import IsobitError
 from isobit.model import Tokenizer
 from isobit.rl.algorithm.given import mismatched
-from isobit.tasks import TaskSettings
-from isobit.tasks.arithmetic import load
+from isobit.tasks.builtin import TaskSettings
+from isobit.tasks.builtin.arithmetic import load
 from isobit.training.sft.batches import given
 from isobit.training.sft.taught import SupervisedSample
 from isobit.training.train import train_supervised

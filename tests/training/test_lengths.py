@@ -15,7 +15,7 @@ from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.model import Model, TextRules, Tokenizer
 from isobit.run.completions import COMPLETIONS, read
-from isobit.tasks import TaskSettings, load_task
+from isobit.tasks.builtin import TaskSettings, load_task
 from isobit.training.rollouts.lengths import fit_prompts
 from isobit.training.session.assembly import open_parts
 from isobit.training.train import resume, train

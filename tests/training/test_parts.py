@@ -10,7 +10,7 @@ from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.precision import precision_from
 from isobit.rl.algorithm.correction_rule import CorrectionRule, Rejection
-from isobit.tasks.gsm8k import INSTRUCTION
+from isobit.tasks.builtin.gsm8k import INSTRUCTION
 from isobit.training.resolved import objective_of
 from isobit.training.session.assembly import open_parts
 from tests.models import tiny_model

@@ -22,11 +22,11 @@ from isobit.errors import IsobitError
 from isobit.model import Experts, Model, ModelConfig
 from isobit.model.forward.recompute import Recompute
 from isobit.model.hub.names import parts as parts_of
-from isobit.plan import Job, host, learning, plan
-from isobit.plan.host import this_machine
-from isobit.plan.job import architecture, job_with
-from isobit.plan.live_bytes import LiveBytes
-from isobit.plan.memory import fitting_tokens, num_parameters
+from isobit.training.plan import Job, host, learning, plan
+from isobit.training.plan.host import this_machine
+from isobit.training.plan.job import architecture, job_with
+from isobit.training.plan.live_bytes import LiveBytes
+from isobit.training.plan.memory import fitting_tokens, num_parameters
 from isobit.training.session.assembly import open_parts
 from isobit.training.train import resume, train
 from tests import warm
@@ -289,7 +289,7 @@ QWEN3_8B = {
 DRIVER = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_DATA, ({most}, {most}))
-from isobit.plan import host
+from isobit.training.plan import host
 host.memory_limit = lambda device: ({limit}, "memory of this machine")
 from isobit import cli
 sys.argv = ["isobit", *{arguments!r}]

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from isobit.data.episodes import EpisodeRecord
 from isobit.distributed import ALONE
-from isobit.environments.recorded import EpisodeRecord
 from isobit.errors import RunFailed
-from isobit.rewards.pool import Reward
 from isobit.rl import Sample
+from isobit.tasks.rewards.pool import Reward
 from isobit.training.rollouts.problems import Problems
 
 PROBLEM = "step: KeyError: 'board' (game.py, line 6)"

@@ -14,8 +14,8 @@ from isobit.config import load_config, load_sft_config
 from isobit.config.sections import ReferenceSync
 from isobit.errors import IsobitError
 from isobit.model import Model
-from isobit.plan import Machine, job_of, plan
 from isobit.run.checkpoints import all_checkpoints
+from isobit.training.plan import Machine, job_of, plan
 from isobit.training.saving.reference import FollowingReference, mix
 from isobit.training.train import resume, train, train_supervised
 from tests.distributed.sessions import bits, resumed, session, trained, written

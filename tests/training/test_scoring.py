@@ -10,8 +10,8 @@ from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.model import RewardModel
 from isobit.model.hub.checkpoint import read_json, read_weights, write_json, write_weights
-from isobit.rewards.pool import RewardPool
-from isobit.rewards.spec import RewardSpec
+from isobit.tasks.rewards.pool import RewardPool
+from isobit.tasks.rewards.spec import RewardSpec
 from isobit.training.scoring import RewardScorer, WeightedModel
 from isobit.training.train import replay, train
 from tests.models import tiny_model

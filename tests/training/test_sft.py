@@ -32,9 +32,9 @@ from isobit.model import Model, ModelConfig, Tokenizer
 from isobit.model.families import FAMILIES
 from isobit.options.declare import choices, options_of
 from isobit.precision import Precision, precision_from
-from isobit.rewards.pool import RewardPool
 from isobit.run.checkpoints import all_checkpoints
-from isobit.tasks import TaskSettings, load_task
+from isobit.tasks.builtin import TaskSettings, load_task
+from isobit.tasks.rewards.pool import RewardPool
 from isobit.training.sft import base
 from isobit.training.sft.base import cached_model
 from isobit.training.sft.batches import SupervisedBatches

@@ -11,11 +11,11 @@ import yaml
 from isobit.cli.commands.dry_run import supervised_dry_run
 from isobit.config import load_sft_config
 from isobit.errors import IsobitError
-from isobit.plan import Job, Machine, host, plan
-from isobit.plan.advice import changes
-from isobit.plan.live_bytes import LiveBytes
-from isobit.plan.memory import fitting_tokens
 from isobit.training.loop import training_step
+from isobit.training.plan import Job, Machine, host, plan
+from isobit.training.plan.advice import changes
+from isobit.training.plan.live_bytes import LiveBytes
+from isobit.training.plan.memory import fitting_tokens
 from isobit.training.sft.base import cached_model
 from isobit.training.sft.initial import described_model
 from isobit.training.sft.opening import open_supervised

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isobit.environments.recorded import EpisodeRecord
+from isobit.data.episodes import EpisodeRecord
 from isobit.model.hub.names import layer_and_role
 from isobit.rl import Sample
 from isobit.rl.algorithm.credit import StepBatch

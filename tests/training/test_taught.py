@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from isobit.data.dataset import Dataset, Example
 from isobit.errors import IsobitError
 from isobit.model import Tokenizer
-from isobit.tasks import Task
+from isobit.tasks.builtin import Task
 from isobit.training.sft.taught import SupervisedSample, Teacher, end_of_text
 from tests.models import ALPHABET
 

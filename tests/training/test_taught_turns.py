@@ -10,7 +10,7 @@ from isobit.data.dataset import Dataset, Example, Shaping, read_examples
 from isobit.data.readers import Source
 from isobit.errors import IsobitError
 from isobit.model import Tokenizer
-from isobit.tasks import Task
+from isobit.tasks.builtin import Task
 from isobit.training.sft.taught import SupervisedSample, Teacher
 from tests.training.test_taught import ENDS, TEMPLATES, named, tokenizer_of
 

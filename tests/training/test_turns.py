@@ -23,7 +23,7 @@ from tests.training.test_scoring import reward_model
 
 ENVIRONMENT = '''
 import os, random, time
-from isobit.environments.base import Step
+from isobit.data.turns import Step
 
 CALLED = os.path.join(os.path.dirname(__file__), "called.txt")
 

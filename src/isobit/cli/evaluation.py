@@ -224,7 +224,7 @@ def _evaluate_or_show(
 
 
 def _reward(text: str) -> dict[str, Any]:
-    from isobit.rewards.spec import parse_reward
+    from isobit.tasks.rewards.spec import parse_reward
 
     spec = parse_reward(text)
     return {"function": spec.function, "options": dict(spec.options)}

@@ -85,8 +85,8 @@ def generate(
     """
     from isobit.cli.commands.generate import print_completions
     from isobit.engine.types import Sampling
-    from isobit.environments.settings import EnvironmentConfig
     from isobit.run.directory import model_directory
+    from isobit.tasks.environments.settings import EnvironmentConfig
 
     if parser is not None and not tools:
         raise IsobitError(

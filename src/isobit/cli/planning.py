@@ -52,7 +52,7 @@ def plan(
     """
     from isobit.cli.commands.plan import plan_command
     from isobit.config import load_config
-    from isobit.plan import card_named, card_of
+    from isobit.training.plan import card_named, card_of
 
     machine = card_named(device) if memory is None else card_of(memory)
     plan_command(load_config(config, overrides or ()), gpus, machine, prompt_tokens, as_json)

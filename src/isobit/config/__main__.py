@@ -7,7 +7,7 @@ from dataclasses import is_dataclass
 from isobit.config.schema import CompareConfig, Config, SftConfig
 from isobit.options.declare import REQUIRED, Option, options_of, sections, type_text
 from isobit.options.precisions import FlowChanges, PrecisionChanges
-from isobit.tasks import TASKS
+from isobit.tasks.builtin import TASKS
 
 _HEAD = """# Configuration
 

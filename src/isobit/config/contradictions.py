@@ -4,11 +4,11 @@ the whole of a config contradicts (`schema.py`)."""
 from collections.abc import Sequence
 
 from isobit.config.sections import AdapterConfig, ReferenceConfig, SamplingConfig
-from isobit.environments.settings import EnvironmentConfig
 from isobit.errors import IsobitError
 from isobit.options.reading import OptionError
 from isobit.rl.algorithm.objective import LOSS_KINDS, OWN_RATIO, Objective
 from isobit.rl.optim.schedule import OptimizerSettings
+from isobit.tasks.environments.settings import EnvironmentConfig
 
 __all__ = [
     "MOST_OF_A_STEP",

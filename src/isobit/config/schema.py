@@ -45,9 +45,8 @@ from isobit.config.sections import (
 )
 from isobit.data.curriculum import CurriculumConfig
 from isobit.data.dataset import check_variables
-from isobit.environments.settings import EnvironmentConfig
+from isobit.engine.fleet.settings import FleetSettings
 from isobit.errors import IsobitError
-from isobit.fleet.settings import FleetSettings
 from isobit.monitor.trackers.settings import TrackingConfig, without_credentials
 from isobit.options.consistency import Consistency, level
 from isobit.options.declare import (
@@ -68,7 +67,8 @@ from isobit.rl.algorithm.partial import PartialSettings
 from isobit.rl.algorithm.replay import ReplaySettings
 from isobit.rl.optim.schedule import OptimizerSettings
 from isobit.run.rows import MOST_STEPS
-from isobit.tasks import TASKS, TaskSettings
+from isobit.tasks.builtin import TASKS, TaskSettings
+from isobit.tasks.environments.settings import EnvironmentConfig
 
 
 def _name_or_path(text: str) -> str:

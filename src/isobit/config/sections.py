@@ -28,9 +28,9 @@ from isobit.options.declare import (
 from isobit.options.precisions import PRECISIONS
 from isobit.options.projections import ALL_LINEAR, PROJECTIONS
 from isobit.options.reading import OptionError
-from isobit.rewards.spec import RewardSpec
 from isobit.rl.algorithm.objective import Function
 from isobit.rl.algorithm.shown import Shown
+from isobit.tasks.rewards.spec import RewardSpec
 
 PrecisionValue = (
     Annotated[str, Suggested(PRECISIONS)]

@@ -5,7 +5,7 @@ A conversation's tokens are only ever appended to: an answer stays the tokens th
 what follows it is encoded alone (`model/text/appending.py`). Or it `forks`: what the model sees of
 the past is what its template writes of it, and where that does not begin with the tokens so far, a
 context of its own begins. Left out: when a turn is asked for
-(`episodes.py`), and what answers it (`environments/`).
+(`episodes.py`), and what answers it (`tasks/environments/`).
 """
 
 import json
@@ -16,9 +16,9 @@ from typing import Any
 
 from isobit.data.dataset import TEMPLATE_KWARGS, Message
 from isobit.data.foreign import BadJson, parse_json
+from isobit.data.turns import Environments, Turn
 from isobit.engine.prompts import Prompt, encode_prompt
 from isobit.engine.types import Completion
-from isobit.environments.base import Environments, Turn
 from isobit.errors import IsobitError, did_you_mean
 from isobit.model.text.appending import Appending, numbered
 from isobit.model.text.chat import TookTooMuch

@@ -3,7 +3,7 @@
     submit -> answer -> the environment's messages -> continue_from -> answer -> ... -> completion
 
 An episode that is over is one completion: all turns' tokens, of which those that were given are
-masked, and what happened in it (`environments/recorded.py`). A prompt without an environment is an
+masked, and what happened in it (`data/episodes.py`). A prompt without an environment is an
 episode of one turn, and has the engine's own completion.
 
 Environments answer elsewhere and in time; meanwhile the engine decodes other episodes. Sampling
@@ -20,6 +20,8 @@ from typing import Any
 
 from isobit.data.dataset import Example, Message
 from isobit.data.dataset import Prompt as DataPrompt
+from isobit.data.episodes import EpisodeRecord
+from isobit.data.turns import Reply
 from isobit.engine.dialogue import Dialogue
 from isobit.engine.endings import forked
 from isobit.engine.engine import OnGroup, Progress
@@ -27,8 +29,6 @@ from isobit.engine.groups import AskedEngine, OpenGroups
 from isobit.engine.prompts import Prompt
 from isobit.engine.sequences import Stats, added_seconds, summed
 from isobit.engine.types import Completion, Request, Sampling
-from isobit.environments.base import Reply
-from isobit.environments.recorded import EpisodeRecord
 from isobit.errors import IsobitError
 
 MOST_SAMPLES = 1 << 20

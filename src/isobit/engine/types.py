@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from isobit.data.dataset import Prompt
-from isobit.environments.recorded import EpisodeRecord
+from isobit.data.episodes import EpisodeRecord
 from isobit.options.declare import NotAnOption, above, at_least, at_most, below
 from isobit.options.reading import Expected, read_own_fields
 

@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable
 
 from isobit.errors import IsobitError, brief
-from isobit.rewards.named.marks import marked
-from isobit.tasks.gsm8k import final_number
+from isobit.tasks.builtin.gsm8k import final_number
+from isobit.tasks.rewards.named.marks import marked
 
 Extract = Callable[[str], str | None]
 """A completion's answer, or None where it has none."""

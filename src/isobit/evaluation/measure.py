@@ -20,7 +20,7 @@ from isobit.errors import IsobitError, brief, did_you_mean
 from isobit.evaluation.answers import Extract, marked_answer
 from isobit.evaluation.majority import LARGEST_GROUP
 from isobit.evaluation.result import Graded, Question
-from isobit.rewards.pool import Reward, Said
+from isobit.tasks.rewards.pool import Reward, Said
 
 OnProgress = Callable[[str, int, int], None]
 """Called with (the work in progress, completions done, completions asked)."""

@@ -18,7 +18,7 @@ from isobit.engine.engine import Engine
 from isobit.evaluation.measure import EvaluationPlan, Scorer, measure, tags_of
 from isobit.evaluation.result import Question, Result
 from isobit.evaluation.summary import ALL, summarize, unscored
-from isobit.rewards.pool import Reward, Said
+from isobit.tasks.rewards.pool import Reward, Said
 
 SEED_OFFSET = 0x5EED_E7A1
 """Added to a run's seed: an evaluation draws other random numbers than the rollouts."""

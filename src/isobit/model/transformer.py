@@ -59,7 +59,7 @@ class Transformer:
     `masters` are those of `parameter_shapes`, which defines their names and order: all their rows,
     or those that this one of several `ranks` keeps. After changing them call `sync`, with their
     names if not all of them changed. None: another process has them, and sends the rollout's
-    working weights (`fleet/weight_bytes.py`); there are no others.
+    working weights (`engine/fleet/weight_bytes.py`); there are no others.
 
     With an `adapter` nothing else is trained: `masters` are whole, each is read once, made a
     working weight and not kept, and the masters here are the adapter's. `dtype` is that of the

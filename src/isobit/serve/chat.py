@@ -11,7 +11,7 @@ from typing import Any
 
 from isobit.data.dataset import TEMPLATE_KWARGS
 from isobit.data.foreign import BadJson, parse_json
-from isobit.environments.base import Call
+from isobit.data.turns import Call
 from isobit.errors import IsobitError
 from isobit.model.text.tokenizer import Tokenizer
 from isobit.serve.requests import BadRequest

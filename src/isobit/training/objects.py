@@ -4,7 +4,7 @@ a notebook.
 A run keeps its config in a file, where objects have no place. Names stand for them there,
 `<python>:NAME` for a reward function and `<python>:HASH` for rows, so that a run that goes on needs
 the objects again, and refuses others. Callbacks and measures change nothing that is learned, and
-leave no name. Left out: how functions are called (`rewards/pool.py`).
+leave no name. Left out: how functions are called (`tasks/rewards/pool.py`).
 """
 
 import hashlib
@@ -19,9 +19,9 @@ from isobit.config import Config, parse_config
 from isobit.config.reading import read_source
 from isobit.data.arrow_rows import plain
 from isobit.errors import IsobitError, RunFailed
-from isobit.rewards.spec import OBJECT
 from isobit.rl import Sample
 from isobit.rl.algorithm.advantages import Advantage
+from isobit.tasks.rewards.spec import OBJECT
 
 RewardFunction = Callable[..., Any]
 Rewards = RewardFunction | str | Sequence[RewardFunction | str | tuple[RewardFunction | str, float]]

@@ -11,13 +11,13 @@ from isobit.distributed import Ranks
 from isobit.engine.calibration import Calibrator
 from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import Engine
+from isobit.engine.fleet.fleet import Fleet
 from isobit.engine.types import Sampling
 from isobit.evaluation.periodic import PeriodicEvaluation
-from isobit.fleet.fleet import Fleet
 from isobit.model import Model
 from isobit.rl.learner.learner import Learner
 from isobit.rl.optim.sharded import ShardedOptimizer
-from isobit.tasks import Task
+from isobit.tasks.builtin import Task
 from isobit.training.resolved import Resolved
 from isobit.training.rollouts.processes import Processes
 from isobit.training.rollouts.serving import Serving

@@ -15,7 +15,7 @@ from isobit.data.dataset import Example, Prompt
 from isobit.engine.types import Completion, asked_in, said_in
 from isobit.errors import IsobitError, RunFailed
 from isobit.model.reward_model import RewardModel
-from isobit.rewards.pool import Reward, RewardPool, Said
+from isobit.tasks.rewards.pool import Reward, RewardPool, Said
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,9 +17,9 @@ import torch
 import yaml
 
 from isobit.cli import main as isobit
+from isobit.data.turns import Call, Turn
 from isobit.engine import dialogue
-from isobit.environments import pool, pump
-from isobit.environments.base import Call, Turn
+from isobit.tasks.environments import pool, pump
 from tests.environments.test_runs import CHARACTERS, TEMPLATE
 from tests.models import tiny_model
 
@@ -30,7 +30,7 @@ _PASSED_OVER = re.compile(
     r"(native|reference) backend|report: |certificate of|step 1/1 |no group had a spread|"
     r"every completion in every step|environment: waiting for|a pipe of this process|warning: there is one|\s*$"
 )
-_HEAD = "import asyncio, os, signal, sys, time, types\nfrom isobit.environments.base import Step\n"
+_HEAD = "import asyncio, os, signal, sys, time, types\nfrom isobit.data.turns import Step\n"
 _GAME = '''
 class Game:
     def __init__(self):

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from isobit.errors import IsobitError, RunFailed
-from isobit.rewards.named import build
-from isobit.rewards.named.code import same_output, steps_of
-from isobit.rewards.pool import RewardPool
-from isobit.rewards.sandbox import launch
-from isobit.rewards.sandbox.launch import Limits, Outcome, check_cage, run_caged
-from isobit.rewards.spec import RewardSpec
+from isobit.tasks.rewards.named import build
+from isobit.tasks.rewards.named.code import same_output, steps_of
+from isobit.tasks.rewards.pool import RewardPool
+from isobit.tasks.rewards.sandbox import launch
+from isobit.tasks.rewards.sandbox.launch import Limits, Outcome, check_cage, run_caged
+from isobit.tasks.rewards.spec import RewardSpec
 from tests.documents import ROOT, parsed
 from tests.documents import run as run_command
 
@@ -545,7 +545,7 @@ def test_where_there_are_no_namespaces_nothing_runs_and_the_option_is_named(tmp_
         "import sys\n"
         f"sys.path[:0] = {[str(Path(__file__).parents[3] / 'src')]!r}\n"
         "from isobit.errors import IsobitError\n"
-        "from isobit.rewards.sandbox.launch import check_cage\n"
+        "from isobit.tasks.rewards.sandbox.launch import check_cage\n"
         "open('/proc/sys/user/max_user_namespaces', 'w').write('0')\n"
         "try:\n    check_cage('namespaces', False)\nexcept IsobitError as error:\n    "
         "print(error)\n"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from isobit.rewards.named.fences import program
+from isobit.tasks.rewards.named.fences import program
 
 CODE = "def double(x):\n    return 2 * x\n"
 BLOCK = f"```python\n{CODE}```"
@@ -99,7 +99,7 @@ def test_what_a_parser_would_choke_on_is_read_all_the_same(text: str) -> None:
 
 
 def test_python_reads_so_many_characters_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isobit.rewards.named.fences._Parser.__init__.__defaults__", (10,))
+    monkeypatch.setattr("isobit.tasks.rewards.named.fences._Parser.__init__.__defaults__", (10,))
     assert (
         program(f"```python\n{CODE.rstrip()}```\n") == CODE.rstrip()
     )  # as if it were no Python: to the first fence

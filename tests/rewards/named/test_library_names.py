@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from isobit.rewards.named import build
-from isobit.rewards.named.free_names import names_of
-from isobit.rewards.named.library_names import _HOMES
+from isobit.tasks.rewards.named import build
+from isobit.tasks.rewards.named.free_names import names_of
+from isobit.tasks.rewards.named.library_names import _HOMES
 
 pytestmark = pytest.mark.usefixtures("cage")
 LIES = "    def __eq__(self, other): return True\n    def __init__(self, *a, **k): pass\n"

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from isobit.evaluation.answers import marked_answer
-from isobit.rewards.named import build
-from isobit.rewards.named.marks import marked
+from isobit.tasks.rewards.named import build
+from isobit.tasks.rewards.named.marks import marked
 
 pytest.importorskip("math_verify")
 

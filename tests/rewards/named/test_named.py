@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.options.reading import OptionError
-from isobit.rewards.by_name import Unscored
-from isobit.rewards.named import NAMES, build, markdown
-from isobit.rewards.pool import RewardPool
-from isobit.rewards.spec import RewardSpec, parse_reward
+from isobit.tasks.rewards.by_name import Unscored
+from isobit.tasks.rewards.named import NAMES, build, markdown
+from isobit.tasks.rewards.pool import RewardPool
+from isobit.tasks.rewards.spec import RewardSpec, parse_reward
 from tests.runs import write_config
 
 ROOT = Path(__file__).parents[3]

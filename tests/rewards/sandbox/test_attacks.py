@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from isobit.rewards.named import build
-from isobit.rewards.pool import Reward, RewardPool
-from isobit.rewards.sandbox import launch
-from isobit.rewards.sandbox.launch import Limits, run_caged
-from isobit.rewards.spec import RewardSpec
+from isobit.tasks.rewards.named import build
+from isobit.tasks.rewards.pool import Reward, RewardPool
+from isobit.tasks.rewards.sandbox import launch
+from isobit.tasks.rewards.sandbox.launch import Limits, run_caged
+from isobit.tasks.rewards.spec import RewardSpec
 from tests.models import slow_where
 from tests.rewards.sandbox import attacks
 
@@ -161,7 +161,7 @@ def test_without_its_session_and_signals_the_cage_is_ended(
     source = jail.read_text()
     assert source.count(wall) == 1
     program = (
-        "import signal, sys\nfrom isobit.rewards.sandbox import launch\n"
+        "import signal, sys\nfrom isobit.tasks.rewards.sandbox import launch\n"
         "signal.signal(signal.SIGINT, signal.SIG_DFL)\n"  # a shell's background jobs ignore it
         "launch._SOURCE = sys.argv[1]\n"
         "print(launch.run_caged({'p.py': sys.argv[2]}, 'p.py', [''], launch.Limits(5, 256, 4, "

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.rewards.named import build
-from isobit.rewards.named.code import steps_of
-from isobit.rewards.named.free_names import names_of
-from isobit.rewards.sandbox import wire
-from isobit.rewards.sandbox.examiner import Connection
-from isobit.rewards.sandbox.harness import Program
+from isobit.tasks.rewards.named import build
+from isobit.tasks.rewards.named.code import steps_of
+from isobit.tasks.rewards.named.free_names import names_of
+from isobit.tasks.rewards.sandbox import wire
+from isobit.tasks.rewards.sandbox.examiner import Connection
+from isobit.tasks.rewards.sandbox.harness import Program
 
 SAME = "def f(x):\n    return x\n"
 STACK = """

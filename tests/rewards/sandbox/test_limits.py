@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from isobit.rewards.sandbox.launch import Limits, Outcome, run_caged
+from isobit.tasks.rewards.sandbox.launch import Limits, Outcome, run_caged
 
 pytestmark = pytest.mark.usefixtures("cage")
 
@@ -104,7 +104,7 @@ def test_supplementary_groups_are_left_outside() -> None:
     if os.geteuid() != 0:
         pytest.skip("only root may leave its groups")
     program = (
-        "import os\nfrom isobit.rewards.sandbox.launch import Limits, run_caged\nassert "
+        "import os\nfrom isobit.tasks.rewards.sandbox.launch import Limits, run_caged\nassert "
         "os.getgroups() == [4321]\n"
         "for isolation in ('namespaces', 'none'):\n"
         "    files, limits = {'p.py': 'import os; print(os.getgroups())'}, Limits(9, 256, 4, 8)\n"

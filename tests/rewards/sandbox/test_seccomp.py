@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from isobit.errors import IsobitError
-from isobit.rewards.sandbox import launch, seccomp
-from isobit.rewards.sandbox.launch import Limits, check_cage, run_caged
+from isobit.tasks.rewards.sandbox import launch, seccomp
+from isobit.tasks.rewards.sandbox.launch import Limits, check_cage, run_caged
 
 pytestmark = pytest.mark.usefixtures("cage")
 

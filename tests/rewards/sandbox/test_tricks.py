@@ -3,9 +3,9 @@ most tricks would."""
 
 import pytest
 
-from isobit.rewards.pool import RewardPool
-from isobit.rewards.sandbox.launch import Limits, run_caged
-from isobit.rewards.spec import RewardSpec
+from isobit.tasks.rewards.pool import RewardPool
+from isobit.tasks.rewards.sandbox.launch import Limits, run_caged
+from isobit.tasks.rewards.spec import RewardSpec
 from tests.rewards.sandbox import tricks
 
 pytestmark = pytest.mark.usefixtures("cage")

@@ -25,8 +25,8 @@ from isobit.kernels.backends.native import unsupported
 from isobit.kernels.gpu import find_gpu, refusal, triton_refusal
 from isobit.kernels.ops import Ops
 from isobit.options.consistency import order, processor_features, resolved
-from isobit.plan.host import cores
 from isobit.precision import PRESETS
+from isobit.training.plan.host import cores
 
 _INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "fma")
 _EXTRAS = {

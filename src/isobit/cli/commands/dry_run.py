@@ -17,15 +17,15 @@ from isobit.kernels import Ops, get_ops
 from isobit.model.adapters.low_rank import Adapter
 from isobit.model.adapters.targets import targeted
 from isobit.model.described import Described, described
-from isobit.plan.advice import advice, not_loaded
-from isobit.plan.host import this_machine
-from isobit.plan.job import Job, job_with
-from isobit.plan.memory import num_parameters, plan
 from isobit.precision import Precision, precision_from
 from isobit.run.directory import refuse_existing
-from isobit.tasks import Task
+from isobit.tasks.builtin import Task
 from isobit.training.adapting import model_warning, text_rules
 from isobit.training.parts import Parts
+from isobit.training.plan.advice import advice, not_loaded
+from isobit.training.plan.host import this_machine
+from isobit.training.plan.job import Job, job_with
+from isobit.training.plan.memory import num_parameters, plan
 from isobit.training.recording.callbacks import named_callbacks
 from isobit.training.resolved import in_steps, objective_of
 from isobit.training.rollouts.lengths import encode_prompt, endings, first_prompt, fit_prompts

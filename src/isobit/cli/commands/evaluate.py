@@ -27,7 +27,7 @@ from isobit.model import Model, TextRules
 from isobit.model.hub.checkpoint import model_folder
 from isobit.options.declare import plain
 from isobit.run import directory as runs
-from isobit.tasks import Task, load_task
+from isobit.tasks.builtin import Task, load_task
 from isobit.training.adapting import text_rules
 from isobit.training.rollouts.lengths import (
     encode_prompt,

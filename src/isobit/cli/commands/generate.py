@@ -13,11 +13,11 @@ from isobit.data.dataset import Example
 from isobit.engine.engine import Engine
 from isobit.engine.prompts import Prompt
 from isobit.engine.types import Completion, Sampling
-from isobit.environments.settings import EnvironmentConfig
 from isobit.errors import IsobitError, printable
 from isobit.model import Model, TextRules
 from isobit.model.adapters.peft import check_served
 from isobit.model.hub.checkpoint import model_folder
+from isobit.tasks.environments.settings import EnvironmentConfig
 from isobit.training.rollouts.lengths import endings, say_ends
 
 
@@ -95,7 +95,7 @@ def _conversations(
     cannot be used, and for a template that cannot be asked about them."""
     from isobit.engine.dialogue import Dialogue
     from isobit.engine.episodes import Episodes
-    from isobit.environments.pool import EnvironmentPool
+    from isobit.tasks.environments.pool import EnvironmentPool
 
     with EnvironmentPool(tools) as pool:
         tokenizer = engine.model.tokenizer

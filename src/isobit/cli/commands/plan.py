@@ -12,10 +12,18 @@ from typing import Any
 from isobit.config import Config
 from isobit.errors import IsobitError
 from isobit.monitor.report.tables import text_table
-from isobit.plan import Job, Machine, MemoryPlan, job_of, plan
-from isobit.plan.advice import advice, changes, does_not_fit, fits_well, together, verdict, warnings
-from isobit.plan.cards import GIB, MIB
-from isobit.plan.memory import num_parameters
+from isobit.training.plan import Job, Machine, MemoryPlan, job_of, plan
+from isobit.training.plan.advice import (
+    advice,
+    changes,
+    does_not_fit,
+    fits_well,
+    together,
+    verdict,
+    warnings,
+)
+from isobit.training.plan.cards import GIB, MIB
+from isobit.training.plan.memory import num_parameters
 
 _MOST_GPUS = 1 << 16
 _UNITS = {GIB: "GiB", MIB: "MiB"}

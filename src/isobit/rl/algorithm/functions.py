@@ -43,7 +43,7 @@ from isobit.rl.algorithm.token_advantages import (
     reinforce_pp_baseline,
 )
 from isobit.run.metrics import METRICS
-from isobit.workers.loading import find_function, last_line
+from isobit.tasks.workers.loading import find_function, last_line
 
 ADVANTAGES: dict[str, AdvantageFunction] = {
     "grpo": grpo,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from isobit.errors import IsobitError
 from isobit.options.declare import FileName, NotAnOption, OneOf, Pattern, above, at_least, at_most
 from isobit.rl.algorithm.correction_rule import CORRECTIONS, CorrectionRule
-from isobit.workers.loading import split_reference
+from isobit.tasks.workers.loading import split_reference
 
 if TYPE_CHECKING:  # a precision brings torch, which nothing here needs
     from isobit.precision import Precision

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from isobit.environments.recorded import EpisodeRecord
+from isobit.data.episodes import EpisodeRecord
 from isobit.errors import IsobitError
 
 

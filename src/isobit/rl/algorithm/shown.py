@@ -20,7 +20,7 @@ from isobit.errors import IsobitError
 from isobit.options.declare import Pattern
 from isobit.rl.algorithm.objective import Function
 from isobit.rl.algorithm.samples import Group
-from isobit.workers.loading import find_function, last_line
+from isobit.tasks.workers.loading import find_function, last_line
 
 _PLACES = re.compile(r"\{(prompt|shown)\}")
 Feedback = Callable[..., object]

@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 import torch
 
+from isobit.data.episodes import EpisodeRecord
 from isobit.distributed import Ranks
-from isobit.environments.recorded import EpisodeRecord
 from isobit.model import Model
 from isobit.model.hub.names import layer_and_role
 from isobit.model.weights.layout import rows_of

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from isobit.errors import IsobitError, RunFailed
+from isobit.tasks.workers.loading import find_function, last_line
 from isobit.training.objects import OnStep
-from isobit.workers.loading import find_function, last_line
 
 _KEY = "run.callbacks"
 

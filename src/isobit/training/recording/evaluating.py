@@ -9,7 +9,7 @@ from isobit.evaluation.best import Best
 from isobit.evaluation.result import Question
 from isobit.rl.learner.learner import Learner
 from isobit.run.completions import conversation
-from isobit.tasks import Task
+from isobit.tasks.builtin import Task
 from isobit.training.measuring.meter import Meter
 from isobit.training.policy import Policy
 from isobit.training.recording.rows import shortened

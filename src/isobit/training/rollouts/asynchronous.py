@@ -10,7 +10,7 @@ that are frozen, waits until it has learned, and so does whatever depends on it.
 that needs the policy's log-probabilities needs the weights before they are learned, so such a batch
 is waited for; and so is every batch without `rollouts_ahead`. Where there are several ranks, the
 first one has the fleet and scores, and the others get its batches. Left out: who samples what
-(`isobit.fleet`).
+(`isobit.engine.fleet`).
 """
 
 import time
@@ -25,10 +25,10 @@ from isobit.distributed import Ranks
 from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import Engine, OnGroup
 from isobit.engine.episodes import Episodes
+from isobit.engine.fleet.asked import FleetEngine
+from isobit.engine.fleet.fleet import Fleet
 from isobit.engine.sequences import Stats
 from isobit.engine.types import Completion, Sampling
-from isobit.fleet.asked import FleetEngine
-from isobit.fleet.fleet import Fleet
 from isobit.rl.algorithm.credit import StepBatch
 from isobit.rl.algorithm.samples import groups_from_json, groups_to_json
 from isobit.training.loop import Rollout, Rollouts

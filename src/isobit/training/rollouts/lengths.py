@@ -18,7 +18,7 @@ from isobit.engine.types import Sampling
 from isobit.errors import IsobitError, printable
 from isobit.model import Model
 from isobit.model.described import Described
-from isobit.tasks import Task, TaskSettings
+from isobit.tasks.builtin import Task, TaskSettings
 
 _ESCAPED = re.compile(r"\\[ntr](?![a-z])")
 

@@ -10,13 +10,13 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from isobit.data.episodes import EpisodeRecord
 from isobit.distributed import Ranks
-from isobit.environments.recorded import EpisodeRecord
-from isobit.environments.tools import UNKNOWN
 from isobit.errors import RunFailed, brief, listed
-from isobit.rewards.pool import Reward
 from isobit.rl import Group, Sample
-from isobit.workers.variables import hint
+from isobit.tasks.environments.tools import UNKNOWN
+from isobit.tasks.rewards.pool import Reward
+from isobit.tasks.workers.variables import hint
 
 _LISTED = 8
 """The most different problems of a step that are reported."""

@@ -10,13 +10,13 @@ from typing import Any
 
 from isobit.config import Config
 from isobit.data.dataset import Prompt
-from isobit.environments.mistakes import Mistake
-from isobit.environments.pool import EnvironmentPool
 from isobit.errors import IsobitError
-from isobit.rewards.pool import RewardPool
 from isobit.run.completions import COMPLETIONS, read
 from isobit.run.directory import ENVIRONMENTS_LOG, REWARDS_LOG
-from isobit.tasks import Task
+from isobit.tasks.builtin import Task
+from isobit.tasks.environments.mistakes import Mistake
+from isobit.tasks.environments.pool import EnvironmentPool
+from isobit.tasks.rewards.pool import RewardPool
 from isobit.training.objects import NO_OBJECTS, Objects
 
 

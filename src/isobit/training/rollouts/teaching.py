@@ -16,7 +16,7 @@ from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.rl import Group
 from isobit.rl.algorithm.shown import Feedback, Shown, composed, demonstration_of, feedback_function
-from isobit.tasks import Task
+from isobit.tasks.builtin import Task
 from isobit.training.rollouts.lengths import encode_prompt
 
 TeacherPrompts = Sequence[tuple[int, ...] | None]

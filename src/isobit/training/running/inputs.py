@@ -21,17 +21,17 @@ from typing import Any
 
 from isobit.config import Config, SftConfig, load_sft_config, repeated
 from isobit.data.foreign import BadJson, check_readable, exists, parse_json
-from isobit.environments.settings import EnvironmentConfig
 from isobit.errors import IsobitError, brief, listed
 from isobit.options.declare import plain
-from isobit.rewards.spec import OBJECT
 from isobit.rl.algorithm.functions import ADVANTAGES
 from isobit.rl.algorithm.loss import LOSSES
 from isobit.run.checkpoints import file_digest
 from isobit.run.directory import CONFIG, INPUTS, RunDirectory, object_in
-from isobit.tasks import TaskSettings
+from isobit.tasks.builtin import TaskSettings
+from isobit.tasks.environments.settings import EnvironmentConfig
+from isobit.tasks.rewards.spec import OBJECT
+from isobit.tasks.workers.loading import split_reference
 from isobit.training.adapting import model_named
-from isobit.workers.loading import split_reference
 
 Inputs = dict[str, dict[str, str]]
 """Key of the config -> file -> SHA-256; for `config.yaml` a section -> its values as JSON."""

@@ -8,10 +8,10 @@ from isobit.distributed import ALONE, Ranks
 from isobit.kernels import computed_by
 from isobit.model import Model
 from isobit.options.consistency import default_order
-from isobit.plan.host import cores
 from isobit.rl import Objective
 from isobit.rl.algorithm.functions import digests
 from isobit.run.surroundings import number_in
+from isobit.training.plan.host import cores
 
 
 def machine_facts(model: Model, objective: Objective) -> dict[str, object]:

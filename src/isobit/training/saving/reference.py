@@ -30,7 +30,7 @@ from isobit.model import Model
 from isobit.model.transformer import Transformer
 from isobit.precision import precision_from
 from isobit.rl.optim.masters import AT_ONCE
-from isobit.tasks import Task
+from isobit.tasks.builtin import Task
 
 
 class FollowingReference:

@@ -29,20 +29,20 @@ from isobit.model import Model, RewardModel, TextRules
 from isobit.model.adapters.peft import is_adapter
 from isobit.monitor.trackers.process import check_trackers
 from isobit.options.declare import plain
-from isobit.plan.advice import cannot_fit
-from isobit.plan.host import this_machine
-from isobit.plan.job import architecture, job_with
-from isobit.plan.memory import fitting_tokens
 from isobit.rl import ResolvedObjective
 from isobit.rl.algorithm.functions import check_functions
 from isobit.rl.algorithm.replay import ReplayBuffer
 from isobit.rl.learner.learner import Learner
 from isobit.rl.optim.sharded import ShardedOptimizer
-from isobit.tasks import Task, load_task
+from isobit.tasks.builtin import Task, load_task
 from isobit.training.adapting import load_trained, model_named
 from isobit.training.measuring.agreement import unlike
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
+from isobit.training.plan.advice import cannot_fit
+from isobit.training.plan.host import this_machine
+from isobit.training.plan.job import architecture, job_with
+from isobit.training.plan.memory import fitting_tokens
 from isobit.training.recording.evaluating import require_held_out
 from isobit.training.resolved import Resolved, in_steps, resolve
 from isobit.training.rollouts.lengths import encode_prompt, fit_prompts

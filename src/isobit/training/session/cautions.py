@@ -17,7 +17,7 @@ from isobit.model.described import Described
 from isobit.model.hub.config import ModelConfig
 from isobit.options.consistency import level
 from isobit.precision import precision_from
-from isobit.tasks import Task
+from isobit.tasks.builtin import Task
 from isobit.training.running.cautions import of_rate, without_effect
 from isobit.training.running.machine import ranks_caution
 

@@ -1,14 +1,14 @@
 """The conversations of a run whose config has an `environment`: the demands on its model, template
-and prompts, checked before anything is sampled. Left out: environments (`environments/`)."""
+and prompts, checked before anything is sampled. Left out: environments (`tasks/environments/`)."""
 
 from isobit.config import Config
 from isobit.data.dataset import Example
+from isobit.data.episodes import RecordedEnvironments
+from isobit.data.turns import Environments
 from isobit.engine.dialogue import Dialogue
-from isobit.environments.base import Environments
-from isobit.environments.pool import EnvironmentPool
-from isobit.environments.recorded import RecordedEnvironments
 from isobit.errors import IsobitError
 from isobit.model import Model
+from isobit.tasks.environments.pool import EnvironmentPool
 
 
 def open_dialogue(

@@ -24,7 +24,7 @@ from isobit.options.consistency import resolved
 from isobit.precision import precision_from
 from isobit.run import checkpoints, durable
 from isobit.run.directory import CHECKPOINTS
-from isobit.tasks import Task
+from isobit.tasks.builtin import Task
 from isobit.training.adapting import model_named
 from isobit.training.loop import training_loop
 from isobit.training.sft.open_run import SupervisedRun

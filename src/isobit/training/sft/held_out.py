@@ -20,11 +20,11 @@ from isobit.evaluation.result import Question
 from isobit.kernels.reference.sums import block_sum
 from isobit.model import Model
 from isobit.monitor.report.intervals import proportion
-from isobit.rewards.pool import RewardPool
-from isobit.rewards.spec import RewardSpec
 from isobit.rl import Sample
 from isobit.rl.algorithm.given import COMPARED_LOSSES, PAIR_LOSSES, of_labels, of_pairs
 from isobit.rl.learner.learner import Learner
+from isobit.tasks.rewards.pool import RewardPool
+from isobit.tasks.rewards.spec import RewardSpec
 
 
 @dataclass(frozen=True, eq=False)

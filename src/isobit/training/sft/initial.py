@@ -16,7 +16,7 @@ from isobit.model.described import Described, described
 from isobit.model.families import FAMILIES
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.model.hub.multipliers import Multipliers
-from isobit.tasks import Task
+from isobit.tasks.builtin import Task
 from isobit.training.adapting import load_trained, model_named, text_rules
 from isobit.training.running.machine import date_of
 

@@ -18,16 +18,16 @@ from isobit.model import Model, ModelConfig
 from isobit.model.described import Described
 from isobit.monitor.trackers.process import check_trackers
 from isobit.options.declare import plain
-from isobit.plan.cards import Machine
-from isobit.plan.host import this_machine
-from isobit.plan.job import Given, Job, supervised_job
-from isobit.plan.memory import fitting_tokens
 from isobit.rl.algorithm.given import supervised_objective
 from isobit.rl.algorithm.replay import ReplayBuffer, ReplaySettings
 from isobit.rl.learner.learner import Learner
 from isobit.rl.optim.sharded import ShardedOptimizer
-from isobit.tasks import Task, load_task
+from isobit.tasks.builtin import Task, load_task
 from isobit.training.adapting import model_named
+from isobit.training.plan.cards import Machine
+from isobit.training.plan.host import this_machine
+from isobit.training.plan.job import Given, Job, supervised_job
+from isobit.training.plan.memory import fitting_tokens
 from isobit.training.recording.evaluating import require_held_out
 from isobit.training.resolved import in_steps
 from isobit.training.rollouts.lengths import encode_prompt, keep, outside, say_special_tokens

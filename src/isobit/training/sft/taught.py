@@ -31,7 +31,7 @@ from isobit.model import Model, Tokenizer
 from isobit.model.described import Described
 from isobit.model.text.added_tokens import token_text
 from isobit.rl.algorithm.given import PAIR_LOSSES
-from isobit.tasks import Task
+from isobit.tasks.builtin import Task
 from isobit.training.rollouts.lengths import encode_prompt
 
 _SHOWN = 40

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from isobit.data.foreign import BadJson, parse_json
 from isobit.data.text_rows import kind
-from isobit.environments.base import Call
+from isobit.data.turns import Call
 from isobit.model.text.tokenizer import Tokenizer
 
 _Written = TypeVar("_Written")

@@ -10,7 +10,7 @@ V3.1 writes the name in the place of `function`, and behind it the JSON alone.
 
 import re
 
-from isobit.environments.base import Call
+from isobit.data.turns import Call
 from isobit.errors import brief
 from isobit.model.text.tool_formats.base import (
     NoCall,

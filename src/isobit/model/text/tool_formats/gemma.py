@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 
-from isobit.environments.base import Call
+from isobit.data.turns import Call
 from isobit.model.text.tool_formats.base import (
     NoCall,
     Pieces,

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from isobit.environments.base import Call
+from isobit.data.turns import Call
 from isobit.errors import brief
 from isobit.model.text.tool_formats.base import (
     NoCall,

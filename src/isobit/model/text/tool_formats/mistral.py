@@ -10,7 +10,7 @@ The ids that a model writes are left out: the server gives its own.
 
 import re
 
-from isobit.environments.base import Call
+from isobit.data.turns import Call
 from isobit.model.text.tool_formats.base import (
     NoCall,
     Pieces,

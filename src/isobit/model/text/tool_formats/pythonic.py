@@ -17,7 +17,7 @@ import re
 from typing import Any
 
 from isobit.data.foreign import MOST_DEPTH, MOST_DIGITS
-from isobit.environments.base import Call
+from isobit.data.turns import Call
 from isobit.errors import brief
 from isobit.model.text.tool_formats.base import (
     NoCall,

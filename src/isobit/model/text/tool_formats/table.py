@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from isobit.environments.base import Call
+from isobit.data.turns import Call
 from isobit.errors import IsobitError, did_you_mean
 from isobit.model.text.chat import TookTooMuch
 from isobit.model.text.tokenizer import Tokenizer

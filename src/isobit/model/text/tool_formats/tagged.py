@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from isobit.data.foreign import BadJson, parse_json
-from isobit.environments.base import Call
+from isobit.data.turns import Call
 from isobit.errors import brief
 from isobit.model.text.tool_formats.base import (
     NoCall,

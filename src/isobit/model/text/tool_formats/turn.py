@@ -6,7 +6,7 @@ Thoughts, all up to the last `</think>`, are no part of what is said, and calls 
 
 from typing import Protocol
 
-from isobit.environments.base import Turn
+from isobit.data.turns import Turn
 from isobit.model.text.tokenizer import Tokenizer
 from isobit.model.text.tool_formats.base import Answer, Reply, ToolFormat, Tools
 

@@ -10,7 +10,7 @@ is an answer, and no call.
 
 import re
 
-from isobit.environments.base import Call
+from isobit.data.turns import Call
 from isobit.model.text.tool_formats.base import (
     NoCall,
     Pieces,

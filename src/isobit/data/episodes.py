@@ -1,0 +1,104 @@
+"""What happened in an episode beside its tokens, as a run records it; and environments that say it
+again.
+
+A record has no times: a repetition of the run, in which tools take longer, records the same bytes.
+Left out: the tokens, their mask and log-probabilities, which are the completion's
+(`engine/types.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from isobit.data.dataset import Message, Prompt
+from isobit.data.turns import Reply, Step, Turn
+
+
+@dataclass(frozen=True)
+class EpisodeRecord:
+    """An episode that is over. `turns`: of the model. `messages`: all that follow the prompt, the
+    model's own and its environment's, also those behind the last turn. `uses`: each call of a tool
+    that was carried out, its name and the line that says how it failed (None: it did not).
+    `rewards`: what its environment and the reward functions that ask for it say, by name; None is
+    unscored. `done`: the environment ended it, and no limit did. `problem`: how the environment
+    itself went wrong, in one line. `prompt`: as reset has changed it; None: it is the row's."""
+
+    turns: int
+    messages: tuple[Message, ...]
+    uses: tuple[tuple[str, str | None], ...] = ()
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    done: bool = True
+    problem: str | None = None
+    prompt: Prompt | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for `json.dumps`; a prompt that is the row's is left out."""
+        values = {
+            **vars(self),
+            "messages": list(self.messages),
+            "uses": [list(use) for use in self.uses],
+            "rewards": dict(self.rewards),
+        }
+        return {name: value for name, value in values.items() if name != "prompt" or value}
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> "EpisodeRecord":
+        """The inverse of `to_json`."""
+        uses = tuple((str(name), error) for name, error in values["uses"])
+        return EpisodeRecord(**{**values, "messages": tuple(values["messages"]), "uses": uses})
+
+    def said(self) -> list[Message]:
+        """The conversation up to the model's last answer."""
+        found = list(self.messages)
+        while found and found[-1].get("role") != "assistant":
+            found.pop()
+        return found
+
+    def observations(self) -> list[Sequence[Message]]:
+        """The environment's messages after each turn."""
+        found: list[list[Message]] = []
+        for message in self.messages:
+            if message.get("role") == "assistant":
+                found.append([])
+            else:
+                found[-1].append(message)
+        return list(found)
+
+
+@dataclass(eq=False)
+class RecordedEnvironments:
+    """`Environments` that say what was said in a run that recorded it, at once: no tool is called,
+    and nothing is scored. An episode's columns are `episode`, as recorded, and where turns
+    may fork the `contexts` of all turns but the first. Behind the last turn of the record there is
+    nothing to say."""
+
+    max_turns: int
+    tools: Sequence[Mapping[str, Any]] = ()
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    _episodes: dict[int, tuple[EpisodeRecord, Sequence[Sequence[int]]]] = field(
+        default_factory=dict
+    )
+    _replies: list[Reply] = field(default_factory=list)
+
+    def begin(self, key: int, prompt: Prompt, columns: Mapping[str, Any]) -> None:
+        self._episodes[key] = columns["episode"], columns.get("contexts", ())
+        self._replies.append(Reply(key, prompt=prompt))
+
+    def turn(self, key: int, turn: Turn) -> None:
+        episode, contexts = self._episodes[key]
+        said = episode.observations()
+        messages: Sequence[Message] = said[turn.number] if turn.number < len(said) else ()
+        done = episode.done and turn.number + 1 >= episode.turns
+        context = contexts[turn.number] if turn.number < len(contexts) else None
+        self._replies.append(Reply(key, Step(tuple(messages), done=done), context=context))
+
+    def finish(self, key: int, arguments: Mapping[str, Any]) -> None:
+        self._replies.append(Reply(key))
+
+    def end(self, key: int) -> None:
+        self._episodes.pop(key, None)
+        self._replies = [reply for reply in self._replies if reply.key != key]
+
+    def poll(self, wait_s: float) -> list[Reply]:
+        found, self._replies = self._replies, []
+        return found

@@ -1,0 +1,85 @@
+"""The JSON messages in the pipes of a worker of environments: turns one way, replies the other.
+
+The pipe of replies is open in a process that runs a user's code, so its lines are not trusted: any
+line that is not a reply raises ValueError.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from isobit.data.turns import Call, Reply, Step, ToolUse, Turn
+
+MOST_BYTES = 1 << 26
+"""The most bytes of a reply."""
+
+
+def turn_message(turn: Turn) -> dict[str, Any]:
+    """Return a turn as plain values, for JSON."""
+    return asdict(turn)
+
+
+def turn_of(message: Mapping[str, Any]) -> Turn:
+    """Return the turn that a message of `turn_message` holds."""
+    calls = tuple(Call(**each) for each in message["calls"])
+    return Turn(**{**message, "calls": calls, "problems": tuple(message["problems"])})
+
+
+def reply_message(reply: Reply, lost: bool) -> dict[str, Any]:
+    """Return a reply as plain values, for JSON; `lost`: a call of its episode has not come back."""
+    return {
+        "key": reply.key,
+        "step": [list(reply.step.messages), reply.step.reward, reply.step.done],
+        "uses": [[each.name, each.seconds, each.error] for each in reply.uses],
+        "problem": reply.problem,
+        "mistake": reply.mistake,
+        "prompt": reply.prompt,
+        "rewards": dict(reply.rewards),
+        "lost": lost,
+    }
+
+
+def message_of(line: bytes) -> dict[str, Any]:
+    """Return the JSON object in a line. Raises ValueError for another line."""
+    try:
+        message = json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if not isinstance(message, dict):
+        raise ValueError("not an object")
+    return message
+
+
+def reply_of(message: Mapping[str, Any]) -> tuple[Reply, bool]:
+    """Return the reply that a message holds, under its worker's key and without tools, and whether
+    a call of its episode has not come back. Raises ValueError for a message that is not a reply."""
+    try:
+        messages, reward, done = message["step"]
+        rewards = message["rewards"]
+        reply = Reply(
+            message["key"],
+            Step(tuple(messages), reward, done),
+            tuple(ToolUse(*use) for use in message["uses"]),
+            message["problem"],
+            message["mistake"],
+            message["prompt"],
+            rewards=rewards,
+        )
+        values = [reward, *rewards.values(), *(use.error or 0.0 for use in reply.uses)]
+        typed = (
+            type(reply.key) is int
+            and isinstance(done, bool)
+            and isinstance(message["lost"], bool)
+            and isinstance(reply.mistake, bool)
+            and isinstance(reply.problem, str | None)
+            and isinstance(reply.prompt, str | list | None)
+            and all(isinstance(each, dict) for each in messages)
+            and all(isinstance(each, int | float | str | None) for each in values)
+            and all(isinstance(use.name, str) and use.seconds >= 0 for use in reply.uses)
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a reply: {error}") from None
+    if not typed:
+        raise ValueError("not a reply")
+    return reply, message["lost"]

@@ -1,0 +1,186 @@
+"""The process that runs environments: `python -m isobit.tasks.environments.worker REQUESTS REPLIES
+LIFELINE` (pipe numbers).
+
+Requests and replies are JSON objects, one a line. One event loop serves all episodes for the
+process's whole life, each question in a separate task, so that replies come in any order. The
+output of environments goes to stderr.
+
+    {"load": {...}}                                  -> {"loading": what}, more of it, and then
+                                                        {"loaded": {...}} or {"error": line}
+    {"key": k, "begin": {"prompt": ..., "columns": {...}}, "kind": name}   -> a reply
+    {"key": k, "turn": {...}}                        -> a reply
+    {"key": k, "finish": {...}}                      -> a reply
+    {"key": k, "end": true}                          -> nothing
+
+`replies.py` says what a reply holds. A question that is late is answered here; if the loop itself
+hangs, the parent kills the process. The end of the request pipe ends the process and its whole
+process group.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from isobit.data.turns import Reply, Step, Turn
+from isobit.errors import IsobitError, brief
+from isobit.tasks.environments.episode import Episode, Limits, Scorer
+from isobit.tasks.environments.home import Late
+from isobit.tasks.environments.kinds import Kind, load_kinds
+from isobit.tasks.environments.mcp import Server
+from isobit.tasks.environments.replies import MOST_BYTES, reply_message, turn_of
+from isobit.tasks.environments.settings import McpServer
+from isobit.tasks.environments.tools import Tool, by_name, function_tool
+from isobit.tasks.rewards.functions import load_function
+from isobit.tasks.workers.child import end_group, open_pipes, write
+from isobit.tasks.workers.loading import last_line
+
+_MOST_BYTES = 1 << 30  # of a request
+_ASKS_FOR = "environments"
+"""The argument of reward functions that are called here."""
+
+
+class Worker:
+    """The episodes of this process, with the kinds of environments, the reward functions and the
+    limits that they use."""
+
+    def __init__(self, replies: int) -> None:
+        self._replies = replies
+        self._process = os.getpid()
+        self._kinds: dict[str | None, Kind] = {}
+        self._scorers: list[Scorer] = []
+        self._limits = Limits(1, 1.0, "observe")
+        self._episodes: dict[int, Episode] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def serve(self, requests: int) -> None:
+        """Answer requests until the pipe with the number `requests` ends."""
+        reader = asyncio.StreamReader(limit=_MOST_BYTES)
+        pipe = open(requests, "rb", buffering=0)  # noqa: SIM115
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), pipe
+        )
+        while line := await reader.readline():
+            message = json.loads(line)
+            if "load" in message:
+                self._say(await self._loaded(message["load"]))
+            elif "end" in message:
+                self._end(message["key"])
+            else:
+                self._open(message)
+        end_group()
+
+    def _open(self, message: Mapping[str, Any]) -> None:
+        """Start a task that answers a question about an episode."""
+        key = message["key"]
+        if "begin" in message:
+            kind, several = self._kinds[message["kind"]], message["kind"] is not None
+            self._episodes[key] = Episode(key, kind, self._limits, several)
+        self._tasks[key] = asyncio.create_task(self._answer(self._episodes[key], message))
+
+    async def _loaded(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return {"loaded": await self._load(given)}
+        except IsobitError as error:
+            return {"error": str(error)}
+        except BaseException as error:  # raised by a user's code
+            return {"error": f"environment: {last_line(error, '')}"}
+
+    async def _load(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Load tools, servers, factories and reward functions. Return each kind's name, tools and
+        reward, and the reward functions that are called here with the columns that they need.
+        Raises IsobitError."""
+        shared = list[Tool]()
+        for reference in given["tools"]:
+            self._say({"loading": f"environment.tools {brief(reference, 200)!r}"})
+            shared.append(function_tool(reference))
+        for each in given["mcp"]:
+            server = Server(McpServer(**each))
+            self._say({"loading": server.what})
+            shared += await server.tools(given["start_deadline_s"])
+        by_name(shared, "environment.tools and environment.mcp")
+        self._limits = Limits(given["max_turns"], given["deadline_s"], given["on_error"])
+        self._say({"loading": "environment.factory"})
+        self._kinds = load_kinds(given["factory"], shared)
+        until = asyncio.get_running_loop().time() + given["start_deadline_s"]
+        for kind in self._kinds.values():
+            try:
+                await kind.probe(until)
+            except Late:
+                limit = f"within {given['start_deadline_s']:g} s"
+                raise IsobitError(f"{kind.what}: it was not made {limit}") from None
+        called_here = []
+        for label, reference in given["rewards"]:
+            self._say({"loading": f"reward function {brief(label)}"})
+            function = load_function(reference)
+            if _ASKS_FOR in function.names:
+                self._scorers.append(Scorer(label, function))
+                required = [name for name in function.required if name != _ASKS_FOR]
+                called_here.append([label, required])
+        if called_here and given["factory"] is None:
+            raise IsobitError(
+                f"reward function {called_here[0][0]}: it asks for {_ASKS_FOR}, and there is no "
+                "environment.factory"
+            )
+        kinds = [
+            [kind.name, kind.schemas, kind.reward, kind.answers_turns]
+            for kind in self._kinds.values()
+        ]
+        return {"kinds": kinds, "called_here": called_here}
+
+    async def _answer(self, episode: Episode, message: Mapping[str, Any]) -> None:
+        key = episode.key
+        try:
+            reply = await self._asked(episode, message)
+        except Exception as error:  # an environment's value ends its episode
+            text = f"environment: {last_line(error, episode.kind.file)}"
+            reply = Reply(key, Step(done=True), problem=text)
+        try:
+            line = json.dumps(reply_message(reply, episode.lost))
+            if len(line) >= MOST_BYTES:
+                raise ValueError(f"{len(line):,} bytes, the most are {MOST_BYTES:,}")
+        except (TypeError, ValueError, RecursionError) as error:
+            text = f"environment: what it returned is no JSON: {error}"
+            failed = Reply(key, Step(done=True), problem=text)
+            line = json.dumps(reply_message(failed, episode.lost))
+        self._tasks.pop(key, None)
+        if key in self._episodes:
+            self._write(line)
+        else:  # the episode was ended meanwhile
+            episode.release()
+
+    async def _asked(self, episode: Episode, message: Mapping[str, Any]) -> Reply:
+        if "begin" in message:
+            return await episode.begin(**message["begin"])
+        if "turn" in message:
+            turn: Turn = turn_of(message["turn"])
+            return await episode.turn(turn)
+        return await episode.finish(message["finish"], self._scorers)
+
+    def _end(self, key: int) -> None:
+        episode = self._episodes.pop(key, None)
+        if episode is not None and key not in self._tasks:
+            episode.release()
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        self._write(json.dumps(message))
+
+    def _write(self, line: str) -> None:
+        if os.getpid() != self._process:  # a tool forked, and this is the child
+            os._exit(0)
+        write(self._replies, line.encode() + b"\n")
+
+
+def main() -> None:
+    """Serve requests until the pipe of requests ends."""
+    requests, replies = open_pipes()
+    try:
+        asyncio.run(Worker(replies).serve(requests))
+    except OSError as error:  # the parent sees that this process ends
+        sys.exit(f"a pipe of this process cannot be used any more: {error.strerror}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""A call of a reward function that gave no rewards: why, in words. Left out: what is done about it
+(`pool.py`)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from isobit.data.dataset import Prompt
+from isobit.tasks.rewards.worker_process import Death, Reply
+from isobit.tasks.workers.variables import hint
+
+EXCERPT_CHARACTERS = 60
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a call gave no rewards; `deadly` if it cost its process."""
+
+    text: str
+    deadly: bool = False
+
+
+def failure_of(reply: Reply, variables: Sequence[str] | None) -> Failure | None:
+    """The failure that a reply is, if it is one; `variables`: of the environment that a worker has
+    besides the usual ones, or None for a function of this process, which has all."""
+    if isinstance(reply, Death):
+        return Failure(reply.text, deadly=True)
+    text = reply.get("malformed") or reply.get("raised")
+    return Failure(text + ("" if variables is None else hint(text, variables))) if text else None
+
+
+def excerpt_of(prompt: Prompt) -> str:
+    """The beginning of a prompt, or of a chat's last message, quoted."""
+    text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    return repr(text if len(text) <= EXCERPT_CHARACTERS else text[:EXCERPT_CHARACTERS] + "...")

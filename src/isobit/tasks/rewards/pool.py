@@ -1,0 +1,445 @@
+"""Scoring: reward functions over completions, in worker processes, with every failure traced to its
+sample.
+
+What is added to a batch together (a group, or all of it) is cut into chunks of `chunk_size`
+samples, the same for any number of workers; one call is one function on one chunk, under the
+deadline. A reward is a number or None: the function does not apply. The total of a sample is the
+sum of weight times reward over the functions that apply (as in TRL), and None, unscored and never
+0, where none of them does, or one of non-zero weight failed.
+
+A call that raises, hangs, kills its process or returns a wrong length is repeated sample by sample,
+so that a guilty one costs one deadline or one process; a batch spends at most MAX_DEATHS of these.
+Where none is guilty, as when a judge dropped a connection, each has its reward, and a note says so.
+Else, by `on_error`, `stop` raises RunFailed with function and sample, and `skip` leaves the sample
+unscored. A reward by name (`named/`) that hangs or dies does so because of a completion, not by a
+mistake of the user: that sample is unscored under both. A function that is an object of this
+process is called in it, when a batch is collected: it has no deadline and cannot be killed. Left
+out: isolation from files and network, since users run their own functions.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from isobit.data.dataset import Prompt
+from isobit.data.episodes import EpisodeRecord
+from isobit.errors import IsobitError, RunFailed, did_you_mean
+from isobit.tasks.rewards.built import built, check_rows
+from isobit.tasks.rewards.exchange import Exchange
+from isobit.tasks.rewards.failures import Failure, excerpt_of, failure_of
+from isobit.tasks.rewards.functions import answer, loaded_object
+from isobit.tasks.rewards.spec import RewardSpec
+from isobit.tasks.rewards.worker_process import Death, Reply, WorkerProcess
+from isobit.tasks.workers.output import MAX_AT_ONCE, Output
+from isobit.tasks.workers.variables import check_names
+
+MAX_DEATHS = 16
+Said = str | EpisodeRecord
+"""What a model answered: a text, or several turns with an environment."""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """The rewards of one sample: the weighted sum, each function's own, and what went wrong (None:
+    nothing)."""
+
+    total: float | None
+    by_function: dict[str, float | None]
+    error: str | None = None
+
+
+class RewardPool:
+    """Reward functions in worker processes, which live from `start` (or the first `score`) to
+    `close`."""
+
+    def __init__(
+        self,
+        specs: Sequence[RewardSpec],
+        *,
+        deadline_s: float = 30.0,
+        num_workers: int = 1,
+        on_error: str = "stop",
+        chunk_size: int = 64,
+        environment: Sequence[str] = (),
+        objects: Mapping[str, Callable[..., Any]] | None = None,
+    ) -> None:
+        """Raises IsobitError for functions that are missing or have the same name.
+
+        `deadline_s` is for one call of a function that has none of its own. `environment` names
+        variables that the functions get besides the usual ones (PATH, HOME and the like). What they
+        print goes to `output`. `objects` are the functions whose specs name objects of this
+        process; what these print goes where this process's own goes.
+        """
+        assert on_error in ("stop", "skip")
+        self._named = built(specs, deadline_s)
+        self.specs = tuple(specs)
+        found = {
+            i: (objects or {}).get(spec.function) for i, spec in enumerate(specs) if spec.is_object
+        }
+        if missing := [specs[i].label for i, function in found.items() if function is None]:
+            raise IsobitError(
+                f"reward function {missing[0]!r} was given in Python as an object: give it "
+                "again there"
+            )
+        self.here = {
+            i: loaded_object(function, specs[i].label) for i, function in found.items() if function
+        }
+        self._places = [i for i in range(len(specs)) if i not in self.here]
+        self.deadlines_s = [spec.deadline_s or deadline_s for spec in specs]
+        self.chunk_sizes = [(reward and reward.chunk_size) or chunk_size for reward in self._named]
+        self.stop = on_error == "stop"
+        self._num_workers = num_workers
+        self.output = Output()
+        self.environment = tuple(environment)
+        self.workers: list[WorkerProcess] = []
+        self._required: list[tuple[str, ...]] = []
+        self.wants_tokens = False
+        self._trainer_state: Mapping[str, float] | None = None  # of the batch that was begun last
+        self._open: RewardBatch | None = None
+
+    def __enter__(self) -> "RewardPool":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the workers and import the functions. Raises IsobitError, in one line, if one
+        cannot be used."""
+        if self._required or not self.specs:
+            return
+        references = [self.specs[i].reference for i in self._places]
+        check_names(self.environment)
+        try:
+            for _ in range(self._num_workers if references else 0):
+                self.workers.append(WorkerProcess(references, self.environment))
+            loaded = [worker.loaded() for worker in self.workers][:1]
+        except BaseException:
+            self.close()
+            raise
+        there = dict(zip(self._places, loaded[0] if loaded else ()))
+        required = {i: tuple(signature["required"]) for i, signature in there.items()}
+        required |= {i: function.required for i, function in self.here.items()}
+        self._required = [required[i] for i in range(len(self.specs))]
+        names = [signature["names"] for signature in there.values()] + [
+            f.names for f in self.here.values()
+        ]
+        self.wants_tokens = any("completion_ids" in each for each in names)
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Raise IsobitError if a function cannot do without a column that the data does not
+        have."""
+        self.start()
+        known = list(columns)
+        for spec, required in zip(self.specs, self._required):
+            for name in required:
+                if name not in known:
+                    hint = (
+                        did_you_mean(name, known) if known else "the data has none but the prompt"
+                    )
+                    raise IsobitError(
+                        f"reward function {spec.function}: the data has no column {name!r}; {hint}"
+                    )
+
+    def check_rows(
+        self, rows: Iterable[tuple[str, Mapping[str, Any]]], *, quiet: bool = False
+    ) -> None:
+        """Raise IsobitError for the first row, of (place, columns), that a reward by name cannot
+        score, whatever the completion; where failures are skipped, say on stderr how many there
+        are, unless `quiet`."""
+        if self.stop or not quiet:
+            check_rows(list(zip(self.specs, self._named)), rows, self.stop)
+
+    def begin(self, count: int, trainer_state: Mapping[str, float] | None = None) -> "RewardBatch":
+        """A batch of so many samples, which are scored as they come. One at a time can be open.
+        `trainer_state`: global_step, max_steps and epoch, for functions that ask."""
+        assert self._open is None, "a batch is scored already"
+        self.start()
+        self.output.written = False
+        self._trainer_state = trainer_state
+        self._open = RewardBatch(self, count, trainer_state)
+        return self._open
+
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Said],
+        columns: Sequence[Mapping[str, Any]],
+        completion_ids: Sequence[Sequence[int]] | None = None,
+        trainer_state: Mapping[str, float] | None = None,
+    ) -> list[Reward]:
+        """Score each completion; `columns[i]` is the row that it belongs to, with the same columns
+        in every row.
+
+        Functions get columns as lists, and the completion of a chat prompt as TRL gives it,
+        [{"role": "assistant", "content": text}], of an episode all its messages. Raises RunFailed
+        for the first failure under `stop`.
+        """
+        with self.begin(len(prompts), trainer_state) as batch:
+            if prompts:
+                batch.add(0, prompts, completions, columns, completion_ids)
+            rewards = batch.collect()
+        self.output.add(0, "\n".join(batch.notes).encode(), self._heading)
+        return rewards
+
+    def close(self) -> None:
+        """Kill the workers and everything that they started, and drop an open batch. May be called
+        again."""
+        if self._open is not None:
+            self._open.cancel()
+        self.pass_output_on()
+        for worker in self.workers:
+            worker.close()
+        self.workers, self._required = [], []
+
+    def request(self, function: int, body: str) -> bytes:
+        """A line for a worker, which counts its own functions."""
+        return f'{{"function":{self._places.index(function)},{body}'.encode()
+
+    def pass_output_on(self) -> None:
+        """What the workers have printed goes to `output`; at the end of each batch, so that nobody
+        waits for it."""
+        for worker in self.workers:
+            self.output.add(*worker.new_output(MAX_AT_ONCE), self._heading)
+
+    @property
+    def _heading(self) -> str:
+        state = self._trainer_state
+        return (
+            "before the first step" if state is None else f"after step {state['global_step']:.0f}"
+        )
+
+    def closed(self, batch: "RewardBatch") -> None:
+        """A batch is through."""
+        if self._open is batch:
+            self._open = None
+            self.pass_output_on()
+
+
+class RewardBatch:
+    """Samples on their way to their rewards: calls begin when samples are added, while others are
+    still to come.
+
+    What is added together is cut into calls of at most `chunk_size` samples, so that no call
+    depends on when it is made. Values and problems (messages) are kept for each function by sample;
+    `notes` say which chunks failed as one.
+    """
+
+    def __init__(
+        self, pool: RewardPool, count: int, trainer_state: Mapping[str, float] | None
+    ) -> None:
+        self.functions, self.workers, self.stop = pool.specs, pool.workers, pool.stop
+        self.count = count
+        self.overlapped_s = 0.0
+        self.arguments: dict[str, list[Any]] = {}
+        self.values: list[dict[int, float | None]] = [{} for _ in self.functions]
+        self.problems: list[dict[int, str]] = [{} for _ in self.functions]
+        self.deaths = 0
+        self.notes: list[str] = []
+        self._pool, self._trainer_state = pool, trainer_state
+        self._added: set[int] = set()
+        self._calls: list[tuple[int, range]] = []
+        self._calls_here: list[tuple[int, range]] = []
+        self._running = Exchange(pool.workers) if self.functions else None
+        self._meanwhile: Callable[[], None] | None = None
+
+    def __enter__(self) -> "RewardBatch":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.cancel()
+
+    def add(
+        self,
+        first: int,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Said],
+        columns: Sequence[Mapping[str, Any]],
+        completion_ids: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Begin to score these completions, which are samples `first`, `first` + 1, ... of the
+        batch.
+
+        Raises IsobitError if a function needs a column that is not there.
+        """
+        assert len(prompts) == len(completions) == len(columns)
+        self._added |= set(range(first, first + len(prompts)))
+        if self._running is None:
+            return
+        self._pool.check_columns(columns[0])
+        given: dict[str, list[Any]] = {name: [row[name] for row in columns] for name in columns[0]}
+        given["prompts"] = list(prompts)
+        given["completions"] = [
+            _messages(said)
+            if isinstance(said, EpisodeRecord)
+            else said
+            if isinstance(prompt, str)
+            else [{"role": "assistant", "content": said}]
+            for prompt, said in zip(prompts, completions)
+        ]
+        if self._pool.wants_tokens and completion_ids is not None:
+            given["completion_ids"] = [list(ids) for ids in completion_ids]
+        if self._trainer_state is not None:
+            given["trainer_state"] = [dict(self._trainer_state)] * len(prompts)
+        part = range(first, first + len(prompts))
+        for name, values in given.items():
+            self.arguments.setdefault(name, [None] * self.count)[part.start : part.stop] = values
+        for function, size in enumerate(self._pool.chunk_sizes):
+            for start in range(part.start, part.stop, size):
+                chunk = range(start, min(start + size, part.stop))
+                if function in self._pool.here:
+                    self._calls_here.append((function, chunk))
+                    continue
+                self._calls.append((function, chunk))
+                self._running.submit(
+                    self._pool.request(function, self.body(chunk)), self._pool.deadlines_s[function]
+                )
+
+    def collect(self, meanwhile: Callable[[], None] | None = None) -> list[Reward]:
+        """The rewards of the samples that were added, in order, once they are there; `meanwhile` is
+        called over and over until the workers are done. `overlapped_s` is then the seconds of
+        scoring before this call. Raises RunFailed at the first problem, in their order, if that is
+        to stop."""
+        self._meanwhile = meanwhile
+        if self._running is None:
+            self.cancel()
+            return [Reward(0.0, {}) for _ in self._added]
+        try:
+            here = [
+                self.call_here(function, chunk) for function, chunk in self._calls_here
+            ]  # while the workers work
+            replies, self.overlapped_s = self._running.finish(meanwhile)
+            self._running.cancel()
+            called = zip(self._calls + self._calls_here, replies + here)
+            settled = sorted(called, key=lambda each: (each[0][1].start, each[0][0]))
+            for (function, chunk), reply in settled:
+                self.settle(function, chunk, reply)
+        except IsobitError as error:
+            self.cancel()
+            printed = (
+                f"; what it printed: {self._pool.output.path}" if self._pool.output.written else ""
+            )
+            raise RunFailed(f"{error}{printed}") from None
+        finally:
+            self.cancel()
+        return [self._reward(i) for i in sorted(self._added)]
+
+    def cancel(self) -> None:
+        """Score no more of it. May be called again."""
+        if self._running is not None:
+            self._running.cancel()
+        self._pool.closed(self)
+
+    def _reward(self, sample: int) -> Reward:
+        by_function = {
+            spec.label: values[sample] for spec, values in zip(self.functions, self.values)
+        }
+        problems = [problems[sample] for problems in self.problems if sample in problems]
+        weighted = [spec for spec in self.functions if spec.weight != 0]
+        parts = [
+            spec.weight * value
+            for spec in weighted
+            if (value := by_function[spec.label]) is not None
+        ]
+        failed = any(
+            sample in found
+            for spec, found in zip(self.functions, self.problems)
+            if spec.weight != 0
+        )
+        total = None if failed or (weighted and not parts) else sum(parts, 0.0)
+        return Reward(total, by_function, problems[0] if problems else None)
+
+    def settle(self, function: int, part: range, reply: Reply) -> None:
+        """Record the values of a call, or score its samples one by one where it failed."""
+        failure = self._failure(function, reply)
+        if failure is None:
+            assert isinstance(reply, dict)
+            self.values[function].update(zip(part, reply["values"]))
+            for i, text in reply["wrong"].items():
+                self.record(function, part[int(i)], text, self.stop)
+            for i, text in reply["unscored"].items():
+                self.record(function, part[int(i)], text, stop=False)
+        elif len(part) == 1:
+            self.record(function, part[0], failure.text, self.stops(function, failure.deadly))
+        else:
+            before = len(self.problems[function])
+            self.examine(function, part)
+            if len(self.problems[function]) == before:
+                self.note(function, part, failure)
+
+    def examine(self, function: int, part: range) -> None:
+        """Call the function on each sample of a chunk that failed, while there are processes to
+        spend on it."""
+        while part and self.deaths < MAX_DEATHS:
+            now, part = part[: MAX_DEATHS - self.deaths], part[MAX_DEATHS - self.deaths :]
+            for sample, reply in zip(now, self.calls(function, now)):
+                self.deaths += isinstance(reply, Death)
+                self.settle(function, range(sample, sample + 1), reply)
+        for sample in part:
+            text = f"not examined: {MAX_DEATHS} processes died or hung in this batch already"
+            self.record(function, sample, text, self.stops(function, deadly=True))
+
+    def stops(self, function: int, deadly: bool) -> bool:
+        """Whether such a failure ends the run: not if a reward by name hung or died over a
+        completion."""
+        return self.stop and not (deadly and self.functions[function].by_name)
+
+    def record(self, function: int, sample: int, text: str, stop: bool) -> None:
+        """Sample and function have a problem. Raises RunFailed with it if that is to stop."""
+        excerpt = excerpt_of(self.arguments["prompts"][sample])
+        message = (
+            f"reward function {self.functions[function].function}, sample {sample} "
+            f"(prompt {excerpt}): {text}"
+        )
+        if stop:
+            raise RunFailed(message)
+        self.values[function][sample] = None
+        self.problems[function][sample] = message
+
+    def note(self, function: int, part: range, failure: Failure) -> None:
+        """A call failed on a part, but on none of its samples alone: their values count, and it is
+        said."""
+        hint = "; raise rewards.deadline_s if the function is slow" if failure.deadly else ""
+        self.notes.append(
+            f"reward function {self.functions[function].function}: samples {part[0]} to {part[-1]} "
+            f"were scored one by one, after it failed on them together: {failure.text}{hint}"
+        )
+
+    def body(self, part: range) -> str:
+        """The part's arguments, as the end of a request."""
+        return f'"count":{len(part)},"arguments":{json.dumps(self._given(part))}}}\n'
+
+    def _given(self, part: range) -> dict[str, list[Any]]:
+        return {name: values[part.start : part.stop] for name, values in self.arguments.items()}
+
+    def calls(self, function: int, samples: range) -> list[Reply]:
+        """The replies to one more call for each sample. Raises RunFailed if a worker that died
+        cannot be replaced."""
+        parts = [range(sample, sample + 1) for sample in samples]
+        if function in self._pool.here:
+            return [self.call_here(function, part) for part in parts]
+        exchange = Exchange(self.workers)
+        try:
+            for part in parts:
+                exchange.submit(
+                    self._pool.request(function, self.body(part)), self._pool.deadlines_s[function]
+                )
+            return exchange.finish(self._meanwhile)[0]
+        finally:
+            exchange.cancel()
+
+    def call_here(self, function: int, part: range) -> Reply:
+        """What an object of this process answers; what it changes in its arguments is its own."""
+        return answer(self._pool.here[function], deepcopy(self._given(part)), len(part), Exception)
+
+    def _failure(self, function: int, reply: Reply) -> Failure | None:
+        return failure_of(reply, None if function in self._pool.here else self._pool.environment)
+
+
+def _messages(episode: EpisodeRecord) -> list[dict[str, Any]]:
+    """All that was said; of one turn no calls, as of a completion without an environment."""
+    if len(episode.messages) == 1:
+        return [{k: v for k, v in episode.messages[0].items() if k != "tool_calls"}]
+    return list(episode.messages)

@@ -1,0 +1,254 @@
+"""What is planned: a run's config with the architectures of its models, on so many ranks of a
+machine.
+
+Of each model only its config.json is read. Where prompts are not read either, how long they are
+is an assumption.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from isobit.config import Config, SftConfig, load_config, load_sft_config
+from isobit.config.sections import EngineConfig
+from isobit.engine.pages import pages_needed, tokens_of_a_page
+from isobit.errors import IsobitError
+from isobit.model import ModelConfig
+from isobit.model.hub.checkpoint import model_folder, read_json
+from isobit.precision import Precision, precision_from
+from isobit.rl.algorithm.objective import Objective, shares_prompts
+from isobit.run.directory import model_directory
+from isobit.training.plan.cards import Machine
+
+_PROMPT_TOKENS = 512
+_MOST_EXPERTS = (
+    1 << 16
+)  # in all layers, in a stranger's config.json: no weights are there to contradict it
+
+
+@dataclass(frozen=True)
+class Given:
+    """Of a supervised run, whose longest example has a prompt before these tokens of an `answer`:
+    the most `answers` of an example, and how many held-out prompts are answered, of at most
+    `question` tokens."""
+
+    answer: int
+    answers: int = 1
+    asked: int = 0
+    question: int = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run on `ranks` ranks, each with a `machine`. `prompt`: tokens of the longest prompt;
+    `reference` and `rewards`: architecture and precision of the frozen models; `given`: the answers
+    of a supervised run, None where they are sampled."""
+
+    config: Config | SftConfig
+    model: ModelConfig
+    precision: Precision
+    prompt: int
+    machine: Machine
+    ranks: int = 1
+    reference: tuple[ModelConfig, Precision] | None = None
+    rewards: tuple[tuple[ModelConfig, Precision], ...] = ()
+    given: Given | None = None
+
+    def on(self, ranks: int) -> "Job":
+        """The same on another number of ranks."""
+        return replace(self, ranks=ranks)
+
+    def changed(self, *keys: str) -> "Job":
+        """The same with these keys of the config, as `isobit plan` takes them. Raises
+        IsobitError for what cannot be set."""
+        now, asked = self.config, (self.model, self.prompt)
+        if isinstance(now, SftConfig):
+            assert self.given is not None
+            changed = load_sft_config(now, keys)
+            ranks = changed.ranks if changed.ranks != now.ranks else self.ranks
+            return supervised_job(changed, *asked, self.given, self.machine, ranks)
+        config = load_config(now, keys)
+        ranks = config.ranks if config.ranks != now.ranks else self.ranks
+        return job_with(config, *asked, self.machine, ranks=ranks, rewards=self.rewards)
+
+    @property
+    def sampled(self) -> Config | None:
+        """The config of a run that samples what it learns from; None of a supervised one."""
+        return self.config if isinstance(self.config, Config) else None
+
+    @property
+    def command(self) -> str:
+        """What runs it."""
+        return "isobit sft" if self.sampled is None else "isobit train"
+
+    @property
+    def engine(self) -> EngineConfig:
+        """Of the rollout; a supervised run answers held-out prompts with the default."""
+        return EngineConfig() if self.sampled is None else self.sampled.engine
+
+    @property
+    def algorithm(self) -> Objective:
+        """What is optimized, as far as it takes memory."""
+        return Objective() if self.sampled is None else self.sampled.algorithm
+
+    @property
+    def shares_reference(self) -> bool:
+        """Whether the reference is the policy's own storage, without its adapter."""
+        if self.sampled is None:
+            return self.config.adapter is not None and not self.config.reference.follows
+        return self.sampled.shares_reference
+
+    @property
+    def completion(self) -> int:
+        """Tokens of the longest completion, for which the context has room."""
+        if isinstance(self.config, SftConfig):
+            return 0 if self.given is None else self.given.answer
+        return min(self.config.most_tokens, self.model.max_positions - self.prompt)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt and the longest completion."""
+        return self.prompt + self.completion
+
+    @property
+    def group(self) -> int:
+        """Completions of a prompt."""
+        if isinstance(self.config, SftConfig):
+            return 1 if self.given is None else self.given.answers
+        return self.config.sampling.group_size
+
+    @property
+    def prompts(self) -> int:
+        """Of a step."""
+        return self.config.prompts_per_step
+
+    @property
+    def completions(self) -> int:
+        """Of a step."""
+        return self.prompts * self.group
+
+    @property
+    def completions_of_a_rank(self) -> int:
+        """The most that a rank samples in a step: groups are not split."""
+        if self.sampled is None:
+            return 0
+        return -(-self.sampled.prompts_under_way // self.ranks) * self.group
+
+    @property
+    def evaluated(self) -> int:
+        """Held-out completions that a rank has room for at a time; 0: none."""
+        if isinstance(self.config, SftConfig):
+            return 0 if self.given is None else self.given.asked
+        asked = self.config.evaluation
+        each = max(1, asked.num_samples)
+        return -(-asked.samples * each // self.ranks) if asked.every else 0
+
+    @property
+    def sampled_lengths(self) -> tuple[int, int]:
+        """Tokens of the longest prompt that is answered by sampling, and of the longest answer."""
+        if not isinstance(self.config, SftConfig):
+            return self.prompt, self.completion
+        question = 1 if self.given is None else self.given.question
+        return question, min(self.config.max_new_tokens, self.model.max_positions - question)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page of the cache."""
+        return tokens_of_a_page(self.model, self.engine.page_size)
+
+    @property
+    def pages_of_a_sequence(self) -> int:
+        """Pages of the cache for the longest sequence that is sampled."""
+        return pages_needed(*self.sampled_lengths, self.page_size)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether the completions of a prompt share its rows in the learner."""
+        mixture, recurrent = self.model.experts is not None, self.model.linear is not None
+        wanted, config = self.config.optimizer.share_prompts, self.config
+        if isinstance(config, SftConfig):
+            wanted = wanted and config.of_pairs
+        return shares_prompts(wanted, self.algorithm, mixture=mixture, recurrent=recurrent)
+
+
+def job_of(
+    config: Config, machine: Machine, prompt_tokens: int | None = None, ranks: int | None = None
+) -> Job:
+    """The job of a config. `prompt_tokens`: by default task.max_prompt_tokens, or 512 where the
+    context has room for that many; `ranks`: by default the config's.
+
+    Raises IsobitError where config.json is missing or of no supported architecture, or where
+    prompts fill its context.
+    """
+    if config.model.path is None:
+        raise IsobitError(
+            "model.sft: its model is not trained yet and has no config.json; plan with "
+            "model.path=DIR, model.sft=null"
+        )
+    model = architecture(config.model.path)
+    if prompt_tokens is None:
+        room = model.max_positions - config.sampling.max_new_tokens
+        prompt_tokens = config.task.max_prompt_tokens or max(1, min(_PROMPT_TOKENS, room))
+    if prompt_tokens >= model.max_positions:
+        raise IsobitError(
+            f"--prompt-tokens {prompt_tokens} leaves no room for an answer: the model's context is "
+            f"{model.max_positions}"
+        )
+    return job_with(config, model, prompt_tokens, machine, ranks=ranks)
+
+
+def job_with(
+    config: Config,
+    model: ModelConfig,
+    prompt: int,
+    machine: Machine,
+    *,
+    ranks: int | None = None,
+    rewards: tuple[tuple[ModelConfig, Precision], ...] | None = None,
+) -> Job:
+    """The job of a config whose model has this architecture, with the reference and the reward
+    models that it names. Raises IsobitError for one that is not supported."""
+    reference = None
+    if config.algorithm.kl_coefficient > 0:
+        path = config.reference.path
+        precision = precision_from(config.reference.precision or config.precision)
+        found = model if path is None else architecture(str(model_directory(Path(path))))
+        reference = (found, precision)
+    if rewards is None:  # a reward model has no output head
+        rewards = tuple(
+            (architecture(m.path, tied=True), precision_from(m.precision))
+            for m in config.rewards.models
+        )
+    precision = precision_from(config.precision)
+    return Job(config, model, precision, prompt, machine, ranks or config.ranks, reference, rewards)
+
+
+def supervised_job(
+    config: SftConfig,
+    model: ModelConfig,
+    prompt: int,
+    given: Given,
+    machine: Machine,
+    ranks: int | None = None,
+) -> Job:
+    """The job of a supervised run, whose longest example has a `prompt` of so many tokens before
+    its answer."""
+    precision = precision_from(config.precision)
+    reference = (model, precision) if config.compares else None
+    count = ranks or config.ranks
+    return Job(config, model, precision, prompt, machine, count, reference, given=given)
+
+
+def architecture(path: str, tied: bool = False) -> ModelConfig:
+    """Of a Hugging Face directory, by its config.json alone. Raises IsobitError for one that is
+    not supported."""
+    file = model_folder(Path(path)) / "config.json"
+    values = read_json(file)
+    config = ModelConfig.from_hf(
+        values | ({"tie_word_embeddings": True} if tied else {}), str(file)
+    )
+    experts = config.num_mixtures * (0 if config.experts is None else config.experts.count)
+    if experts > _MOST_EXPERTS:
+        raise IsobitError(
+            f"{file}: {experts:,} experts in all layers: expected at most {_MOST_EXPERTS:,}"
+        )
+    return config
