@@ -2,10 +2,12 @@
 ones are noticed."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from isobit.engine.calibration import Calibrator, measured_amax, prompt_amax
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
+from isobit.kernels import Ops, Watching
 from isobit.model import Model
 from isobit.model.forward.kv_scales import AmaxRecorder, KVScales, scales_from
 from isobit.options import reading
@@ -147,6 +150,85 @@ def test_a_run_calibrates_by_its_schedule_and_resumes_bit_for_bit(
         for row in read_jsonl(whole.run_dir / "metrics.jsonl")
         if row["step"] > 0
     )
+
+
+class _Noting(Watching):
+    """Operators that add the largest magnitudes of K, V and Q to `forward`, in NumPy."""
+
+    def __init__(self, ops: Ops, forward: list[list[float]]) -> None:
+        super().__init__(ops)
+        self._forward = forward
+
+    def attention_inputs(self, *given: Any) -> tuple[torch.Tensor, ...]:
+        q, k, v = self._ops.attention_inputs(*given)
+        self._forward.append([float(np.abs(x.float().numpy()).max()) for x in (k, v, q)])
+        return q, k, v
+
+
+def _magnitudes(monkeypatch: pytest.MonkeyPatch, measure: Callable[[], object]) -> np.ndarray:
+    """Of K, V and Q [forwards, layers, 3], in the forwards of a calibration."""
+    forwards: list[list[list[float]]] = []
+
+    class Both(AmaxRecorder):
+        def __call__(self, ops: Ops, layer: int | None) -> Any:
+            if layer is None:
+                forwards.append([])
+                return super().__call__(ops, layer)
+            return super().__call__(cast(Ops, _Noting(ops, forwards[-1])), layer)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("isobit.engine.calibration.AmaxRecorder", Both)
+        measure()
+    return np.array(forwards)
+
+
+_BATCH = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11], [3, 1, 4, 1, 5]]
+
+
+def _nemo(forwards: np.ndarray) -> np.ndarray:
+    return np.percentile(forwards, 99.9, axis=0) * 1.05 / 448
+
+
+def _vllm(forwards: np.ndarray) -> np.ndarray:
+    return forwards[0] / np.array([200, 100, 200])
+
+
+@pytest.mark.parametrize(
+    ("flow", "use", "formula", "other"),
+    [
+        ("fp8-rollout-kv", "learner", _nemo, _vllm),
+        ("fp8-rollout-attention", "learner", _nemo, _vllm),
+        ("fp8-e2e[kv_cache=e4m3-calibrated]", "learner", _nemo, _vllm),
+        ("bf16[engines=separate, kv_cache=e4m3-calibrated]", "learner", _nemo, _vllm),
+        ("fp8-rollout-kv-verl", "rollout", _vllm, _nemo),
+        ("fp8-rollout-kv-verl[query=e4m3-calibrated]", "rollout", _vllm, _nemo),
+    ],
+)
+def test_scales_are_those_of_the_documents(
+    flow: str, use: str, formula: Any, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NeMo RL's over all forwards of the batch that was learned from, by the learner; vLLM's over a
+    first forward of prompts, by the rollout. In NumPy, of magnitudes that were noted beside; the
+    controls are the other document's formula, and the other data."""
+    model = tiny_model(flow)
+    batch = _magnitudes(monkeypatch, lambda: measured_amax(model, _BATCH, use, 8))
+    prompts = _magnitudes(monkeypatch, lambda: prompt_amax(model, PROMPTS, use))
+    assert (batch.shape, prompts.shape) == ((3, 2, 3), (1, 2, 3))
+    calibrator = Calibrator(model, most_tokens=8)
+    calibrator.learned_from(_BATCH)
+    calibrator.calibrate(PROMPTS)
+    scales = model.transformer.kv_scales
+    assert scales is not None
+    found, sides = scales.values.numpy(), 3 if model.precision.calibrated_queries else 2
+    assert found.shape == (2, sides)
+
+    def close(formula: Any, magnitudes: np.ndarray) -> bool:
+        return np.allclose(found, formula(magnitudes)[:, :sides], rtol=3e-7, atol=0)
+
+    own, others = (batch, prompts) if use == "learner" else (prompts, batch)
+    assert close(formula, own)
+    assert not close(other, own)
+    assert not close(formula, others)
 
 
 def _moved(model: Model, factor: float) -> None:

@@ -23,13 +23,14 @@ from isobit.rl.algorithm.mismatch import mismatch_metrics, sequence_metrics
 _PROMISED_ERROR, _PROMISED_KL = 1.03, 1e-3
 _BEARABLE_ERROR = 1.05
 _SOURCES = {
-    "weights": "weight",
-    "activations": "activation",
-    "KV cache": "kv",
-    "queries": "query",
-    "probabilities": "probabilities",
+    "weights": ("weight",),
+    "activations": ("activation",),
+    "KV cache": ("kv",),
+    "queries": ("query",),
+    "probabilities": ("probabilities",),
+    "layers in BF16": ("bf16_first_layers", "bf16_last_layers"),
 }
-"""Of a gap, with the field of a `Flow` that each is."""
+"""Of a gap, with the fields of a `Flow` that each is."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,8 @@ def _sources(precision: Precision) -> list[str]:
     rollout, learner = precision.rollout, precision.learner
     found = [
         name
-        for name, field in _SOURCES.items()
-        if getattr(rollout, field) != getattr(learner, field)
+        for name, each in _SOURCES.items()
+        if any(getattr(rollout, field) != getattr(learner, field) for field in each)
     ]
     return found if precision.shared else [*found, "kernels"]
 
@@ -132,7 +133,8 @@ def _variant(precision: Precision, parts: set[str]) -> Precision:
 
     taken = {
         field: getattr(rollout if name in parts else learner, field)
-        for name, field in _SOURCES.items()
+        for name, each in _SOURCES.items()
+        for field in each
     }
     flow = replace(learner, **taken)
     return replace(precision, rollout=flow, engines="separate" if "kernels" in parts else "shared")

@@ -393,7 +393,8 @@ def for_precision(
     wanted, correction = objective.recompute_old_logprobs, objective.correction
     recompute = wanted == "always" or (wanted == "auto" and (stale or not precision.unified))
     if isinstance(correction, str):
-        default = "token_tis" if stale and precision.correction == "none" else precision.correction
+        default = precision.default_correction
+        default = "token_tis" if stale and default == "none" else default
         correction = CORRECTIONS[default if correction == "auto" else correction]
     if not recompute:
         correction = (
