@@ -5,10 +5,26 @@ Source: Jain et al. 2024, `lcb_runner/evaluation/testing_util.py` (import_string
 
 import re
 
-_ALL = (
-    "string re datetime collections heapq bisect copy math random statistics itertools functools "
-    "operator io sys json builtins typing"
-).split()
+_ALL = [
+    "string",
+    "re",
+    "datetime",
+    "collections",
+    "heapq",
+    "bisect",
+    "copy",
+    "math",
+    "random",
+    "statistics",
+    "itertools",
+    "functools",
+    "operator",
+    "io",
+    "sys",
+    "json",
+    "builtins",
+    "typing",
+]
 _IMPORTS = "".join(
     [f"from {name} import *\n" for name in _ALL]
     + [f"import {name}\n" for name in _ALL[:-2]]
