@@ -98,9 +98,9 @@ class Conversations:
         if calls:
             made["tool_calls"] = [self._call(call) for call in calls]
         own = next((key for key in _THOUGHTS if made.get(key)), None)
-        unread = own is not None and self._thoughts and own not in self._thoughts
         # a template that reads `thinking` alone takes no text beside it where tools are called
-        if unread and not (calls and self._thoughts == ["thinking"] and made.get("content")):
+        alone = bool(calls and self._thoughts == ["thinking"] and made.get("content"))
+        if own is not None and self._thoughts and own not in self._thoughts and not alone:
             made[self._thoughts[0]] = made.pop(own)
         return made
 

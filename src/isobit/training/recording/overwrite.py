@@ -9,14 +9,11 @@ files that are left.
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from isobit.config import Config, SftConfig, is_supervised, load_config, load_sft_config
 from isobit.errors import IsobitError
 from isobit.run import directory as runs
 from isobit.run.directory import RunDirectory
-
-_Kind = TypeVar("_Kind", Config, SftConfig)
 
 
 def clear_finished(config: Config | SftConfig) -> None:
@@ -52,7 +49,7 @@ def clear_finished(config: Config | SftConfig) -> None:
         shutil.rmtree(directory)
 
 
-def _as_kept(config: _Kind, kept: Config | SftConfig) -> _Kind:
+def _as_kept(config: Config | SftConfig, kept: Config | SftConfig) -> Config | SftConfig:
     """Return `config` with the numbers that `auto` and `epochs` became in the run `kept`, so that
     these count as the same configuration."""
     if config.epochs is not None:

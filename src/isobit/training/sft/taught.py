@@ -66,8 +66,8 @@ class Teacher:
         self._special = {token for token, entry in added.items() if entry.special} | set(
             self._tokenizer.eos_ids
         )
-        names = {token_text(self._tokenizer.settings.get("eos_token"))}
-        names |= {self._tokenizer.fast.id_to_token(end) for end in self._tokenizer.eos_ids}
+        ends = [self._tokenizer.fast.id_to_token(end) for end in self._tokenizer.eos_ids]
+        names = {token_text(self._tokenizer.settings.get("eos_token")), *ends}
         self._end_names = sorted(name for name in names if name)
         self._spelled, self._inside = 0, list[str]()
         """The answers that spell their end, and special tokens that others have inside."""
@@ -373,7 +373,7 @@ def _answer_in(example: Example, column: str, gold: bool) -> tuple[list[Message]
         raise IsobitError(
             f"{example.place}: column {brief(column)!r} is empty: there is nothing to learn"
         )
-    return messages, begun and isinstance(value, str)
+    return list(messages), begun and isinstance(value, str)
 
 
 def _refuse_other_beginning(
