@@ -96,7 +96,7 @@ def train(
 
 
 def _without_config(config: str | None, overrides: list[str] | None) -> list[str]:
-    """The overrides of a run that has its config already: the first argument is one too."""
+    """Return the overrides of a run that has its config already: the first argument is one too."""
     if config is not None and "=" not in config:
         raise IsobitError(f"the run has its own config: leave {config!r} out")
     return [*([] if config is None else [config]), *(overrides or [])]
@@ -251,7 +251,7 @@ def _resume(run: Path, overrides: list[str], quiet: bool) -> int:
 
 
 def _launched(ranks: int, run: Path) -> int | None:
-    """The exit code of so many ranks, which are started here; None for one, or where this is one of
+    """Start `ranks` ranks and return their exit code; None for one, or where this is one of
     them."""
     from isobit.distributed.launch import launched
     from isobit.distributed.supervisor import start

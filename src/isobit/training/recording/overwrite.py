@@ -15,10 +15,8 @@ from isobit.errors import IsobitError
 from isobit.run import directory as runs
 from isobit.run.directory import RunDirectory
 
-_AnyConfig = Config | SftConfig
 
-
-def clear_finished(config: _AnyConfig) -> None:
+def clear_finished(config: Config | SftConfig) -> None:
     """Remove the run in `run.dir` if it has this configuration and has done exactly its steps, or
     none.
 
@@ -31,7 +29,7 @@ def clear_finished(config: _AnyConfig) -> None:
     with RunDirectory(directory, {}):  # refuses a run that is at work
         done = max((int(row["step"]) for row in _metrics(directory)), default=0)
         load = load_sft_config if is_supervised(directory) else load_config
-        kept: _AnyConfig = load(directory / runs.CONFIG)
+        kept: Config | SftConfig = load(directory / runs.CONFIG)
         config = _as_kept(config, kept)
         again = (
             f"go on with it: isobit train --resume {directory}, or move it or remove it "
@@ -51,7 +49,7 @@ def clear_finished(config: _AnyConfig) -> None:
         shutil.rmtree(directory)
 
 
-def _as_kept(config: _AnyConfig, kept: _AnyConfig) -> _AnyConfig:
+def _as_kept(config: Config | SftConfig, kept: Config | SftConfig) -> Config | SftConfig:
     """Return `config` with the numbers that `auto` and `epochs` became in the run `kept`, so that
     these count as the same configuration."""
     if config.epochs is not None:

@@ -250,7 +250,7 @@ def _check_precision(model: Model) -> None:
     precision = model.precision
     reason = precision.varies_with_batch()
     if reason is None and precision.calibrated:
-        reason = "the KV cache is calibrated on prompts of the run"
+        reason = "the KV cache is calibrated on data of the run"
     if reason is not None:
         raise IsobitError(
             f"serve.port: precision {precision.name}: {reason}, so an answer would depend on more "
