@@ -54,20 +54,16 @@ def _single(metric: str, pick: Callable[[Sequence[float]], float]) -> Line:
 
 
 def _differing(rows: MetricRows) -> str:
-    differing, compared, comparable = (
-        points(rows, f"mismatch/{name}_tokens")[1]
-        for name in ("differing", "compared", "comparable")
+    differing, compared = (
+        points(rows, f"mismatch/{name}_tokens")[1] for name in ("differing", "compared")
     )
-    more = " compared" if sum(comparable) > sum(compared) else ""  # the headline says of how many
-    return f"{sum(differing):,.0f} of {sum(compared):,.0f}{more}" if compared else ""
+    return f"{sum(differing):,.0f} of {sum(compared):,.0f}" if compared else ""
 
 
 def _median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-_WIDE = 24
-"""The most characters of a figure of single width; a longer one takes the room of two."""
 _LINES: tuple[tuple[str, Line], ...] = (
     ("steps", _single("step", max)),
     ("reward, first step → last tenth", _span("reward/mean")),
@@ -100,11 +96,7 @@ def summary(runs: Sequence[Series]) -> str:
             cells.append([name, *(value or "–" for value in values)])
     if len(runs) > 1:
         return html_table(cells)
-    wide = {True: " class='wide'", False: ""}
-    figures = "".join(
-        f"<div{wide[len(value) > _WIDE]}><dt>{name}</dt><dd>{value}</dd></div>"
-        for name, value in cells[1:]
-    )
+    figures = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in cells[1:])
     return f"<dl class='figures'>{figures}</dl>"
 
 
