@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -459,22 +460,24 @@ def test_conversations_are_learned_under_a_given_template(
 def test_two_runs_that_begin_at_once_make_their_base_once(
     config: WriteConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    makings, begun = list[Path](), list[int]()
+    makings, waiting = list[Path](), list[Path]()
+    alone = base.alone
 
-    def begins(number: int) -> str:
-        begun.append(number)
-        return cached_model(path, quiet=True)
+    def counted(lock: Path) -> AbstractContextManager[None]:
+        waiting.append(lock)
+        return alone(lock)
 
     def make(given: SftConfig, place: Path, quiet: bool) -> None:
         makings.append(place)
-        until(lambda: len(begun) == 4)
+        until(lambda: len(waiting) == 4, 60)
         place.mkdir()
         (place / "config.json").touch()
 
     monkeypatch.setattr(base, "_make", make)
+    monkeypatch.setattr(base, "alone", counted)
     path = str(config())
     with ThreadPoolExecutor(4) as pool:
-        found = set(pool.map(begins, range(4)))
+        found = set(pool.map(lambda _: cached_model(path, quiet=True), range(4)))
     assert len(makings) == len(found) == 1
     monkeypatch.setenv("ISOBIT_CACHE", str(tmp_path / "sft.yaml"))
     with pytest.raises(
