@@ -5,9 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from isobit.config import load_config, load_sft_config
 from isobit.training.train import replay, train, train_supervised
 from tests.models import tiny_model
+from tests.once import once
 from tests.runs import write_config
 from tests.training import test_distillation as distillation
 from tests.training.test_kto_run import labelled
@@ -75,3 +78,12 @@ KINDS: dict[str, Make] = {
     "scales of 1": _sampled(precision="fp8[kv_cache=e4m3-calibrated, kv_calibration=never]"),
 }
 SUPERVISED = ("sft", "sft, an adapter", "sft from nothing", "dpo", "kto")
+
+
+def finished(kind: str, factory: pytest.TempPathFactory, model: Path) -> Path:
+    """Return the run of a kind, which all tests of a session read; who writes into it copies it."""
+
+    def make(folder: Path) -> None:
+        (folder / "run.txt").write_text(str(KINDS[kind](folder, model)))
+
+    return Path((once(factory, f"kind-{sorted(KINDS).index(kind)}", make) / "run.txt").read_text())

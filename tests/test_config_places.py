@@ -204,8 +204,18 @@ def test_every_option_that_names_a_file_says_so() -> None:
 
 
 @pytest.mark.slow
-def test_the_quickstart_trains_from_anywhere(here: Path, quickstart_cache: Path) -> None:
-    """The command, in an empty folder, twice: a finished run is done again."""
+def test_the_quickstart_trains_from_anywhere(
+    here: Path, tmp_path: Path, quickstart_cache: Path
+) -> None:
+    """The command, in an empty folder, twice: a finished run is done again. The checkout is a copy,
+    whose base is trained for a few steps."""
+    checkout = tmp_path / "checkout"
+    for name in ("src/isobit", "configs"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    base = checkout / "configs/quickstart-sft.yaml"
+    text = base.read_text()
+    assert "\nsteps: 600 " in text
+    base.write_text(text.replace("\nsteps: 600 ", "\nsteps: 4 "))
     words = [
         sys.executable,
         "-m",
@@ -219,7 +229,7 @@ def test_the_quickstart_trains_from_anywhere(here: Path, quickstart_cache: Path)
         done = subprocess.run(
             words,
             env=os.environ
-            | {"PYTHONPATH": str(ROOT / "src"), "ISOBIT_CACHE": str(quickstart_cache)},
+            | {"PYTHONPATH": str(checkout / "src"), "ISOBIT_CACHE": str(quickstart_cache)},
             capture_output=True,
             text=True,
             check=False,

@@ -19,6 +19,7 @@ import pytest
 from isobit.kernels.native import available
 from isobit.kernels.native.recipe import LEVELS
 from tests.documents import ROOT
+from tests.once import once
 from tests.strange_user import COMMANDS, folder_of_their_own, run_as
 from tests.test_no_home import all_commands, prepared
 
@@ -102,9 +103,13 @@ def hook(name: str, folder: Path, **variables: str) -> subprocess.CompletedProce
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made as `python -m build` makes it: of the source distribution. Without that program, pip
-    takes its place."""
-    folder = sources(tmp_path_factory.mktemp("sources"))
+    """Made as `python -m build` makes it, once for all workers: of the source distribution. Without
+    that program, pip takes its place."""
+    return next((once(tmp_path_factory, "wheel", make_wheel) / "dist").glob("*.whl"))
+
+
+def make_wheel(folder: Path) -> None:
+    sources(folder)
     build = find_spec("build")
     if build is not None and build.origin is not None:
         done = ran([sys.executable, "-m", "build", "--no-isolation"], folder, ISOBIT_PREBUILT="1")
@@ -123,7 +128,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         distribution = next((folder / "dist").glob("*.tar.gz"))
         done = ran([*pip, "--wheel-dir", "dist", str(distribution)], folder, ISOBIT_PREBUILT="1")
     assert done.returncode == 0, done.stdout + done.stderr
-    return next((folder / "dist").glob("*.whl"))
 
 
 @pytest.fixture(scope="module")

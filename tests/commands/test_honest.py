@@ -20,15 +20,14 @@ from isobit.run.ends import cut_short
 from isobit.run.metrics import of_an_evaluation, of_the_machine
 from isobit.training.train import resume
 from tests.commands.test_forgeries import sign
-from tests.kinds import KINDS, SUPERVISED
+from tests.kinds import KINDS, SUPERVISED, finished
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
 def made(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, base_model: Path
 ) -> tuple[str, Path]:
-    folder = tmp_path_factory.mktemp("kind")
-    return request.param, KINDS[request.param](folder, base_model)
+    return request.param, finished(request.param, tmp_path_factory, base_model)
 
 
 def test_it_is_not_accused(
@@ -36,7 +35,8 @@ def test_it_is_not_accused(
 ) -> None:
     """By the report, the screen, a resume of the finished run and a longer one, or by verify, which
     says what it has checked."""
-    kind, run = made
+    kind, whole = made
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
     capsys.readouterr()
     write_report([run], tmp_path / "report.html")
     watch(run, once=True)
@@ -83,10 +83,12 @@ def test_each_metric_that_it_measured_is_held(made: tuple[str, Path], tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["sft", "dpo", "sft, an adapter"])
-def test_a_forged_supervised_run_is_found(kind: str, tmp_path: Path, base_model: Path) -> None:
+def test_a_forged_supervised_run_is_found(
+    kind: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, base_model: Path
+) -> None:
     """One bit of the weights under a manifest that says that it is right, another config,
     completions where there can be none, and no chain."""
-    run = KINDS[kind](tmp_path / "a", base_model)
+    run = Path(shutil.copytree(finished(kind, tmp_path_factory, base_model), tmp_path / "run"))
     newest = sorted((run / "checkpoints").iterdir())[-1]
     (weights,) = newest.glob("*model.safetensors")
     config = run / "config.yaml"

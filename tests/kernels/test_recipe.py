@@ -256,12 +256,10 @@ def test_where_one_file_fails_no_compiler_goes_on(tmp_path: Path) -> None:
     program = tmp_path / "c++"
     program.write_text(
         f"#!/bin/sh\ncase $* in *{SOURCES[0]}*) echo 'error: no' >&2; exit 1;; esac\n"
-        f"touch {tmp_path}/began.$$; sleep 20; touch {tmp_path}/ended\n"
+        f"touch {tmp_path}/began.$$; sleep 30; touch {tmp_path}/ended\n"
     )
     program.chmod(0o755)
-    began = time.monotonic()
     with pytest.raises(BuildFailed, match="error: no"):
         compile_library(str(program), tmp_path / "library.so", [], [])
-    assert time.monotonic() - began < 15
     assert not list(tmp_path.glob("build-*"))
     assert not (tmp_path / "ended").exists()

@@ -135,12 +135,12 @@ def test_hostile_models_are_one_clear_line(
     dense: Path, damage: Callable[[Path], Any], message: str
 ) -> None:
     damage(dense)
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(IsobitError, match=message) as caught:
         Model.load(dense, "float32", "reference")
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 1000
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 LONG = "of many words " * 600

@@ -4,9 +4,9 @@ half done."""
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from isobit.training.sft.held_out import HeldOutAnswers
 from isobit.training.sft.initial import architecture_of
 from isobit.training.sft.parts import load_supervised
 from isobit.training.train import resume, train_supervised
+from tests.until import until
 
 WriteConfig = Callable[..., Path]
 
@@ -459,17 +460,23 @@ def test_conversations_are_learned_under_a_given_template(
 def test_two_runs_that_begin_at_once_make_their_base_once(
     config: WriteConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    makings = list[Path]()
+    makings, waiting = list[Path](), list[Path]()
+    alone = base.alone
+
+    def counted(lock: Path) -> AbstractContextManager[None]:
+        waiting.append(lock)
+        return alone(lock)
 
     def make(given: SftConfig, place: Path, quiet: bool) -> None:
         makings.append(place)
-        time.sleep(0.2)
+        until(lambda: len(waiting) == 4, 60)
         place.mkdir()
         (place / "config.json").touch()
 
     monkeypatch.setattr(base, "_make", make)
+    monkeypatch.setattr(base, "alone", counted)
     path = str(config())
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(4) as pool:
         found = set(pool.map(lambda _: cached_model(path, quiet=True), range(4)))
     assert len(makings) == len(found) == 1
     monkeypatch.setenv("ISOBIT_CACHE", str(tmp_path / "sft.yaml"))
