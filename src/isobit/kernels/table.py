@@ -104,14 +104,14 @@ def _failing(gpu: Gpu) -> str | None:
     if os.environ.get("ISOBIT_GPU_CHECK") == "skip":
         return None
     try:
-        found = self_check.remembered(
+        failures = self_check.remembered(
             TritonOps("bitwise", "being checked", _device()), architecture.fp8
         )
     except Exception as error:  # of a compiler or a driver, anything
         return f"{gpu}: the kernels' check ended with {type(error).__name__}: {error}"
     return (
-        f"{gpu}: the kernels fail their check here: {found[0]} ({len(found)} in all)"
-        if found
+        f"{gpu}: the kernels fail their check here: {failures[0]} ({len(failures)} in all)"
+        if failures
         else None
     )
 

@@ -82,8 +82,8 @@ class RewardModel:
         if isinstance(prompt, str):
             assert isinstance(completion, str)
             return self.tokenizer.encode_text(prompt + completion)
-        chat, said = list[Mapping[str, Any]](prompt), completion
-        first, *rest = [{"content": said}] if isinstance(said, str) else said
+        chat, text = list[Mapping[str, Any]](prompt), completion
+        first, *rest = [{"content": text}] if isinstance(text, str) else text
         begun = ""
         if prompt and prompt[-1]["role"] == "assistant":  # which the completion goes on with
             begun = chat.pop()["content"]

@@ -24,10 +24,11 @@ def round_stochastically(x: Tensor, seed: int, step: int, first: int) -> Tensor:
     """Return `isobit.kernels.ops.Ops.round_stochastically`. Numbers that would be infinite become
     the largest BF16 number; infinity stays, and NaN is 0x7fc0 with its sign."""
     check_stochastic(x, first)
-    parts = [
-        _rounded(part, seed, step, first + n * _AT_ONCE) for n, part in enumerate(x.split(_AT_ONCE))
+    chunks = [
+        _rounded(chunk, seed, step, first + n * _AT_ONCE)
+        for n, chunk in enumerate(x.split(_AT_ONCE))
     ]
-    return torch.cat(parts)
+    return torch.cat(chunks)
 
 
 def check_stochastic(x: Tensor, first: int) -> None:

@@ -90,9 +90,9 @@ def _does_not_fit(kernel: Any, error: Exception) -> str | None:
     for another error."""
     if type(error).__name__ != "OutOfResources":
         return None
-    needed, limit, what = (getattr(error, name, "?") for name in ("required", "limit", "name"))
+    needed, limit, resource = (getattr(error, name, "?") for name in ("required", "limit", "name"))
     return (
-        f"this GPU cannot run {kernel.__name__.strip('_')}, which needs {needed} of {what}, and has "
+        f"this GPU cannot run {kernel.__name__.strip('_')}, which needs {needed} of {resource}, and has "
         f"{limit}: the model is too wide for it in this precision; use precision: fp8 or "
         "bf16, or backend: native"
     )
@@ -102,11 +102,11 @@ def _does_not_fit(kernel: Any, error: Exception) -> str | None:
 def record_launches() -> Iterator[list[KernelLaunch]]:
     """Inside, launches are added to the list instead of run; outputs stay unwritten."""
     global _recorded
-    before, _recorded = _recorded, []
+    previous, _recorded = _recorded, []
     try:
         yield _recorded
     finally:
-        _recorded = before
+        _recorded = previous
 
 
 class Faults:
@@ -137,6 +137,6 @@ class Faults:
         if not raised:
             return
         self._flags.zero_()
-        found = (key for key, i in self._names.items() if i == raised[0] // self._STRIDE)
-        name, form = next(found, ("a tensor", E4M3))
+        keys = (key for key, i in self._names.items() if i == raised[0] // self._STRIDE)
+        name, form = next(keys, ("a tensor", E4M3))
         raise NonFiniteError(nonfinite_message(name, QuantSpec(form)))

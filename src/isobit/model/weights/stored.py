@@ -55,7 +55,9 @@ class Weight:
     @property
     def adapter_masters(self) -> tuple[Tensor, ...]:
         """A and B of each adapter in turn."""
-        return tuple(factor.master for one in self.adapters for factor in (one.a, one.b))
+        return tuple(
+            factor.master for factors in self.adapters for factor in (factors.a, factors.b)
+        )
 
 
 class OfRows(Protocol):

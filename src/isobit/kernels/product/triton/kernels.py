@@ -135,11 +135,11 @@ def block_product(
         left = inner - step * 128
         if TOKENS_FIRST:
             a, b = numbers.load_step(a_tile, b_tile, k, left, EVEN_K)
-            part = numbers.dot(a, b, tl.zeros(shape, tl.float32))
+            partial = numbers.dot(a, b, tl.zeros(shape, tl.float32))
         else:
             b, a = numbers.load_step(b_tile, a_tile, k, left, EVEN_K)
-            part = numbers.dot(b, a, tl.zeros(shape, tl.float32))
-        acc = _add_scaled(acc, part, a_scale, b_scale, B_ROW_SCALES, TOKENS_FIRST)
+            partial = numbers.dot(b, a, tl.zeros(shape, tl.float32))
+        acc = _add_scaled(acc, partial, a_scale, b_scale, B_ROW_SCALES, TOKENS_FIRST)
         a_scale, b_scale = next_a, next_b
         b_tile += 128
         a_tile += 128
