@@ -72,5 +72,6 @@ KINDS: dict[str, Make] = {
     "the best": _sampled(evaluation={**EVALUATED, "keep_best": True}),
     "replayed": _replayed,
     "calibrated": _sampled(precision="fp8-rollout-kv"),
+    "scales of 1": _sampled(precision="fp8[kv_cache=e4m3-calibrated, kv_calibration=never]"),
 }
 SUPERVISED = ("sft", "sft, an adapter", "sft from nothing", "dpo", "kto")

@@ -125,7 +125,7 @@ def config(tmp_path: Path, base_model: Path) -> Path:
             ["precision.kv_cache=fp16"],
             "precision.kv_cache: expected bf16, e4m3, e4m3-calibrated or int8",
         ),
-        (["precision={preset: bf16, kv_calibration: learner}"], "there is no calibrated KV cache"),
+        (["precision={preset: bf16, kv_calibration: once}"], "there is no calibrated KV cache"),
         (["algorithm.correction=token_tiss"], "correction"),
         (["algorithm.router_replay=true"], "algorithm.router_replay: the model is dense"),
         (

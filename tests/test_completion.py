@@ -77,7 +77,10 @@ def test_config_files(tmp_path: Path) -> None:
         ),
         ("isobit train c.yaml consistency=f", ["fast"]),
         ("isobit train c.yaml run.report=", ["true", "false"]),
-        ("isobit train c.yaml precision=fp8-r", ["fp8-rollout", "fp8-rollout-kv"]),
+        (
+            "isobit train c.yaml precision=fp8-rollout-k",
+            ["fp8-rollout-kv", "fp8-rollout-kv-verl"],
+        ),
         ("isobit train c.yaml algorithm.correction=k", ["k3_mask"]),
         ("isobit train c.yaml tracking.wandb.mode=", ["online", "offline"]),
         ("isobit sft c.yaml batch", ["batch_size=", "batch_size=64"]),

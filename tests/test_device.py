@@ -34,7 +34,7 @@ CASES = [
     ("fp8", "llama", {"kl_coefficient": 0.1, "updates_per_batch": 2}),
     ("fp8", "qwen3_moe", {"router_aux_coefficient": 0.01}),
     ("fp8-rollout", "qwen2", {}),
-    ("fp8[kv_cache=e4m3-calibrated,kv_calibration=learner]", "llama", {}),
+    ("fp8[kv_cache=e4m3-calibrated,kv_calibration_data=batch]", "llama", {}),
     ("mxfp8", "llama", {}),
 ]
 

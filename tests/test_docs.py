@@ -334,7 +334,7 @@ def test_the_comparison_in_the_documents_is_that_of_the_runs() -> None:
     pages = (MEASURED, ROOT / "docs" / "log.md", chosen_page, README)
     measured, log, chosen, readme = (path.read_text().replace("**", "") for path in pages)
     compared = re.findall(r"^\| [^`|]+ \| `([\w-]+)` \| [\d.e-]+ \| [\d.]+ \|$", readme, re.M)
-    assert compared == ["fp8", "fp8-e2e", "fp8-rollout", "fp8-rollout-kv"]
+    assert compared == ["fp8", "fp8-unified", "fp8-e2e", "fp8-rollout", "fp8-rollout-kv"]
     for preset, run in runs.items():
         kl, error, largest = (
             sum(run[key]) / 3 for key in ("kl_k3", "token_mult_prob_error", "max_abs_logprob_diff")
@@ -374,6 +374,35 @@ def test_the_glossary_is_short_and_in_order() -> None:
     words = re.findall(r"^\| \*\*(.+?)\*\* \|", text, re.M)
     assert 20 < len(words) <= 40
     assert words == sorted(words, key=str.lower)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("rollout correction", "correction"),
+        ("importance sampling", "correction"),
+        ("W8A8", "precision flow"),
+        ("recipe", "precision flow"),
+        ("blockwise", "block"),
+        ("dynamic scaling", "block"),
+        ("recalibration", "calibrated"),
+        ("refit", "sync"),
+        ("generation", "rollout"),
+        ("training engine", "learner"),
+        ("disagreement", "mismatch"),
+        ("R3", "router replay"),
+    ],
+)
+def test_a_word_of_the_papers_leads_to_the_word_that_is_used_here(theirs: str, ours: str) -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \*\*(.+?)\*\* \| .* \| (.*)\|$", text, re.M)
+    assert ours in [word for word, also in rows if re.search(rf"\b{theirs}\b", also)]
+
+
+def test_the_reward_model_of_the_page_is_that_of_the_examples() -> None:
+    page = (ROOT / "docs/how-to/whole-pipeline.md").read_text(encoding="utf-8")
+    (block,) = [block for block in parsed(page) if block.title == "reward_model.py"]
+    assert block.text == (ROOT / "examples/reward_model.py").read_text(encoding="utf-8")
 
 
 def test_every_page_is_in_the_nav_and_the_other_way_round() -> None:

@@ -9,7 +9,9 @@ import yaml
 
 from isobit.config import load_config
 from isobit.run.directory import read_jsonl
+from isobit.training.sft.base import cached_model
 from isobit.training.train import train
+from tests.documents import succeed
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -77,3 +79,36 @@ def test_a_config_runs_and_shows_it(
     if trackers := load_config(path).tracking.trackers:
         state = json.loads((tmp_path / "run/tracking/state.json").read_text())
         assert set(state) == set(trackers)
+
+
+@pytest.mark.slow
+def test_the_whole_pipeline_runs_in_fp8_as_its_config_says(
+    tmp_path: Path, quickstart_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Policy, reward model, reference and replay; as a control the reward model of the same body
+    that scores nothing leaves the rewards to the task."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("ISOBIT_CACHE", str(quickstart_cache))
+    base, judge = cached_model("configs/quickstart-sft.yaml"), tmp_path / "judge"
+    printed = succeed(f"python examples/reward_model.py {base} {judge}", ROOT)
+    share = float(re.findall(r"right sum in ([\d.]+) of", printed)[0])
+    assert 0.6 < share < 0.95
+    config = ROOT / "configs/whole-pipeline.yaml"
+    for weight in (0.1, 0.0):
+        models = [{"path": str(judge), "precision": "fp8", "weight": weight}]
+        changes = ["steps=3", "prompts_per_step=16", "evaluation.every=0", f"model={base}"]
+        changes += [
+            f"rewards={json.dumps({'models': models})}",
+            f"run.dir={tmp_path / str(weight)}",
+        ]
+        run = load_config(config, changes)
+        assert {run.precision, run.reference.precision, run.rewards.models[0].precision} == {"fp8"}
+        first, *_, last = read_jsonl(train(run).run_dir / "metrics.jsonl")
+        assert first["loss/kl"] == first["mismatch/differing_tokens"] == 0 < last["loss/kl"]
+        assert last["mismatch/differing_tokens"] == 0 < last["mismatch/compared_tokens"]
+        assert last["replay/groups"] == 16
+        assert last["memory/reward_models_mib"] > 0 < last["memory/reference_mib"]
+        judged = last["reward/function/reward_model"]
+        expected = last["reward/function/correct"] + weight * judged
+        assert judged != 0
+        assert last["reward/mean"] == pytest.approx(expected, abs=1e-5)

@@ -37,9 +37,13 @@ NOT_OF_THE_YAML = {
     "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor",
     "async_training.partial_rollout",
     "async_training.staleness_threshold",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm.calculate_kv_scales",
+    "actor_rollout_ref.actor.megatron.override_transformer_config.fp8",
+    "actor_rollout_ref.actor.megatron.override_transformer_config.fp8_recipe",
 }
-"""Read by verl's reward manager, of a section that its files leave out, and by its fully
-asynchronous trainer, which has a file of its own."""
+"""Read by verl's reward manager, of a section that its files leave out, by its fully asynchronous
+trainer, which has a file of its own, and by vLLM and Megatron, to whom verl hands sections."""
 
 UNNAMED = "trust_remote_code"
 """The source may not even name it (tests/test_architecture.py)."""

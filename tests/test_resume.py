@@ -340,6 +340,38 @@ def test_a_run_goes_on_with_its_own_backend_only(tmp_path: Path, base_model: Pat
     assert resume(run_dir, ["steps=2"]).metrics[-1]["step"] == 2
 
 
+@pytest.mark.parametrize(
+    ("file", "was", "message"),
+    [
+        (
+            "machine.json",
+            {"calibration": "Calibration(side='rollout', percentile=99.9, margin=1.05, prompts=8)"},
+            r"began with calibration Calibration\(side='rollout'.*this version of isobit has Calib",
+        ),
+        ("resolved.json", {"correction": "none"}, "began with correction none .* with token_tis"),
+    ],
+)
+def test_a_run_of_a_preset_that_had_another_rule_is_not_resumed(
+    tmp_path: Path, base_model: Path, file: str, was: dict[str, str], message: str
+) -> None:
+    """A run keeps a preset by name; the rules that the name stood for are recorded beside it. The
+    control has today's, in the words of a release that knew no other."""
+    config = write_config(tmp_path, base_model, steps=1, precision="fp8-rollout-kv")
+    run_dir = train(load_config(config)).run_dir
+    recorded = json.loads((run_dir / file).read_text())
+    place = recorded["formats"] if file == "machine.json" else recorded
+    before = dict(place)
+    place.update(was)
+    (run_dir / file).write_text(json.dumps(recorded))
+    with pytest.raises(IsobitError, match=message):
+        resume(run_dir, ["steps=2"])
+    place.update(before)
+    (run_dir / file).write_text(json.dumps(recorded))
+    assert resume(run_dir, ["steps=2"]).metrics[-1]["step"] == 2
+    rule = "Calibration(side='learner', percentile=99.9, margin=1.05, prompts=8)"
+    assert before.get("calibration", rule) == rule
+
+
 @pytest.mark.slow
 def test_a_run_of_another_processor_goes_on_in_its_order(tmp_path: Path, base_model: Path) -> None:
     """`bitwise` has the order that the run began with. The control: the other order is refused by

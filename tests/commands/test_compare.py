@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 import yaml
+from PIL import Image
 
+from benchmarks.pictures import draw_recipes
 from isobit.cli.commands import compare as comparing
 from isobit.cli.commands.compare import compare, folder_name
 from isobit.config import CompareConfig, load_compare_config, load_config
 from isobit.errors import IsobitError
+from isobit.monitor.report.comparison import CURVES
 from isobit.monitor.report.intervals import mean_interval
 from isobit.run.completions import COMPLETIONS, read
+from isobit.run.directory import METRICS, read_jsonl
 from tests.runs import fingerprint, write_config
 
 PRESETS = ("bf16[engines=separate]", "fp8-rollout", "fp8")
@@ -49,6 +53,26 @@ def test_every_preset_and_seed_is_a_run_and_the_table_has_them_all(
         < values["fp8-rollout"]["sync_bytes"][0]
         < values["bf16[engines=separate]"]["sync_bytes"][0]
     )
+    for name, flow in values.items():
+        kl, error, accuracy = (flow["curves"][metric] for metric in CURVES)
+        runs = [
+            list(read_jsonl(tmp_path / "out" / folder_name(name) / f"seed-{seed}" / METRICS))
+            for seed in (0, 1)
+        ]
+        rows = [[row for row in run if "mismatch/kl_k3" in row] for run in runs]
+        assert kl["steps"] == error["steps"] == [row["step"] for row in rows[0]]
+        for i, pair in enumerate(zip(*rows)):
+            found = sorted(row["mismatch/kl_k3"] for row in pair)
+            assert [kl["low"][i], kl["high"][i]] == found
+            assert kl["values"][i] == pytest.approx(sum(found) / 2)
+        assert all((value == 1) is (name == "fp8") for value in error["values"])
+        assert accuracy["steps"] == [0, 2, 4]
+        assert accuracy["values"][-1] == pytest.approx(sum(flow["accuracy"]) / 2)
+    draw_recipes(values, tmp_path / "recipes.png")
+    draw_recipes({"fp8": values["fp8"]}, tmp_path / "exact.png")  # nothing above zero
+    with Image.open(tmp_path / "recipes.png") as both, Image.open(tmp_path / "exact.png") as exact:
+        assert both.size == exact.size
+        assert both.convert("RGB").getcolors(1 << 20) != exact.convert("RGB").getcolors(1 << 20)
     page = (tmp_path / "out/comparison.html").read_text()
     assert page.count("<svg") >= 6
     assert all(preset in page for preset in PRESETS)

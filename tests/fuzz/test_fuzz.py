@@ -185,7 +185,7 @@ def test_cases_repeat_and_cover_what_they_should() -> None:
         [case.flow.learner.query is not None for case in drawn],
         [case.flow.learner.probabilities is not None for case in drawn],
         [bool(case.flow.bf16_layers) for case in drawn],
-        [case.flow.bf16_first_layers > 0 for case in drawn],
+        [case.flow.learner.bf16_first_layers > 0 for case in drawn],
         [case.config.hidden_size > 128 for case in drawn],
         [case.config.tie_embeddings for case in drawn],
         [case.sampling.top_k > 0 for case in drawn],

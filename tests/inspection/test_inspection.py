@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from isobit.cli import app
+from isobit.engine.calibration import calibrate_after
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.evaluation.inspection.mismatch import Gap, decompose, measure_gap
@@ -93,6 +94,52 @@ def test_the_gap_of_a_real_rollout(preset: str, exact: bool) -> None:
     assert gap.metrics["compared_tokens"] > 10
     assert (gap.metrics["differing_tokens"] == 0) == exact
     assert gap.verdict.startswith("exact") == exact
+
+
+def test_a_gap_is_measured_under_scales_of_the_data_that_the_flow_calibrates_on() -> None:
+    """Of a first rollout under NeMo RL's rule, which covers late positions; the control is vLLM's,
+    of prompts."""
+    for flow, data in (("fp8-rollout-kv", "batch"), ("fp8-rollout-kv-verl", "prompts")):
+        model, control = random_model(flow), random_model(flow)
+        measure_gap(model, flow, PROMPTS, SAMPLING)
+        calibrate_after(control, PROMPTS, [])
+        scales, of_prompts = model.transformer.kv_scales, control.transformer.kv_scales
+        assert scales is not None
+        assert of_prompts is not None
+        assert torch.equal(scales.values, of_prompts.values) == (data == "prompts")
+
+
+def test_the_corners_of_two_engines_are_in_the_order_of_the_documents() -> None:
+    """Of NeMo RL's recipes: BF16 in both is closest, FP8 in both next, and FP8 on one side alone,
+    whichever, far behind. Which of the last two is farther a random model does not decide."""
+    model = tiny_model("bf16", scale=8.0)
+    sampling = Sampling(n=8, max_new_tokens=16)
+    flows = {
+        "bf16, bf16": "bf16[engines=separate]",
+        "fp8, fp8": "fp8-e2e",
+        "bf16, fp8": "fp8-e2e[rollout={weight: bf16, activation: bf16}]",
+        "fp8, bf16": "fp8-rollout",
+    }
+    kl = {
+        corner: measure_gap(
+            model.under(precision_from(flow)), flow, ["1+1=", "23*4=", "99-98="], sampling
+        ).metrics["kl_k3"]
+        for corner, flow in flows.items()
+    }
+    assert 0 < 3 * kl["bf16, bf16"] < kl["fp8, fp8"]
+    assert 2 * kl["fp8, fp8"] < min(kl["bf16, fp8"], kl["fp8, bf16"])
+
+
+def test_layers_of_the_rollout_in_bf16_are_a_source() -> None:
+    """Of a flow whose two sides are else alike; without it the control is left, the kernels."""
+    model = random_model("fp8-e2e")
+    flow = precision_from("fp8-e2e[rollout={bf16_first_layers: 1}]")
+    rows = decompose(model, flow, PROMPTS, SAMPLING)
+    assert [source for source, _, _ in rows] == ["all", "layers in BF16", "kernels"]
+    (_, everything, _), (_, alone, without), (_, kernels, _) = rows
+    assert without is not None
+    assert without.metrics["kl_k3"] == kernels.metrics["kl_k3"]
+    assert min(alone.metrics["kl_k3"], everything.metrics["kl_k3"]) > 1.5 * kernels.metrics["kl_k3"]
 
 
 def test_verdicts_follow_the_fields_thresholds() -> None:

@@ -25,6 +25,8 @@ FLOWS: dict[str, Precision] = {
 }
 LEFT = {
     "fp8-rollout-kv": {"kv_write"},
+    "fp8-rollout-kv-verl": {"kv_write"},
+    "fp8-rollout-attention": {"kv_write"},
     "nvfp4": {"quantize", "product"},
     "1x32 fp32": {"product"},
     "gradients in e5m2": {"quantize"},

@@ -26,12 +26,16 @@ from isobit.precision.quantize import GRANULARITIES
 
 
 def test_presets_are_what_the_design_says() -> None:
-    designed = ["float32", "bf16", "fp8-rollout", "fp8-rollout-kv", "fp8-e2e", "fp8-unified", "fp8"]
+    calibrated = ["fp8-rollout-kv", "fp8-rollout-kv-verl", "fp8-rollout-attention"]
+    rollouts = ["fp8-rollout", *calibrated]
+    designed = ["float32", "bf16", *rollouts, "fp8-e2e", "fp8-unified", "fp8"]
     assert list(PRESETS) == [*designed, "mxfp8-rollout", "nvfp4-rollout", "mxfp8", "nvfp4"]
-    two_engines = ["fp8-rollout", "fp8-rollout-kv", "fp8-e2e", "mxfp8-rollout", "nvfp4-rollout"]
+    two_engines = [*rollouts, "fp8-e2e", "mxfp8-rollout", "nvfp4-rollout"]
     assert [name for name, preset in PRESETS.items() if not preset.shared] == two_engines
-    assert [name for name, preset in PRESETS.items() if preset.calibrated] == ["fp8-rollout-kv"]
-    assert {PRESETS[name].correction for name in two_engines} == {"token_tis"}
+    assert [name for name, preset in PRESETS.items() if preset.calibrated] == calibrated
+    for name, preset in PRESETS.items():
+        wanted = "token_tis" if name in two_engines else "none"
+        assert preset.default_correction == ("token_is" if name == "fp8-e2e" else wanted)
     assert (
         PRESETS["fp8-e2e"].rollout == PRESETS["fp8-e2e"].learner == PRESETS["fp8-unified"].learner
     )
@@ -39,7 +43,6 @@ def test_presets_are_what_the_design_says() -> None:
     assert PRESETS["fp8"].unified
     assert PRESETS["fp8-unified"].unified
     assert not PRESETS["fp8-rollout"].unified
-    assert PRESETS["fp8-rollout"].correction == "token_tis"
     fp8 = PRESETS["fp8"].rollout
     assert {spec.scale for spec in (fp8.weight, fp8.activation) if spec} == {"ue8m0"}
     assert fp8.kv == PRESETS["mxfp8"].rollout.kv == QuantSpec(INT8, "row", "fp32")
@@ -124,6 +127,125 @@ def test_options_of_one_side_change_that_side_only() -> None:
     assert precision.rollout.activation is not None
     assert precision.rollout.activation.scale == "fp32"
     assert not precision.unified
+
+
+def test_first_and_last_layers_of_the_rollout_alone_may_stay_in_bf16() -> None:
+    """As NeMo RL's `num_first_layers_in_bf16`, which is of the generation. The control: said of
+    both sides, both have it, and it is one flow still."""
+    one = precision_from({"preset": "fp8-e2e", "rollout": {"bf16_first_layers": 1}})
+    assert [one.flow(use, 0, 3).weight is None for use in ("rollout", "learner")] == [True, False]
+    assert one.flow("rollout", 1, 3) == one.flow("learner", 1, 3) == one.flow("learner", 0, 3)
+    assert one.backward(0, 3) == ("fp8", "fp8")
+    assert re.search(
+        r"excepted layers +first 1, last 0 of 3: bf16 +first 0, last 0 of 3", one.table(3)
+    )
+    assert one.formats()["rollout.bf16_first_layers"] == "1"
+    assert one.formats()["learner.bf16_first_layers"] == "0"
+    both = precision_from("fp8[bf16_first_layers=1]")
+    assert both.unified
+    assert not precision_from("fp8[rollout={bf16_first_layers: 1}]").unified
+    assert precision_from("fp8[bf16_last_layers=2, learner={bf16_last_layers: 1}]").backward(
+        1, 3
+    ) == ("fp8", "fp8")
+
+
+def test_a_rollout_in_bf16_of_a_learner_in_fp8() -> None:
+    """NeMo RL's fourth recipe. The control: the learner's operands cannot be in BF16 where its
+    gradients are quantized."""
+    precision = precision_from("fp8-e2e[rollout={weight: bf16, activation: bf16}]")
+    preset = PRESETS["fp8-e2e"]
+    assert precision.rollout == Flow(BF16)
+    assert dataclasses.replace(precision, name=preset.name, rollout=preset.rollout) == preset
+    assert precision_from(precision.name) == precision
+    assert precision_from("fp8-e2e[rollout={activation: bf16}]").rollout.weight is not None
+    for given, message in (
+        ("fp8-e2e[weight=bf16, activation=bf16]", "for the rollout alone: rollout: {weight: bf16"),
+        ("fp8[learner={weight: bf16, activation: bf16}]", "fp8 quantizes gradients"),
+        ("fp8-e2e[rollout={weight: bf16}]", "weight: bf16 needs activations in bf16"),
+        (
+            "fp8-rollout[weight=bf16, activation=bf16, weight_scale=ue8m0]",
+            "precision.weight_scale: weights stay in bf16, by precision.weight; leave one out",
+        ),
+        ("bf16[weight=bf16]", "no linear layer"),
+    ):
+        with pytest.raises(IsobitError, match=re.escape(message)):
+            precision_from(given)
+
+
+@pytest.mark.parametrize(
+    "preset",
+    ["fp8-rollout", "fp8-rollout-kv", "fp8-e2e", "mxfp8-rollout", "bf16[engines=separate]"],
+)
+@pytest.mark.parametrize(
+    ("option", "value", "field"),
+    [
+        ("kv_cache", "int8", "kv"),
+        ("kv_cache", "e4m3", "kv"),
+        ("query", "e4m3-calibrated", "query"),
+        ("probabilities", "e4m3", "probabilities"),
+    ],
+)
+def test_options_of_attention_change_the_rollout_alone_where_its_learner_has_none(
+    preset: str, option: str, value: str, field: str
+) -> None:
+    """Where the rollout has its own engine, and the table shows it. The controls: one engine, a
+    learner that is named, and a learner with a quantized cache of its own."""
+    before, after = precision_from(preset), precision_from({"preset": preset, option: value})
+    assert getattr(after.rollout, field) not in (None, getattr(before.rollout, field))
+    assert after.learner == before.learner
+    row = {"kv": "keys and values", "query": "queries"}.get(field, field)
+    label = "not rounded" if field == "probabilities" else "bf16"
+    assert re.search(rf"^{row} +(e4m3|int8) .* {label}$", after.table(), re.MULTILINE)
+    named = precision_from({"preset": preset, "learner": {option: value}})
+    assert named.rollout == before.rollout
+    assert getattr(named.learner, field) is not None
+    one = precision_from({"preset": "fp8-unified", option: value})
+    assert one.unified
+    assert getattr(one.learner, field) is not None
+    own = precision_from({"preset": "fp8", "engines": "separate", option: value})
+    assert own.rollout == own.learner
+
+
+def test_a_calibrated_scale_is_a_float32() -> None:
+    """Whatever the scales of the preset's activations are; the control is a scale by token."""
+    for preset in ("bf16", "bf16[engines=separate]", "fp8", "nvfp4", "mxfp8-rollout"):
+        kv = precision_from({"preset": preset, "kv_cache": "e4m3-calibrated"}).rollout.kv
+        assert kv == QuantSpec(E4M3, "tensor", "fp32")
+    by_token = precision_from("fp8[kv_cache=e4m3, kv_scale=ue8m0]").rollout.kv
+    assert by_token == QuantSpec(E4M3, "row", "ue8m0")
+    with pytest.raises(IsobitError, match="kv_scale: a calibrated scale is a float32, not ue8m0"):
+        precision_from("fp8[kv_cache=e4m3-calibrated, kv_scale=ue8m0]")
+    precision_from("fp8[kv_cache=e4m3-calibrated, kv_scale=fp32]")
+
+
+@pytest.mark.parametrize(
+    "option", ["kv_margin=2", "kv_calibration_data=prompts", "kv_percentile=50"]
+)
+def test_what_a_scale_of_1_would_not_heed_is_refused(option: str) -> None:
+    """The controls: never alone, also of a preset with margins of its own, and the option alone."""
+    key = option.partition("=")[0]
+    with pytest.raises(IsobitError, match=f"precision.{key}: under kv_calibration: never"):
+        precision_from(f"fp8-rollout-kv[{option}, kv_calibration=never]")
+    precision_from("fp8-rollout-kv-verl[kv_calibration=never]")
+    precision_from(f"fp8-rollout-kv[{option}, kv_calibration=once]")
+
+
+def test_a_margin_is_one_number_or_one_for_each_tensor() -> None:
+    one = precision_from("fp8-rollout-kv[kv_margin=2]")
+    assert one.calibration.margins == (2.0, 2.0, 2.0)
+    three = precision_from("fp8-rollout-kv[kv_margin={key: 2.24, value: 4.48}]")
+    assert three.calibration.margins == (2.24, 4.48, 1.05)
+    assert precision_from(three.name) == three
+    assert PRESETS["fp8-rollout-kv"].calibration.margins == (1.05, 1.05, 1.05)
+    assert str(three.calibration) != str(one.calibration), "a resume compares these"
+    for bad, message in (
+        ("{key: 0}", "kv_margin.key: expected above 0"),
+        ("{keys: 2}", "kv_margin.keys: unknown"),
+        ("0", "kv_margin: expected above 0"),
+        ("wide", "kv_margin: expected a number or a section"),
+    ):
+        with pytest.raises(IsobitError, match=message):
+            precision_from(f"fp8-rollout-kv[kv_margin={bad}]")
 
 
 def test_activations_may_stay_in_bf16() -> None:
@@ -377,13 +499,15 @@ def test_a_number_of_the_whole_tensor_varies_with_the_batch_and_one_of_a_row_doe
 
 
 def test_probabilities_are_rounded_where_that_is_asked_for() -> None:
-    """On both sides or on one; not in excepted layers. Of today's presets none has it, and their
-    tables name it not."""
-    assert all(
-        flow.probabilities is None
-        for preset in PRESETS.values()
-        for flow in (preset.rollout, preset.learner)
-    )
+    """On both sides or on one; not in excepted layers. Of the presets one rollout has it, and the
+    tables of the others name it not."""
+    having = [
+        (name, use)
+        for name, preset in PRESETS.items()
+        for use in ("rollout", "learner")
+        if getattr(preset, use).probabilities is not None
+    ]
+    assert having == [("fp8-rollout-attention", "rollout")]
     plain = precision_from("fp8")
     both = precision_from("fp8[probabilities=e4m3, bf16_first_layers=1]")
     one = precision_from("bf16[rollout={probabilities: e4m3}]")
@@ -443,6 +567,14 @@ def test_the_table_says_every_role_of_both_sides() -> None:
     assert "masters" not in calibrated, "no flow knows of them"
     assert re.search(r"keys and values +e4m3 per layer, calibrated, fp32 +bf16", calibrated)
     assert re.search(r"engine +its own +its own", calibrated)
+    for flow, words in (
+        ("fp8-rollout-kv", "every_step, batch, margin 1.05"),
+        ("fp8-rollout-kv-verl", "every_step, prompts, margin K 2.24, V 4.48, Q 2.24"),
+        ("fp8-rollout-kv[kv_calibration=once]", "once, batch, margin 1.05"),
+        ("fp8-rollout-kv[kv_calibration=never]", "never: every scale is 1"),
+    ):
+        assert f"calibration             {words}\n" in precision_from(flow).table()
+    assert "calibration" not in precision_from("fp8").table()
 
 
 _FP8: dict[str, object] = {"preset": "fp8"}
@@ -458,10 +590,9 @@ _CALIBRATED: dict[str, object] = {"preset": "fp8", "kv_cache": "e4m3-calibrated"
         (_FP8, "gradient_scale", "fp32", ("gradient", "scale")),
         (_FP8, "gradient_granularity", "row", ("gradient", "granularity")),
         (_FP8, "gradient_format", "e5m2", ("gradient", "format")),
-        (_FP8, "bf16_first_layers", 2, ("bf16_first_layers",)),
-        (_FP8, "bf16_last_layers", 3, ("bf16_last_layers",)),
         (_FP8, "bf16_layers", ["o"], ("bf16_layers",)),
-        (_CALIBRATED, "kv_calibration", "learner", ("calibration", "side")),
+        (_CALIBRATED, "kv_calibration", "once", ("calibration", "schedule")),
+        (_CALIBRATED, "kv_calibration_data", "prompts", ("calibration", "data")),
         (_CALIBRATED, "kv_percentile", 90.0, ("calibration", "percentile")),
         (_CALIBRATED, "kv_margin", 1.25, ("calibration", "margin")),
         (_CALIBRATED, "kv_calibration_prompts", 3, ("calibration", "prompts")),
@@ -484,4 +615,6 @@ def test_an_option_changes_its_own_field_and_no_other(
 
 
 def test_no_layers_in_bf16_may_be_asked_for() -> None:
-    assert precision_from({"preset": "fp8", "bf16_first_layers": 0}).bf16_first_layers == 0
+    assert (
+        precision_from({"preset": "fp8", "bf16_first_layers": 0}).rollout == PRESETS["fp8"].rollout
+    )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from isobit.config import load_config
-from isobit.precision import PRESETS
+from isobit.precision import PRESETS, Precision, precision_from
 from isobit.rl import OBJECTIVES, Objective, for_precision
 from isobit.rl.algorithm.correction_rule import CORRECTIONS, CorrectionRule
 from isobit.rl.algorithm.functions import ADVANTAGES
@@ -116,17 +116,42 @@ def test_a_part_that_is_given_stays_whatever_preset_comes_before_or_after_it() -
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_auto_recomputes_and_corrects_only_where_the_flows_differ(name: str) -> None:
     resolved = for_precision(Objective(), PRESETS[name])
-    two_flows = name in (
-        "fp8-rollout",
-        "fp8-rollout-kv",
-        "fp8-e2e",
-        "mxfp8-rollout",
-        "nvfp4-rollout",
-    )
+    two_flows = "rollout" in name or name == "fp8-e2e"
+    correction = "token_is" if name == "fp8-e2e" else "token_tis"
     assert (resolved.recompute_old, resolved.rule) == (
         two_flows,
-        CORRECTIONS["token_tis" if two_flows else "none"],
+        CORRECTIONS[correction if two_flows else "none"],
     )
+
+
+@pytest.mark.parametrize(
+    ("flow", "correction"),
+    [
+        ("bf16[engines=separate]", "token_tis"),
+        ("bf16[engines=separate, kv_cache=e4m3-calibrated]", "token_tis"),
+        ("float32[engines=separate]", "token_tis"),
+        ("fp8[engines=separate]", "token_tis"),
+        ("nvfp4[rollout={activation: bf16}]", "token_tis"),
+        ("fp8-e2e[kv_cache=e4m3-calibrated]", "token_is"),
+        ("fp8-e2e[engines=shared, wgrad_activation=requantized]", "none"),
+        ("bf16[kv_cache=int8]", "none"),
+        ("fp8[kv_cache=e4m3-calibrated]", "none"),
+    ],
+)
+def test_what_auto_corrects_follows_from_the_flows_and_not_from_a_name(
+    flow: str, correction: str
+) -> None:
+    """One engine and one flow, the controls, have nothing to correct."""
+    precision = precision_from(flow)
+    assert for_precision(Objective(), precision).rule == CORRECTIONS[correction]
+    assert precision.unified == (correction == "none")
+
+
+def test_a_precision_of_your_own_may_ask_for_no_correction() -> None:
+    flow = PRESETS["bf16"].rollout
+    own = Precision("mine", flow, flow, engines="separate", correction="none")
+    assert for_precision(Objective(), own).rule == CORRECTIONS["none"]
+    assert for_precision(Objective(), dataclasses.replace(own, correction="auto")).rule.active
 
 
 def test_explicit_choices_win() -> None:

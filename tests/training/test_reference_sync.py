@@ -147,7 +147,7 @@ def test_scales_of_its_cache_are_found_again_after_a_move_and_after_a_stop(
     assert fingerprint(again.run_dir) == fingerprint(whole.run_dir)
     (tmp_path / "refused").mkdir()
     config = penalized(tmp_path / "refused", base_model, {"sync_every": 2})
-    apart = "precision={preset: fp8-rollout-kv, kv_cache: e4m3-calibrated}"
+    apart = "precision={preset: fp8-rollout-kv, learner: {kv_cache: e4m3-calibrated}}"
     with pytest.raises(IsobitError, match="a separate engine calibrates the learner's KV cache"):
         train(load_config(config, [apart]), quiet=True)
 

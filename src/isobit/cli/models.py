@@ -129,7 +129,8 @@ def inspect(
     presets: Annotated[
         str,
         typer.Option(metavar="A,B,C", help="precision flows", autocompletion=completion.presets),
-    ] = "fp8,fp8-unified,bf16[engines=separate],fp8-rollout,fp8-rollout-kv,fp8-e2e",
+    ] = "fp8,fp8-unified,bf16[engines=separate],fp8-rollout,fp8-rollout-kv,"
+    "fp8-rollout-kv-verl,fp8-rollout-attention,fp8-e2e",
     prompts: Annotated[
         Path | None,
         typer.Option(help="file or directory; default: the model begins its own sequences"),

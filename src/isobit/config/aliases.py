@@ -33,6 +33,7 @@ _NAMES = {
     "rewards.models.path": "reward_model.model_path reward_model",
     "precision": "bf16 fp16 cast_lm_head_to_fp32 quantization torch_dtype dtype vllm_cfg.precision "
     "kv_cache_dtype num_first_layers_in_bf16 num_last_layers_in_bf16 pow2_weight_scaling_factors "
+    "calculate_kv_scales override_transformer_config.fp8 fp8_recipe fp8_cfg "
     "policy.precision model_init_kwargs model_dtype",
     "consistency": "full_determinism",
     "backend": "trainer.device",

@@ -1,7 +1,7 @@
 """Calibrate the static scales of an FP8 KV cache, after every change of the weights and with the
-weights as they are.
+weights as they are; or once, or never.
 
-On the rollout's side: a forward over some prompts. On the learner's side, as NeMo RL does: a
+On prompts: a forward of the rollout's flow over some of them. On a batch, as NeMo RL does: a
 forward over the whole batch that was learned from last, by the learner's flow, after the update;
 before the first batch, over the prompts. What is calibrated stays in the compute format meanwhile,
 so that scales of an earlier step have no part in the new ones. A checkpoint holds `state`, so that
@@ -74,6 +74,7 @@ class Calibrator:
         self.model, self.most_tokens = model, most_tokens
         self._batch: list[Sequence[int]] = []
         self._of_last_step: KVScales | None = None
+        self._kept: Tensor | None = None
 
     @property
     def active(self) -> bool:
@@ -81,21 +82,34 @@ class Calibrator:
         return self.model.precision.calibrated
 
     def learned_from(self, sequences: Sequence[Sequence[int]]) -> None:
-        """Keep a batch that was learned from, as tokens, for the calibration on the learner's
-        side."""
-        if self.active and self.model.precision.calibration.side == "learner":
+        """Keep a batch that was learned from, as tokens, where a calibration is to come on it."""
+        calibration = self.model.precision.calibration
+        over = calibration.schedule == "never" or self._kept is not None
+        if self.active and calibration.data == "batch" and not over:
             self._batch = list(sequences)
 
     def calibrate(self, prompts: Sequence[Prompt]) -> None:
         """Set the scales for the present weights; `prompts` are those of the step that comes."""
         if not self.active:
             return
+        precision, version = self.model.precision, self.model.weights_version
+        calibration = precision.calibration
+        if calibration.schedule == "never":
+            sides = 3 if precision.calibrated_queries else 2
+            scales = KVScales(torch.ones(self.model.config.num_layers, sides), version)
+        elif self._kept is not None:
+            scales = KVScales(self._kept, version)
+        else:
+            scales = scales_from(self._amax(prompts), calibration, version)
+            if calibration.schedule == "once" and (self._batch or calibration.data == "prompts"):
+                self._kept, self._batch = scales.values, []
+        self.model.transformer.calibrate(scales)
+
+    def _amax(self, prompts: Sequence[Prompt]) -> Tensor:
         calibration = self.model.precision.calibration
         if self._batch:
-            amax = measured_amax(self.model, self._batch, "learner", self.most_tokens)
-        else:
-            amax = prompt_amax(self.model, prompts[: calibration.prompts], calibration.side)
-        self.model.transformer.calibrate(scales_from(amax, calibration, self.model.weights_version))
+            return measured_amax(self.model, self._batch, "learner", self.most_tokens)
+        return prompt_amax(self.model, prompts[: calibration.prompts], calibration.use)
 
     def step_metrics(self) -> dict[str, float]:
         """The scales of a training step, and how far they are from the last step's; empty if there
@@ -105,23 +119,25 @@ class Calibrator:
             return {}
         drift, self._of_last_step = scales.drift(self._of_last_step), scales
         k, v = scales.values[:, :2].unbind(1)
-        found = {
+        metrics = {
             "quant/kv_scale_k_mean": float(k.mean()),
             "quant/kv_scale_v_mean": float(v.mean()),
             "quant/kv_scale_drift": drift,
         }
         if self.model.precision.calibrated_queries:
-            found["quant/query_scale_mean"] = float(scales.values[:, 2].mean())
-        return found
+            metrics["quant/query_scale_mean"] = float(scales.values[:, 2].mean())
+        return metrics
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: the scales of the last step, and the batch that the next ones
-        are computed on."""
-        found = {} if self._of_last_step is None else {"scales": self._of_last_step.values}
+        """Return the tensors of a checkpoint: the scales of the last step, the scales that stay,
+        and the batch that the next ones are computed on."""
+        tensors = {} if self._of_last_step is None else {"scales": self._of_last_step.values}
+        if self._kept is not None:
+            tensors["kept"] = self._kept
         if not self._batch:
-            return found
+            return tensors
         tokens = torch.tensor([token for ids in self._batch for token in ids], dtype=torch.int32)
-        return found | {
+        return tensors | {
             "tokens": tokens,
             "lengths": torch.tensor([len(ids) for ids in self._batch]),
         }
@@ -129,8 +145,18 @@ class Calibrator:
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `state`."""
         self._of_last_step = KVScales(tensors["scales"], -1) if "scales" in tensors else None
-        self._batch = []
+        self._batch, self._kept = [], tensors.get("kept")
         if "tokens" in tensors:
             self._batch = [
                 part.tolist() for part in tensors["tokens"].split(tensors["lengths"].tolist())
             ]
+
+
+def calibrate_after(
+    model: Model, prompts: Sequence[Prompt], sequences: Sequence[Sequence[int]]
+) -> None:
+    """Set a model's scales, if it has any, as those of a step after one that learned from the
+    sequences."""
+    calibrator = Calibrator(model)
+    calibrator.learned_from(sequences)
+    calibrator.calibrate(prompts)

@@ -110,9 +110,12 @@ class Preprocess:
 
 @dataclass(frozen=True)
 class Formerly:
-    """The name that an option had in the release before, which it still takes, with a warning."""
+    """The name that an option had in the release before, which it still takes, with a warning.
+    With `values`, pairs of an old and a new one, another option has that name now, and only these
+    old values of it are meant."""
 
     name: str
+    values: tuple[tuple[str, str], ...] = ()
 
 
 def text_as(key: str | Callable[[str], str]) -> Preprocess:
@@ -141,9 +144,9 @@ class Option:
         return next((mark for mark in unwrapped(self.kind)[1] if isinstance(mark, str)), "")
 
     @property
-    def former_names(self) -> tuple[str, ...]:
+    def former_names(self) -> tuple[Formerly, ...]:
         """The names that the option had before."""
-        return tuple(mark.name for mark in unwrapped(self.kind)[1] if isinstance(mark, Formerly))
+        return tuple(mark for mark in unwrapped(self.kind)[1] if isinstance(mark, Formerly))
 
     @property
     def limits(self) -> tuple[Limit, ...]:

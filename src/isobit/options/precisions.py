@@ -8,13 +8,13 @@ options do, and which combinations cannot work (`precision/changes.py`).
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from isobit.options.declare import OneOf, above, at_least, at_most
+from isobit.options.declare import Formerly, OneOf, above, at_least, at_most
 from isobit.options.reading import OptionError
 
 PRECISIONS = (
-    "float32", "bf16", "fp8-rollout", "fp8-rollout-kv", "fp8-e2e", "fp8-unified", "fp8",
-    "mxfp8-rollout",
-    "nvfp4-rollout", "mxfp8", "nvfp4",
+    "float32", "bf16", "fp8-rollout", "fp8-rollout-kv", "fp8-rollout-kv-verl",
+    "fp8-rollout-attention", "fp8-e2e", "fp8-unified", "fp8",
+    "mxfp8-rollout", "nvfp4-rollout", "mxfp8", "nvfp4",
 )  # fmt: skip
 """In the order of `PRESETS` (tests/test_completion.py)."""
 LINEAR_LAYERS = (
@@ -28,8 +28,20 @@ Product = Literal["fp8", "bf16"]
 
 
 @dataclass(frozen=True)
+class KVMargins:
+    """The factor by which a calibrated scale exceeds amax / 448, for each tensor."""
+
+    key: Annotated[float, above(0), "of the keys"] = 1.05
+    value: Annotated[float, above(0), "of the values"] = 1.05
+    query: Annotated[float, above(0), "of the queries"] = 1.05
+
+
+@dataclass(frozen=True)
 class FlowChanges:
-    """What may differ from a preset in the rollout, in the learner, or in both. None: nothing."""
+    """What may differ from a preset in the rollout, in the learner, or in both. None: nothing.
+
+    The first four are of the rollout alone where it has its own engine and the preset's learner
+    quantizes nothing in attention: no learner of the field has such a cache."""
 
     kv_cache: Annotated[
         Literal["bf16", "e4m3", "e4m3-calibrated", "int8"] | None,
@@ -49,6 +61,9 @@ class FlowChanges:
         "format of attention's probabilities when they are multiplied with values; bf16 leaves "
         "them as they are computed",
     ] = None
+    weight: Annotated[
+        Literal["bf16"] | None, "bf16 leaves weights unquantized; activations then are in bf16 too"
+    ] = None
     weight_scale: Annotated[Scale | None, "scales of the weights of linear layers"] = None
     weight_granularity: Annotated[
         Literal["128x128", "1x32", "row", "tensor"] | None,
@@ -63,7 +78,13 @@ class FlowChanges:
     ] = None
     activation: Annotated[
         Literal["bf16"] | None,
-        "bf16 leaves activations unquantized; only if the backward is not quantized either",
+        "bf16 leaves activations unquantized; in the learner only if its backward is not quantized",
+    ] = None
+    bf16_first_layers: Annotated[
+        int | None, at_least(0), "how many layers stay in BF16, counted from the first"
+    ] = None
+    bf16_last_layers: Annotated[
+        int | None, at_least(0), "how many layers stay in BF16, counted from the last"
     ] = None
 
 
@@ -75,7 +96,7 @@ class PrecisionChanges(FlowChanges):
 
     preset: Annotated[str, "the preset that is changed"] = "fp8"
     rollout: Annotated[
-        FlowChanges, "the options from `kv_cache` to `activation`, for the rollout alone"
+        FlowChanges, "the options from `kv_cache` to `bf16_last_layers`, for the rollout alone"
     ] = FlowChanges()
     learner: Annotated[FlowChanges, "the same options, for the learner alone"] = FlowChanges()
     dgrad: Annotated[
@@ -101,20 +122,21 @@ class PrecisionChanges(FlowChanges):
         "shared: one storage and one set of operators for rollout and learner. separate: the "
         "rollout has another engine",
     ] = None
-    bf16_first_layers: Annotated[
-        int | None,
-        at_least(0),
-        "how many layers stay in BF16 on both sides, counted from the first",
-    ] = None
-    bf16_last_layers: Annotated[
-        int | None, at_least(0), "how many layers stay in BF16 on both sides, counted from the last"
-    ] = None
     bf16_layers: Annotated[
         tuple[Annotated[str, OneOf(LINEAR_LAYERS)], ...] | None,
         "linear layers that stay in BF16 on both sides, in every layer",
     ] = None
     kv_calibration: Annotated[
-        Literal["rollout", "learner"] | None, "whose forward gives the scales of e4m3-calibrated"
+        Literal["every_step", "once", "never"] | None,
+        "when the scales of e4m3-calibrated are found. once: from the first data of their kind, "
+        "and kept; never: all are 1.0",
+    ] = None
+    kv_calibration_data: Annotated[
+        Literal["prompts", "batch"] | None,
+        Formerly("kv_calibration", (("rollout", "prompts"), ("learner", "batch"))),
+        "what they are found on. prompts: some prompts of the step that comes, by the rollout's "
+        "flow; batch: prompts and completions that were learned from last, by the learner's flow, "
+        "and before the first batch the prompts",
     ] = None
     kv_percentile: Annotated[
         float | None,
@@ -123,10 +145,13 @@ class PrecisionChanges(FlowChanges):
         "which of the largest magnitudes of several forwards gives a calibrated scale",
     ] = None
     kv_margin: Annotated[
-        float | None, above(0), "how much larger a calibrated scale is than it needs to be"
+        float | KVMargins | None,
+        above(0),
+        "the factor by which a calibrated scale exceeds amax / 448: a number, or one for each of "
+        "key, value and query. vLLM's amax/200 is 2.24, its amax/100 4.48",
     ] = None
     kv_calibration_prompts: Annotated[
-        int | None, at_least(1), "prompts of a step that the rollout's calibration reads"
+        int | None, at_least(1), "how many prompts of a step are calibrated on"
     ] = None
 
     def __post_init__(self) -> None:

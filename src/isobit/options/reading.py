@@ -67,7 +67,7 @@ def read(schema: type[_Schema], values: object, path: KeyPath = ()) -> _Schema:
     if not isinstance(values, Mapping):
         raise Expected(path, f"a section of keys{_example(schema)}", values)
     options: Mapping[str, Option] = options_of(schema)  # type: ignore[arg-type]
-    values = _renamed(values, options, path)
+    values = renamed(values, options, path)
     for key, value in values.items():
         if key not in options:
             raise UnknownOption((*path, str(key)), value, list(options))
@@ -85,16 +85,24 @@ def read(schema: type[_Schema], values: object, path: KeyPath = ()) -> _Schema:
         raise OptionError(path, str(error)) from None
 
 
-def _renamed(
+def renamed(
     values: Mapping[Any, Any], options: Mapping[str, Option], path: KeyPath
 ) -> Mapping[Any, Any]:
-    """The values under the names that options have now."""
-    now = {old: option.name for option in options.values() for old in option.former_names}
-    for old in now.keys() & values.keys():
-        if now[old] in values:
-            raise OptionError((*path, str(old)), f"is called {now[old]}, which is given too")
-        _say_renamed(".".join(map(str, (*path, old))), now[old])
-    return {now.get(key, key): value for key, value in values.items()}
+    """Return the values under the names that options have now. Raises OptionError where an option
+    has its old name and its present one."""
+    result = dict(values)
+    for option in options.values():
+        for former in option.former_names:
+            now, old = dict(former.values), former.name
+            if old not in result or (now and result[old] not in tuple(now)):
+                continue
+            if option.name in result:
+                raise OptionError((*path, old), f"is called {option.name}, which is given too")
+            value = result.pop(old)
+            result[option.name] = now[value] if now else value
+            was, new = (f": {value}", f": {now[value]}") if now else ("", "")
+            _say_renamed(".".join(map(str, (*path, old))) + was, option.name + new)
+    return result
 
 
 @cache

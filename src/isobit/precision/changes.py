@@ -4,7 +4,7 @@ The options are declared in `options/precisions.py`; here is what they do, and t
 where a combination of them cannot work. Left out: the flows themselves.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from isobit.data import strict_yaml
 from isobit.errors import IsobitError, brief
 from isobit.options.declare import options_of
 from isobit.options.precisions import FlowChanges, PrecisionChanges
-from isobit.options.reading import read
+from isobit.options.reading import read, renamed
 from isobit.precision.flow import LINEAR_LAYERS, Calibration, Flow, Precision, preset_named
 from isobit.precision.formats import E2M1, E4M3, FORMATS, INT8
 from isobit.precision.quantize import QuantSpec
@@ -46,6 +46,7 @@ def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision
     given = {
         k: option for k, option in _given(value).items() if option is not None or k not in known
     }
+    given = dict(renamed(given, known, ("precision",)))
     changes = read(PrecisionChanges, given, ("precision",))
     precision = preset_named(changes.preset)
     given.pop("preset", None)
@@ -112,20 +113,14 @@ def _changed(precision: Precision, changes: PrecisionChanges) -> Precision:
             f"precision.bf16_layers: preset {precision.name!r} quantizes no linear layer; start "
             "from an fp8 preset"
         )
+    of_rollout = _of_rollout(precision, changes)
     flows: dict[str, Any] = {}
     for use in ("rollout", "learner"):
-        asked = _over(changes, getattr(changes, use))
-        if asked.activation is not None:
-            _check_plain(precision, asked)
+        asked = _over(changes, getattr(changes, use), () if use == "rollout" else of_rollout)
+        if use == "learner" and (asked.activation or asked.weight):
+            _check_plain(precision)
         flows[use] = _change_flow(getattr(precision, use), asked, precision.name, linear)
-    names = (
-        "dgrad",
-        "wgrad",
-        "wgrad_activation",
-        "engines",
-        "bf16_first_layers",
-        "bf16_last_layers",
-    )
+    names = ("dgrad", "wgrad", "wgrad_activation", "engines")
     plain: dict[str, Any] = {
         name: getattr(changes, name) for name in names if getattr(changes, name) is not None
     }
@@ -139,12 +134,23 @@ def _changed(precision: Precision, changes: PrecisionChanges) -> Precision:
     return replace(changed, calibration=_calibration(changed, changes))
 
 
-def _over(both: FlowChanges, side: FlowChanges) -> FlowChanges:
-    """What a side changes: what it says itself, else what is said of both."""
-    found = {each.name: getattr(side, each.name) for each in fields(FlowChanges)}
-    return FlowChanges(
-        **{name: getattr(both, name) if value is None else value for name, value in found.items()}
-    )
+def _of_rollout(precision: Precision, changes: PrecisionChanges) -> tuple[str, ...]:
+    """Return the options that, said of both sides, change the rollout alone: of attention, where
+    the rollout has its own engine and the preset's learner quantizes nothing in attention."""
+    learner = precision.learner
+    plain = learner.kv is None and learner.query is None and learner.probabilities is None
+    if plain and (changes.engines or precision.engines) == "separate":
+        return "kv_cache", "kv_scale", "query", "probabilities"
+    return ()
+
+
+def _over(both: FlowChanges, side: FlowChanges, without: Sequence[str]) -> FlowChanges:
+    """Return the changes of a side: its own, then those of both sides, except `without`."""
+    values = {option.name: getattr(side, option.name) for option in fields(FlowChanges)}
+    for name, value in values.items():
+        if value is None and name not in without:
+            values[name] = getattr(both, name)
+    return FlowChanges(**values)
 
 
 def _asked(changes: FlowChanges, *prefixes: str) -> list[str]:
@@ -153,17 +159,13 @@ def _asked(changes: FlowChanges, *prefixes: str) -> list[str]:
     return [name for name in names if getattr(changes, name) is not None]
 
 
-def _check_plain(precision: Precision, changes: FlowChanges) -> None:
-    """Raise IsobitError where activations cannot stay in the compute format."""
+def _check_plain(precision: Precision) -> None:
+    """Raise IsobitError where a learner's operands cannot stay in the compute format."""
     if precision.gradient is not None:
         raise IsobitError(
-            "precision.activation: bf16 is for flows whose backward is not quantized, such as "
-            f"nvfp4; {precision.name} quantizes gradients"
-        )
-    if beside := _asked(changes, "activation_"):
-        raise IsobitError(
-            f"precision.{beside[0]}: activations stay in bf16, by precision.activation; leave "
-            "one out"
+            "precision.activation, precision.weight: bf16 is for flows whose backward is not "
+            f"quantized, such as nvfp4; {precision.name} quantizes gradients; for the rollout "
+            "alone: rollout: {weight: bf16, activation: bf16}"
         )
 
 
@@ -187,7 +189,8 @@ def _gradient(precision: Precision, changes: PrecisionChanges) -> QuantSpec | No
 
 def _calibration(precision: Precision, changes: PrecisionChanges) -> Calibration:
     names = {
-        "side": "kv_calibration",
+        "schedule": "kv_calibration",
+        "data": "kv_calibration_data",
         "percentile": "kv_percentile",
         "margin": "kv_margin",
         "prompts": "kv_calibration_prompts",
@@ -199,40 +202,64 @@ def _calibration(precision: Precision, changes: PrecisionChanges) -> Calibration
             f"precision.{names[next(iter(given))]}: there is no calibrated KV cache; set kv_cache: "
             "e4m3-calibrated, or start from fp8-rollout-kv"
         )
+    if given.get("schedule") == "never" and len(given) > 1:
+        raise IsobitError(
+            f"precision.{names[list(given)[1]]}: under kv_calibration: never every scale is 1; "
+            "leave it out"
+        )
     return replace(precision.calibration, **given)
 
 
 def _change_flow(flow: Flow, changes: FlowChanges, preset: str, linear: bool) -> Flow:
     """Quantized operands as the options say; a plain operand stays plain."""
-    if (asked := _asked(changes, "weight_", "activation")) and not linear:
+    if (asked := _asked(changes, "weight", "activation")) and not linear:
         raise IsobitError(
             f"precision.{asked[0]}: preset {preset!r} quantizes no linear layer; start from an "
             "fp8 preset"
         )
-    weight, activation = _change_spec(flow.weight, changes, "weight"), None
-    if changes.activation is None:
-        activation = _change_spec(flow.activation, changes, "activation")
+    weight = _change_spec(flow.weight, changes, "weight")
+    activation = _change_spec(flow.activation, changes, "activation")
+    if activation is not None and changes.weight is not None:
+        raise IsobitError(
+            "precision.weight: bf16 needs activations in bf16: give activation: bf16 beside it"
+        )
     kv = flow.kv if changes.kv_cache is None else _kv_spec(changes.kv_cache, flow.kv, activation)
     if changes.kv_scale is not None:
         if kv is None:
             raise IsobitError(
                 f"precision.kv_scale: preset {preset!r} caches keys and values in {flow.compute}"
             )
+        if kv.granularity == "tensor" and changes.kv_scale != "fp32":
+            raise IsobitError(
+                f"precision.kv_scale: a calibrated scale is a float32, not {changes.kv_scale}: "
+                "leave it out, or take kv_cache: e4m3"
+            )
         kv = replace(kv, scale=changes.kv_scale)
     query = flow.query if changes.query is None else _QUERY.get(changes.query)
     probabilities = flow.probabilities
     if changes.probabilities is not None:
         probabilities = {"e4m3": E4M3}.get(changes.probabilities)
-    return Flow(flow.compute, weight, activation, kv, query, probabilities)
+    first, last = changes.bf16_first_layers, changes.bf16_last_layers
+    return Flow(
+        flow.compute,
+        weight,
+        activation,
+        kv,
+        query,
+        probabilities,
+        flow.bf16_first_layers if first is None else first,
+        flow.bf16_last_layers if last is None else last,
+    )
 
 
 def _kv_spec(name: str, before: QuantSpec | None, activation: QuantSpec | None) -> QuantSpec | None:
-    """Scales of E4M3 are those of an E4M3 cache before, else those of activations. INT8 has float32
-    ones: its numbers have no exponent, so a power of two would leave up to half of them unused."""
+    """Scales of E4M3 by token are those of an E4M3 cache before, else those of activations. A
+    calibrated scale is a float32, and so is INT8's: its numbers have no exponent, so a power of two
+    would leave up to half of them unused."""
     if name == "bf16":
         return None
     number, granularity = _KV[name]
-    if number is INT8:
+    if number is INT8 or granularity == "tensor":
         return QuantSpec(number, granularity, "fp32")
     scale = (
         activation.scale
@@ -244,9 +271,15 @@ def _kv_spec(name: str, before: QuantSpec | None, activation: QuantSpec | None) 
 
 
 def _change_spec(spec: QuantSpec | None, changes: FlowChanges, role: str) -> QuantSpec | None:
+    scale, granularity = f"{role}_scale", f"{role}_granularity"
+    if getattr(changes, role) is not None:  # bf16
+        if beside := _asked(changes, scale, granularity):
+            raise IsobitError(
+                f"precision.{beside[0]}: {role}s stay in bf16, by precision.{role}; leave one out"
+            )
+        return None
     if spec is None:
         return None
-    scale, granularity = f"{role}_scale", f"{role}_granularity"
     if spec.format is E2M1 and (given := _asked(changes, scale, granularity)):
         raise IsobitError(
             f"precision.{given[0]}: NVFP4 has its own blocks and scales; start from an fp8 preset"

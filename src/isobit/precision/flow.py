@@ -1,8 +1,8 @@
 """`Precision`: one frozen value that gives every tensor its format, in memory and in products.
 
 A `Flow` describes one use of a model (rollout or learner). A `Precision` joins the two with the
-backward's formats and the layers that stay unquantized. The presets are the rows of
-`docs/numerics.md`; `changes.py` composes any other flow. Left out: the arithmetic itself
+backward's formats and the layers that stay unquantized. Whose flow a preset is stands in
+`docs/papers.md`; `changes.py` composes any other flow. Left out: the arithmetic itself
 (`isobit.kernels`) and the weights (`isobit.model`).
 """
 
@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from isobit.errors import IsobitError, brief
 from isobit.options.declare import choices, options_of
 from isobit.options.precisions import LINEAR_LAYERS as LINEAR_LAYERS
-from isobit.options.precisions import PrecisionChanges
+from isobit.options.precisions import KVMargins, PrecisionChanges
 from isobit.precision.formats import BF16, E2M1, E4M3, FP32, INT8, Format
 from isobit.precision.quantize import QuantSpec
 
@@ -34,8 +34,8 @@ class Flow:
     values (granularity `row`: one scale per token and head; `tensor`: one calibrated scale per
     layer for K and one for V), `query` the queries (the same two). `probabilities`, E4M3 or None,
     is the format of attention's unnormalized probabilities, times 2^8; None leaves them as the
-    operators compute them. INT8 is for `kv` alone, by `row`. Raises IsobitError for another use of
-    it, and for other probabilities.
+    operators compute them. INT8 is for `kv` alone, by `row`. The first and last layers may stay in
+    `compute`. Raises IsobitError for another use of INT8, and for other probabilities.
     """
 
     compute: Format = BF16
@@ -44,6 +44,8 @@ class Flow:
     kv: QuantSpec | None = None
     query: QuantSpec | None = None
     probabilities: Format | None = None
+    bf16_first_layers: int = 0
+    bf16_last_layers: int = 0
 
     def __post_init__(self) -> None:
         if self.probabilities not in (None, E4M3):
@@ -68,22 +70,57 @@ class Flow:
         """Whether queries have static scales."""
         return self.query is not None and self.query.granularity == "tensor"
 
+    def excepts(self, layer: int, num_layers: int) -> bool:
+        """Whether a layer stays in `compute`."""
+        return layer < self.bf16_first_layers or layer >= num_layers - self.bf16_last_layers
+
 
 @dataclass(frozen=True)
 class Calibration:
-    """How static scales of keys and values are found, in every step after the weights changed (NeMo
-    RL's rule).
+    """The rule by which static scales of keys and values are found after the weights changed.
 
     scale = amax · `margin` / 448, with amax the `percentile` over batches of the largest magnitude
-    in each. `side`: rollout (a forward over the first `prompts` of the step, by its flow) or
-    learner (a forward over the whole batch that was learned from last, by its flow; over those
-    prompts before the first).
+    in each. `data`: prompts (a forward of the rollout's flow over the first `prompts` of the step)
+    or batch (a forward of the learner's flow over the whole batch that was learned from last; over
+    those prompts before the first). `schedule`: every_step; once (by the first such data, and
+    kept); or never (every scale is 1).
     """
 
-    side: str = "rollout"
+    schedule: str = "every_step"
+    data: str = "batch"
     percentile: float = 99.9
-    margin: float = 1.05
+    margin: float | KVMargins = 1.05
     prompts: int = 8
+
+    @property
+    def margins(self) -> tuple[float, float, float]:
+        """The margins of K, V and Q."""
+        if isinstance(self.margin, KVMargins):
+            return self.margin.key, self.margin.value, self.margin.query
+        return (self.margin,) * 3
+
+    @property
+    def words(self) -> str:
+        """The rule in the words of the options."""
+        if self.schedule == "never":
+            return "never: every scale is 1"
+        k, v, q = self.margins
+        margin = f"{k:g}" if k == v == q else f"K {k:g}, V {v:g}, Q {q:g}"
+        return f"{self.schedule}, {self.data}, margin {margin}"
+
+    @property
+    def use(self) -> str:
+        """The use of the model whose flow computes the forward."""
+        return "learner" if self.data == "batch" else "rollout"
+
+    def __str__(self) -> str:
+        """Return the text by which a resume compares a run's rule with its own: of each step in the
+        words of the releases before there were others."""
+        text = (
+            f"Calibration(side={self.use!r}, percentile={self.percentile}, margin={self.margin}, "
+            f"prompts={self.prompts})"
+        )
+        return text if self.schedule == "every_step" else f"{self.schedule}: {text}"
 
 
 _NOT_GIVEN = Flow()  # compared by identity, since a given flow may equal it
@@ -107,9 +144,9 @@ class Precision:
     and `wgrad` say whether those products run in `fp8` or in `bf16` (over the dequantized operands
     of the forward). `wgrad_activation`: FP8 WGrad takes the forward's codes `requantized` along the
     tokens, or an `own-copy`, quantized along the tokens in the forward from the activation itself
-    (as Transformer Engine does). On both sides the first and last layers may stay in the compute
-    format, and so may the linear layers named in `bf16_layers`, in every layer. `correction` is the
-    objective's default; `calibration` is for a KV cache with static scales."""
+    (as Transformer Engine does). The linear layers named in `bf16_layers` stay in the compute
+    format on both sides, in every layer. `correction` is the objective's default where rollout and
+    learner are not unified, auto: token_tis; `calibration` is for a KV cache with static scales."""
 
     name: str
     rollout: Flow = _NOT_GIVEN
@@ -118,10 +155,8 @@ class Precision:
     dgrad: str = "bf16"
     wgrad: str = "bf16"
     wgrad_activation: str = "requantized"
-    bf16_first_layers: int = 0
-    bf16_last_layers: int = 0
     bf16_layers: tuple[str, ...] = ()
-    correction: str = "none"
+    correction: str = "auto"
     engines: str = "shared"
     calibration: Calibration = Calibration()
 
@@ -178,6 +213,14 @@ class Precision:
         return self.shared and self.rollout == self.learner
 
     @property
+    def default_correction(self) -> str:
+        """The correction that an objective takes which names none: none of a unified flow, which
+        has nothing to correct."""
+        if self.unified:
+            return "none"
+        return "token_tis" if self.correction == "auto" else self.correction
+
+    @property
     def fprop(self) -> str:
         return "fp8" if self.learner.activation is not None else "bf16"
 
@@ -185,9 +228,9 @@ class Precision:
         """The formats of `use` ("rollout" or "learner") in one layer; `None` is everything outside
         the layers."""
         flow = self.rollout if use == "rollout" else self.learner
-        if layer is None or self._excepted(layer, num_layers):
+        if layer is None or flow.excepts(layer, num_layers):
             return Flow(flow.compute)
-        return flow
+        return replace(flow, bf16_first_layers=0, bf16_last_layers=0)
 
     def linear_flow(self, flow: Flow, name: str) -> Flow:
         """The formats of a linear layer, one of LINEAR_LAYERS, in a layer of this flow."""
@@ -195,12 +238,9 @@ class Precision:
 
     def backward(self, layer: int, num_layers: int) -> tuple[str, str]:
         """How (DGrad, WGrad) of a layer's products run: "fp8" or "bf16"."""
-        if self._excepted(layer, num_layers) or self.gradient is None:
+        if self.learner.excepts(layer, num_layers) or self.gradient is None:
             return "bf16", "bf16"
         return self.dgrad, self.wgrad
-
-    def _excepted(self, layer: int, num_layers: int) -> bool:
-        return layer < self.bf16_first_layers or layer >= num_layers - self.bf16_last_layers
 
     def varies_with_batch(self) -> str | None:
         """Why the bits of a row would depend on its batch, or None if they do not."""
@@ -235,6 +275,7 @@ class Precision:
             for role in _IN_A_FLOW
         }
         found |= {f"{use}.probabilities": _probabilities(flow) for use, flow in uses}
+        found |= {f"{use}.{name}": str(getattr(flow, name)) for use, flow in uses for name in _ENDS}
         found["calibration"] = str(self.calibration if self.calibrated else None)
         return found | {name: str(getattr(self, name)) for name in _OF_THE_WHOLE}
 
@@ -248,6 +289,8 @@ class Precision:
             rows.append(
                 ("probabilities", _probabilities(self.rollout), _probabilities(self.learner))
             )
+        if self.calibrated:
+            rows.append(("calibration", self.calibration.words, ""))
         compute = (str(self.rollout.compute), str(self.learner.compute))
         rows.append(("embedding, norms, head", *compute))
         rows.append(("residual stream", *compute))
@@ -261,13 +304,14 @@ class Precision:
         if trained is not None:
             rows.append(("masters, moments", "", trained))
         rows.append(("engine", *(("one", "the same") if self.shared else ("its own", "its own"))))
-        if self.bf16_first_layers or self.bf16_last_layers:
+        flows = self.rollout, self.learner
+        if any(getattr(flow, name) for flow in flows for name in _ENDS):
             of = "" if num_layers is None else f" of {num_layers}"
-            exception = (
-                f"first {self.bf16_first_layers}, last {self.bf16_last_layers}{of}: "
-                f"{self.learner.compute}"
+            rollout, learner = (
+                f"first {flow.bf16_first_layers}, last {flow.bf16_last_layers}{of}: {flow.compute}"
+                for flow in flows
             )
-            rows.append(("excepted layers", exception, exception))
+            rows.append(("excepted layers", rollout, learner))
         if self.bf16_layers:
             rows.append((", ".join(self.bf16_layers), *compute))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
@@ -284,7 +328,8 @@ _ROLES = (
     ("keys and values", "kv"),
     ("queries", "query"),
 )
-_IN_A_FLOW = tuple(each.name for each in fields(Flow))
+_ENDS = ("bf16_first_layers", "bf16_last_layers")
+_IN_A_FLOW = tuple(field.name for field in fields(Flow) if field.name not in _ENDS)
 _OF_THE_WHOLE = tuple(
     each.name
     for each in fields(Precision)
@@ -328,42 +373,46 @@ _MXFP8_OWN = replace(_MXFP8, kv=_CACHE)
 _NVFP4_WEIGHT = QuantSpec(E2M1, "1x16", "nvfp4")
 _NVFP4 = Flow(BF16, _NVFP4_WEIGHT, QuantSpec(E2M1, "1x16", "nvfp4-row"))
 
+_SCALED = QuantSpec(E4M3, "tensor", "fp32")
+_ROLLOUT_KV = Precision(
+    "fp8-rollout-kv", _fp8_flow("fp32", _SCALED), Flow(BF16), engines="separate"
+)
+_VLLM = KVMargins(key=448 / 200, value=448 / 100, query=448 / 200)
+
 PRESETS: dict[str, Precision] = {
     preset.name: preset
     for preset in (
         Precision("float32", Flow(FP32), Flow(FP32)),
         Precision("bf16", Flow(BF16), Flow(BF16)),
-        Precision(
-            "fp8-rollout", _fp8_flow("fp32"), Flow(BF16), correction="token_tis", engines="separate"
+        Precision("fp8-rollout", _fp8_flow("fp32"), Flow(BF16), engines="separate"),
+        _ROLLOUT_KV,
+        replace(
+            _ROLLOUT_KV,
+            name="fp8-rollout-kv-verl",
+            calibration=Calibration(data="prompts", margin=_VLLM),
         ),
-        Precision(
-            "fp8-rollout-kv",
-            _fp8_flow("fp32", QuantSpec(E4M3, "tensor", "fp32")),
-            Flow(BF16),
-            correction="token_tis",
-            engines="separate",
+        replace(
+            _ROLLOUT_KV,
+            name="fp8-rollout-attention",
+            rollout=replace(_ROLLOUT_KV.rollout, query=_SCALED, probabilities=E4M3),
         ),
         replace(
             _unified("fp8-e2e", "fp32"),
-            correction="token_tis",
+            correction="token_is",
             engines="separate",
             wgrad_activation="own-copy",
         ),
         _unified("fp8-unified", "fp32"),
         _unified("fp8", "ue8m0", _CACHE),
-        Precision("mxfp8-rollout", _MXFP8, Flow(BF16), correction="token_tis", engines="separate"),
-        Precision(
-            "nvfp4-rollout",
-            Flow(BF16, _NVFP4_WEIGHT),
-            Flow(BF16),
-            correction="token_tis",
-            engines="separate",
-        ),
+        Precision("mxfp8-rollout", _MXFP8, Flow(BF16), engines="separate"),
+        Precision("nvfp4-rollout", Flow(BF16, _NVFP4_WEIGHT), Flow(BF16), engines="separate"),
         Precision("mxfp8", _MXFP8_OWN, _MXFP8_OWN, QuantSpec(E4M3, "1x32", "ue8m0"), "fp8", "fp8"),
         Precision("nvfp4", _NVFP4, _NVFP4),
     )
 }
-"""The named flows: see `docs/numerics.md` for whose they are."""
+"""The named flows. Of FP8-RL in verl (arXiv 2601.18150): fp8-rollout, fp8-rollout-kv-verl, whose
+scales are those of vLLM's `calculate_kv_scales`, and fp8-rollout-attention; of NeMo RL: fp8-e2e,
+fp8-rollout-kv; of Jet-RL (arXiv 2601.14243): fp8-unified (docs/papers.md)."""
 
 
 def preset_named(name: object) -> Precision:

@@ -8,7 +8,7 @@ from typing import Any
 
 from isobit.data.dataset import Shaping, read_examples
 from isobit.data.readers import Source
-from isobit.engine.calibration import Calibrator
+from isobit.engine.calibration import calibrate_after
 from isobit.engine.prompts import Prompt
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
@@ -68,7 +68,7 @@ def inspect_command(
         completions, _ = roll_out(watched, prompts, sampling)
         sequences = [c.prompt_token_ids + c.token_ids for c in completions]
         one_engine = model.under(replace(shown, learner=shown.rollout, engines="shared"))
-        Calibrator(one_engine).calibrate(prompts)
+        calibrate_after(one_engine, prompts, sequences)
         tensors = weight_health(watched) + activation_health(one_engine, sequences)
     gaps = [measure_gap(model.under(flow), flow.name, prompts, sampling) for flow in flows]
     sources: dict[str, list[tuple[str, Gap, Gap | None]]] = {}

@@ -145,7 +145,7 @@ def _undrawn(run: Path, config: Config | SftConfig) -> str | None:
     if (source := runs.rollouts_from(run)) is not None:
         return f"it learned from the rollouts of another run and sampled none: verify {source} too"
     precision = precision_from(config.precision)
-    if precision.calibrated:
+    if precision.calibrated and precision.calibration.schedule != "never":
         return (
             f"no completion was drawn again: under {precision.name} keys and values have scales "
             "that were calibrated during the run and are not recorded"
@@ -258,6 +258,7 @@ def _drawn(
     sampling = rollout_sampling(config)
     count = len(prompts) * sampling.n
     engine = sized_engine(config, model, list(prompts.values()), count)
+    engine.calibrate([])  # of scales that are 1, on no data; others `_undrawn` leaves out
     if config.partial.used:
         yield from _segments(engine, sampling, samples, progress)
         return

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from isobit.engine.calibration import Calibrator
+from isobit.engine.calibration import calibrate_after
 from isobit.engine.engine import Engine
 from isobit.engine.prompts import Prompt
 from isobit.engine.types import Completion, Sampling
@@ -23,13 +23,14 @@ from isobit.rl.algorithm.mismatch import mismatch_metrics, sequence_metrics
 _PROMISED_ERROR, _PROMISED_KL = 1.03, 1e-3
 _BEARABLE_ERROR = 1.05
 _SOURCES = {
-    "weights": "weight",
-    "activations": "activation",
-    "KV cache": "kv",
-    "queries": "query",
-    "probabilities": "probabilities",
+    "weights": ("weight",),
+    "activations": ("activation",),
+    "KV cache": ("kv",),
+    "queries": ("query",),
+    "probabilities": ("probabilities",),
+    "layers in BF16": ("bf16_first_layers", "bf16_last_layers"),
 }
-"""Of a gap, with the field of a `Flow` that each is."""
+"""Of a gap, with the fields of a `Flow` that each is."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,14 @@ class Gap:
 def roll_out(
     model: Model, prompts: Sequence[Prompt], sampling: Sampling
 ) -> tuple[list[Completion], dict[str, float]]:
-    """Completions of the prompts by the model's rollout flow, and the metrics of its cache."""
+    """Completions of the prompts by the model's rollout flow, and the metrics of its cache. Where
+    scales are of the batch that was learned from, that is a first rollout."""
     engine = Engine.sized_for(model, prompts, len(prompts) * sampling.n, sampling.max_new_tokens)
     engine.calibrate(prompts)
-    completions = [
-        completion for group in engine.generate(prompts, sampling) for completion in group
-    ]
+    completions = [c for group in engine.generate(prompts, sampling) for c in group]
+    if model.precision.calibrated and model.precision.calibration.data == "batch":
+        calibrate_after(model, prompts, [c.prompt_token_ids + c.token_ids for c in completions])
+        completions = [c for group in engine.generate(prompts, sampling) for c in group]
     return completions, engine.cache_metrics()
 
 
@@ -120,8 +123,8 @@ def _sources(precision: Precision) -> list[str]:
     rollout, learner = precision.rollout, precision.learner
     found = [
         name
-        for name, field in _SOURCES.items()
-        if getattr(rollout, field) != getattr(learner, field)
+        for name, roles in _SOURCES.items()
+        if any(getattr(rollout, role) != getattr(learner, role) for role in roles)
     ]
     return found if precision.shared else [*found, "kernels"]
 
@@ -131,8 +134,9 @@ def _variant(precision: Precision, parts: set[str]) -> Precision:
     rollout, learner = precision.rollout, precision.learner
 
     taken = {
-        field: getattr(rollout if name in parts else learner, field)
-        for name, field in _SOURCES.items()
+        role: getattr(rollout if name in parts else learner, role)
+        for name, roles in _SOURCES.items()
+        for role in roles
     }
     flow = replace(learner, **taken)
     return replace(precision, rollout=flow, engines="separate" if "kernels" in parts else "shared")
@@ -146,7 +150,7 @@ def _tail(
     use: str,
     prompts: Sequence[Prompt],
 ) -> list[Tensor]:
-    Calibrator(model).calibrate(prompts)
+    calibrate_after(model, prompts, sequences)
     return [row[-count:] for row, count in zip(model.logprobs(sequences, temperature, use), kept)]
 
 

@@ -86,5 +86,5 @@ class _Recording(Watching):
 
 def scales_from(amax: Tensor, calibration: Calibration, version: int) -> KVScales:
     """Return amax · margin / 448, or 1 where only zeros were seen."""
-    values = amax * calibration.margin / E4M3.max
+    values = amax * torch.tensor(calibration.margins[: amax.shape[1]]) / E4M3.max
     return KVScales(torch.where(amax > 0, values, 1.0), version)

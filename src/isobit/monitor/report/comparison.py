@@ -8,7 +8,7 @@ torch.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from isobit.errors import IsobitError
@@ -16,7 +16,7 @@ from isobit.monitor.report.charts import Panel, draw_all
 from isobit.monitor.report.document import escaped, html_page
 from isobit.monitor.report.intervals import mean_interval
 from isobit.monitor.report.panels import with_derived
-from isobit.monitor.report.series import MetricRows, Series, points
+from isobit.monitor.report.series import MetricRows, Series, line, points
 from isobit.monitor.report.tables import html_table, text_table
 from isobit.run import durable
 from isobit.run.directory import METRICS, object_in, read_jsonl
@@ -24,6 +24,9 @@ from isobit.run.directory import METRICS, object_in, read_jsonl
 OUTCOME = "outcome.json"
 PAGE, DATA = "comparison.html", "comparison.json"
 _PHASES = ("sync", "calibrate", "rollout", "score", "learn")
+
+CURVES = ("mismatch/kl_k3", "mismatch/token_mult_prob_error", "accuracy/held_out")
+"""What the file keeps of every step, as the page draws it."""
 
 PANELS = (
     Panel("Held-out accuracy, greedy", ("accuracy/held_out",), fraction=True),
@@ -74,10 +77,18 @@ def write_comparison(directories: Mapping[str, Sequence[Path]], out: Path) -> st
     head = "<header><p class='mark'>isobit</p><h1>Precision flows compared</h1></header>"
     body = f"{head}<main>{lead}{tables}{notes}<h2>Over steps</h2>{draw_all(PANELS, series)}</main>"
     page = html_page("precision flows compared", body)
-    data = {flow.name: {"failures": list(flow.failures), **_values(flow)} for flow in flows}
+    data = {
+        flow.name: {
+            "failures": list(flow.failures),
+            **_values(flow),
+            "curves": {metric: asdict(line(shown.rows, metric)) for metric in CURVES},
+        }
+        for flow, shown in zip(flows, series)
+    }
+    of_flows = ",\n".join(f"{json.dumps(name)}: {json.dumps(of)}" for name, of in data.items())
     try:
         durable.write_text(out / PAGE, page)
-        durable.write_text(out / DATA, json.dumps(data, indent=1) + "\n")
+        durable.write_text(out / DATA, f"{{{of_flows}}}\n")
     except OSError as error:
         raise IsobitError(f"cannot write the comparison into {out}: {error.strerror}") from None
     return text
@@ -100,7 +111,7 @@ def _read(name: str, paths: Sequence[Path]) -> FlowRuns:
 def _mean_rows(runs: Sequence[MetricRows]) -> MetricRows:
     """Per step, the mean over the runs that have the metric, and the lowest and highest of them."""
     gathered: dict[float, dict[str, list[float]]] = {}
-    for metric in {name for panel in PANELS for name in panel.metrics}:
+    for metric in {*CURVES, *(name for panel in PANELS for name in panel.metrics)}:
         for rows in runs:
             for step, value in zip(*points(rows, metric)):
                 gathered.setdefault(step, {}).setdefault(metric, []).append(value)

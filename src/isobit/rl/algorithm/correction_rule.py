@@ -118,6 +118,7 @@ class CorrectionRule:
 CORRECTIONS: dict[str, CorrectionRule] = {
     "none": CorrectionRule(),
     "token_tis": CorrectionRule("token", cap=2.0),
+    "token_is": CorrectionRule("token"),
     "sequence_tis": CorrectionRule("sequence", cap=2.0),
     "token_mis": CorrectionRule("token", rejection=Rejection("ratio", "token", 0.5, 5.0)),
     "sequence_mis": CorrectionRule(
@@ -129,5 +130,5 @@ CORRECTIONS: dict[str, CorrectionRule] = {
     "k3_mask": CorrectionRule(rejection=Rejection("k3", "sequence_mean", high=0.01)),
     "binary_kl_mask": CorrectionRule(rejection=Rejection("binary_kl", "token", high=0.1)),
 }
-"""Named rules with the field's defaults; token_mis is IcePop, geometric_mask seq-mask-TIS,
+"""Named rules with the field's defaults; token_is is NeMo RL's, token_mis is IcePop, geometric_mask seq-mask-TIS,
 binary_kl_mask KPop."""

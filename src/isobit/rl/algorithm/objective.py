@@ -211,8 +211,8 @@ class Objective:
     ] = False
     correction: Annotated[
         Annotated[str, OneOf(("auto", *CORRECTIONS))] | CorrectionRule,
-        "for the difference of rollout and learner: a name, or a custom rule. auto: the one of "
-        "the precision preset",
+        "for the difference of rollout and learner: a name, or a custom rule. auto: token_tis "
+        "where they are not unified (fp8-e2e: token_is), or samples are of older weights",
     ] = "auto"
     recompute_old_logprobs: Annotated[
         Literal["auto", "always", "never"],
@@ -393,7 +393,8 @@ def for_precision(
     wanted, correction = objective.recompute_old_logprobs, objective.correction
     recompute = wanted == "always" or (wanted == "auto" and (stale or not precision.unified))
     if isinstance(correction, str):
-        default = "token_tis" if stale and precision.correction == "none" else precision.correction
+        default = precision.default_correction
+        default = "token_tis" if stale and default == "none" else default
         correction = CORRECTIONS[default if correction == "auto" else correction]
     if not recompute:
         correction = (

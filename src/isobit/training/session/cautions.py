@@ -107,12 +107,15 @@ def _of_steps(config: Config) -> Iterator[str]:
 
 def _of_precision(config: Config, layers: int) -> Iterator[str]:
     precision = precision_from(config.precision)
-    first, last = precision.bf16_first_layers, precision.bf16_last_layers
-    if (first or last) and first + last >= layers:
-        yield (
-            f"precision.bf16_first_layers {first} and bf16_last_layers {last} of {layers} layers: "
-            "every layer is in BF16, and nothing is quantized"
-        )
+    ends = [
+        (f.bf16_first_layers, f.bf16_last_layers) for f in (precision.rollout, precision.learner)
+    ]
+    for first, last in dict.fromkeys(ends):
+        if (first or last) and first + last >= layers:
+            yield (
+                f"precision.bf16_first_layers {first} and bf16_last_layers {last} of {layers} "
+                "layers: every layer is in BF16, and nothing is quantized"
+            )
 
 
 def _of_speculation(config: Config, model: Model | Described) -> Iterator[str]:
