@@ -92,8 +92,7 @@ def _device() -> torch.device:
 
 @cache
 def _failing(gpu: Gpu) -> str | None:
-    """Return why the kernels cannot be used on this GPU, or None. From here on they are compiled
-    for it."""
+    """Return why the kernels cannot be used on this GPU, or None, and compile for it."""
     from isobit.kernels.backends import self_check
     from isobit.kernels.backends.triton import TritonOps
     from isobit.kernels.triton import launch  # here: they import Triton

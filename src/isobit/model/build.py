@@ -90,8 +90,7 @@ class Sources:
 
 
 def factors(name: str, adapter: Adapter, compute: Format, ops: Ops) -> Factors | None:
-    """Return an adapter's factors of one weight that nothing trains, prepared for `ops`; None: it
-    has none."""
+    """Return an adapter's factors of one frozen weight, prepared for `ops`, or None."""
 
     def working(name: str) -> Tensor:
         return adapter.tensors[name].to(ops.device).to(compute.dtype, copy=True)

@@ -316,8 +316,7 @@ class Model:
     def top_logprobs_in_parts(
         self, sequence: Sequence[int], count: int, rows: int, first: int, adapter: str | None
     ) -> Iterator[list[list[tuple[int, float]]]]:
-        """Yield `top_logprobs`, `rows` places at a time: each is `count` passes over the
-        vocabulary."""
+        """Yield `top_logprobs`, `rows` places at a time, each in `count` passes."""
         (tokens,) = token_sequences([sequence], self.config.vocab_size, self.config.max_positions)
         hidden = self._packed_hidden([list(tokens[:-1])], "rollout", adapter)[first - 1 :]
         ops = self.transformer.ops["rollout"]

@@ -124,8 +124,7 @@ class RewardModel:
 
 
 def _check(shapes: Shapes, config: ModelConfig, values: Mapping[str, Any], directory: Path) -> None:
-    """Raise IsobitError unless these tensors are a model of this config with a score for a single
-    label."""
+    """Raise IsobitError unless these tensors are a model of this config with one label."""
     body = {name: shape for name, shape in shapes.items() if name not in _HEADS}
     score = shapes.get("score.weight")
     if score is None:

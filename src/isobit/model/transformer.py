@@ -383,8 +383,7 @@ class Transformer:
         return list(self._working["rollout"].linear_layers())
 
     def working_names(self, use: str) -> dict[int, str]:
-        """Return the names of a use's working weights, by `id` of the object that operators
-        receive."""
+        """Return the names of a use's working weights, by `id` of what operators receive."""
         working = self._working[use]
         packs = {key: packed.weight for key, packed in working.packs().items()}
         names = {id(operand): name for name, operand, _ in working.tensors()}

@@ -136,8 +136,7 @@ def _advice(chosen: Ops | IsobitError) -> list[str]:
 
 
 def _left(chosen: Ops | IsobitError) -> str:
-    """Return, for each preset, the parts that the operators in C++ leave to those in PyTorch, which
-    are slower."""
+    """Return, by preset, the parts that C++ leaves to operators in PyTorch, which are slower."""
     if isinstance(chosen, IsobitError) or chosen.backend == "triton":
         return "nothing"
     if chosen.backend == "reference":

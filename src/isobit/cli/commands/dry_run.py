@@ -129,8 +129,7 @@ def _say_without_weights(
 
 
 def _heading(config: Config, precision: Precision, model: Described, task: Task, ops: Ops) -> str:
-    """Return the heading of a dry run: the model, its task, the steps and the computation, and
-    warnings."""
+    """Return a dry run's heading: the model, its task, steps and computation, and warnings."""
     rule = objective_of(config, precision).rule
     heading = (
         f"{_model_text(config, model)}; "

@@ -97,8 +97,7 @@ class NativeOps(NativeBase, Composed):
 
 
 def unsupported(precision: Precision, consistency: str) -> list[str]:
-    """Return what of a precision flow C++ leaves to the reference operators, each as `operator of
-    format`."""
+    """Return what C++ leaves of a precision flow to the reference: `operator of format`."""
     fallbacks = [
         text
         for flow in (precision.rollout, precision.learner)

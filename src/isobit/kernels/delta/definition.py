@@ -61,8 +61,7 @@ class Rows(NamedTuple):
         return self.pages[(self.context - 1) // self.page_size] if self.context else None
 
     def kept(self) -> Iterator[tuple[int, int]]:
-        """Yield (row of the sequence's new ones after which the state is kept, page that keeps
-        it)."""
+        """Yield (new row after which the sequence's state is kept, page that keeps it)."""
         for row in range(self.stop - self.start):
             position = self.context + row
             if (position + 1) % self.page_size == 0 or self.start + row + 1 == self.stop:

@@ -200,8 +200,7 @@ def clear_old(directory: Path) -> None:
 
 
 def _used(path: Path) -> float:
-    """Return the time when a file was made, or loaded last; now where another process has removed
-    it."""
+    """Return the time when a file was made, or loaded last; now if it was removed."""
     try:
         return path.stat().st_mtime
     except OSError:

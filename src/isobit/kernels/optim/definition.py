@@ -51,8 +51,7 @@ def _rounded(x: Tensor, seed: int, step: int, first: int) -> Tensor:
 
 
 def noise(count: int, seed: int, step: int, first: int, device: torch.device) -> Tensor:
-    """Return the random bits of elements `first` to `first` + count, [count] int64 from 0 to
-    65,535."""
+    """Return the random bits of `count` elements from `first` on, int64 from 0 to 65,535."""
     element = torch.arange(first // 8, (first + count + 7) // 8, device=device)
     zero = torch.zeros((), dtype=torch.int64, device=device)
     words = philox(

@@ -66,8 +66,7 @@ def rounded(weight: QTensor | PackedFP4) -> Tensor:
 
 
 def has_block_scales(a: Operand, b: Operand) -> bool:
-    """Return whether scales are applied to the sums of blocks; else they are part of the
-    operands."""
+    """Return whether scales are applied to the sums of blocks, not to the operands."""
     if _is_bf16(a) and _is_bf16(b):
         return False
     return all(isinstance(x, QTensor) and x.block[1] in (BLOCK, x.shape[1]) for x in (a, b))

@@ -348,8 +348,7 @@ def quantize_both_ways(x: Tensor, spec: QuantSpec, flag: Tensor) -> tuple[QTenso
 def empty_both_ways(
     rows: int, columns: int, spec: QuantSpec, device: torch.device
 ) -> tuple[QTensor, QTensor]:
-    """Return what `quantize` and `quantize_along_tokens` give of a matrix [rows, columns], still to
-    be written."""
+    """Return the unwritten results of `quantize` and `quantize_along_tokens`."""
     assert supported(spec), f"no kernel quantizes to {spec}"
     along, pitch = along_rows(spec).transpose(), -(-rows // _ALIGNED) * _ALIGNED
     return empty(rows, columns, spec, device), empty(columns, rows, along, device, pitch)

@@ -149,7 +149,6 @@ def _grid(x: Tensor) -> Tensor:
 
 
 def norm_bound(x: Tensor) -> Tensor:
-    """Return a bound of the Euclidean norm over the last dimension: 0 for zeros, else at least
-    2^-66."""
+    """Return a bound of the Euclidean norm over the last dimension: 0, or at least 2^-66."""
     norm = torch.linalg.vector_norm(x, dim=-1)
     return norm.mul_(1 + 2.0**-20).add_(norm.sign(), alpha=2.0**-66)

@@ -44,8 +44,7 @@ _target = HOPPER
 
 
 def target() -> Architecture:
-    """Return the architecture that kernels are compiled for: an H100's, unless a GPU of another was
-    opened."""
+    """Return the architecture that kernels are compiled for: an H100's, or the opened GPU's."""
     return _target
 
 
@@ -129,8 +128,7 @@ class Faults:
         return self._flags[index * self._STRIDE :]
 
     def raise_first(self) -> None:
-        """Wait for the GPU; raise NonFiniteError for the first name that has a flag, and clear
-        all."""
+        """Wait for the GPU; raise NonFiniteError for the first name with a flag, and clear all."""
         if self._flags.is_meta:  # launches are recorded, and nothing has run
             return
         raised = self._flags.nonzero()[:, 0].tolist()

@@ -193,8 +193,7 @@ def update_norm(adapters: Iterable[LowRank], ops: Ops) -> float:
 
 
 def _grams(factors: Tensor, ops: Ops) -> Tensor:
-    """Compute the products of the rows of each matrix [E, r, K] with each other: [E r, r],
-    float64."""
+    """Compute the products of each matrix's rows [E, r, K] with each other: [E r, r], float64."""
     count, rank, inputs = factors.shape
     matrix = factors.contiguous()
     offsets = torch.arange(count + 1, device=matrix.device) * rank

@@ -112,8 +112,7 @@ class Assignment:
 
     @contextmanager
     def of(self, numbers: Numbers) -> Iterator[None]:
-        """Fill it for the time inside, and hold nothing afterwards: removing an adapter frees its
-        factors."""
+        """Fill it for the time inside, and hold nothing afterwards."""
         self.fill(numbers)
         try:
             yield
@@ -198,7 +197,7 @@ class MultiLora:
         return len(self._weights)
 
     def of(self, weight: str) -> "AdapterRows":
-        """Return what multiplies rows by a weight, for all adapters that will ever be served."""
+        """Fill it for the time inside, and hold nothing afterwards."""
         return self._weights.setdefault(weight, AdapterRows(self, len(self._weights)))
 
     def enter(self, name: str, factors: Callable[[str], Factors | None]) -> None:

@@ -36,8 +36,7 @@ class NewAdapter:
 
 
 def projections(config: ModelConfig) -> list[Projection]:
-    """Return the matrices that may have adapters: those of attention, MLPs and experts, where PEFT
-    takes them."""
+    """Return the matrices of attention, MLPs and experts that may have adapters in PEFT."""
     known = []
     for weight, tensors in parts(config):
         if weight.rpartition(".")[2] not in LINEAR_LAYERS or _is_beside_peft(weight, config):
@@ -60,8 +59,7 @@ def _is_beside_peft(weight: str, config: ModelConfig) -> bool:
 
 
 def held_together(config: ModelConfig) -> Packing | None:
-    """Return how PEFT holds the factors of a layer's experts in one tensor, or None where it does
-    not."""
+    """Return how PEFT holds the factors of a layer's experts in one tensor, or None."""
     mixtures = FAMILIES[config.family].mixtures
     if mixtures is None or config.experts is None:
         return None

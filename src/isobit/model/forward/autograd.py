@@ -72,8 +72,7 @@ def rms_norm(
 
 
 def unweighted_norm(x: Tensor, width: int, eps: float, ops: Ops) -> Tensor:
-    """Return x [R, n · width], each `width` of its numbers normed by themselves, without a
-    weight."""
+    """Return x [R, n · width], each `width` of its numbers normed, without a weight."""
     ones_ = Vector("", FROZEN, torch.ones(width, dtype=x.dtype, device=x.device))
     return rms_norm(x.contiguous().view(-1, width), None, ones_, eps, ops)[0].view(x.shape)
 
@@ -119,8 +118,7 @@ def gated_linear(
 
 
 def multiplied(x: Operand, weight: Weight, ops: Ops, dtype: torch.dtype) -> Tensor:
-    """Return x [T, K], rounded for the product, times the weight and adapters, without a gradient:
-    [T, N]."""
+    """Return x [T, K] times the weight and adapters, without a gradient: [T, N]."""
     if weight.several is not None:
         return weight.several.product(x, weight, ops, dtype)
     return low_rank.product(x, weight, ops, dtype)[0]

@@ -198,8 +198,7 @@ def _forward(
 
 
 def _results(x: Tensor, rows: Tensor, offsets: Tensor, layer: Mixture, ops: Ops) -> Results:
-    """Compute the experts' results of the rows of x [T, H] at these places, which are sorted by
-    expert."""
+    """Compute the experts' results of the rows of x [T, H] at these sorted places."""
     first, inputs = layer.experts[0], _inputs(x, layer.experts[0].gate_up, ops)
     if first.gate_up.several is not None:
         return _of_several(picked(inputs, rows), x.dtype, rows, offsets, layer, ops)
@@ -240,8 +239,7 @@ def _gated(gate_up: Tensor, layer: Mixture, ops: Ops) -> Operand:
 def _input_gradient(
     dy: Tensor, stacked: Stacked, weight: Weight, offsets: Tensor, ops: Ops, out: torch.dtype
 ) -> Tensor:
-    """Return dx [R, K] = dy [R, N] · W [N, K] of every row's expert, as of a linear layer, in
-    `out`."""
+    """Return dx [R, K] = dy [R, N] · W [N, K] of every row's expert, in `out`."""
     if weight.dgrad == "fp8" and stacked.spec is not None and weight.gradient is not None:
         quantized = ops.quantize(dy, weight.gradient, f"output gradient of {_name(weight)}")
         transposed = stacked.transpose()

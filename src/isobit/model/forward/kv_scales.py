@@ -57,8 +57,7 @@ class AmaxRecorder:
         return _Recording(ops, self.batches[-1], layer, self.sides)
 
     def amax(self, percentile: float) -> Tensor:
-        """Return [layers, 2 or 3] on the CPU: the percentile over the forwards seen, interpolated
-        linearly."""
+        """Return [layers, 2 or 3] on the CPU: the percentile over the forwards, interpolated."""
         seen = torch.zeros(len(self.batches), self.num_layers, self.sides)
         positions = [
             (batch, *position) for batch, maxima in enumerate(self.batches) for position in maxima

@@ -201,8 +201,7 @@ def _norm_then_project(
 
 
 def _added(x: Tensor, norm: Vector | None, ctx: Pass, ops: Ops) -> Tensor:
-    """Return what attention or MLP adds, normed if there is a norm, and times the architecture's
-    number."""
+    """Return what attention or MLP adds, normed if it is, times the architecture's number."""
     x = x if norm is None else autograd.rms_norm(x, None, norm, ctx.config.rms_eps, ops)[0]
     multipliers = ctx.config.multipliers
     return x if multipliers is None else x * multipliers.residual
@@ -211,8 +210,7 @@ def _added(x: Tensor, norm: Vector | None, ctx: Pass, ops: Ops) -> Tensor:
 def _linear_attention(
     x: Tensor, residual: Tensor | None, index: int, layer: Layer, own: Delta, ctx: Pass, ops: Ops
 ) -> tuple[Tensor, Tensor]:
-    """Return (linear attention and its output projection, the sum x + residual), both [T,
-    hidden]."""
+    """Return (linear attention, projected, the sum x + residual), both [T, hidden]."""
     assert layer.input_norm is not None
     assert ctx.config.linear is not None
     sizes, eps = ctx.config.linear, ctx.config.rms_eps
@@ -335,8 +333,7 @@ def _rounding_of_queries(
 
 
 def _normed_heads(qkv: Tensor, norms: tuple[Vector, Vector], eps: float, ops: Ops) -> Tensor:
-    """Return qkv [T, (H + 2 KV) · D], its queries normed as one row of H · D, its keys as one of KV
-    · D."""
+    """Return qkv [T, (H + 2 KV) · D], its queries normed as one row, its keys as one."""
     width, kv_width = (norm.working.shape[0] for norm in norms)
     q, k, v = qkv.split((width, kv_width, kv_width), dim=1)
     q, k = (

@@ -79,8 +79,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """Read a text file of a model directory. Raises IsobitError if it is missing, not UTF-8 or far
-    too long."""
+    """Read a text file of a model directory. Raises IsobitError if it cannot be read."""
     try:
         return read_bytes(path, _MOST_TEXT_BYTES).decode("utf-8")
     except FileNotFoundError:
@@ -323,8 +322,7 @@ def write_weights(
 
 
 def _shards(parts: Mapping[str, Part], shard_bytes: int) -> list[dict[str, Part]]:
-    """Return the parts in their order, in as few files as hold at most `shard_bytes`, or a single
-    part."""
+    """Return the parts in order, in as few files as hold at most `shard_bytes`, or one part."""
     shards: list[dict[str, Part]] = [{}]
     size = 0
     for name, tensor in parts.items():

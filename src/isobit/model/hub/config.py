@@ -395,8 +395,7 @@ class ModelConfig:
         return _with_own_heads(config, values, where)
 
     def to_hf(self) -> dict[str, Any]:
-        """Return a config.json that `transformers` reads, in the keys that its versions 4 and 5
-        both know."""
+        """Return a config.json that `transformers` reads, in the keys of its versions 4 and 5."""
         family = FAMILIES[self.family]
         values: dict[str, Any] = {
             "architectures": [family.architecture],

@@ -122,8 +122,7 @@ def _joined(
 def whole_masters(
     masters: Mapping[str, Tensor], wanted: Iterable[str], dtype: torch.dtype, shards: Shards
 ) -> Mapping[str, Tensor]:
-    """Return these masters with the rows that other ranks keep; where there are other ranks, as
-    `dtype`."""
+    """Return these masters with the rows of other ranks, if there are any, as `dtype`."""
     if shards.ranks.size == 1:
         return masters
     device = next(iter(masters.values())).device

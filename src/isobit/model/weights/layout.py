@@ -154,8 +154,7 @@ def _together(weights: Sequence[Weight]) -> tuple[ExpertFactors, ...]:
 
 
 def stack(weights: Sequence[Weight]) -> tuple[Stacked, list[Weight]]:
-    """Return the working weights and biases of a layer's experts in one storage, and the weights
-    over it."""
+    """Return a layer's experts' working weights and biases in one storage, and views of it."""
     stacked = Stacked.of((weight.working for weight in weights), len(weights))
     stacked_weights = [
         replace(weight, prepared=matrix) for weight, matrix in zip(weights, stacked.experts)

@@ -111,8 +111,7 @@ def working_vector(master: Tensor, dtype: torch.dtype, offset: float) -> Tensor:
 
 
 def has_own_copy(weight: Weight) -> bool:
-    """Return whether WGrad multiplies a second copy of the activation, quantized along the
-    tokens."""
+    """Return whether WGrad multiplies a copy of the activation, quantized along tokens."""
     return weight.own_copy and weight.wgrad == "fp8" and weight.activation is not None
 
 

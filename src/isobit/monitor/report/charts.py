@@ -229,8 +229,7 @@ def _stacked(drawn: Sequence[_Drawn], across: Axis) -> tuple[Axis, list[str], li
 
 
 def _named(panel: Panel, runs: Sequence[Series]) -> tuple[str, ...]:
-    """Return the panel's metrics with patterns replaced by what the runs have, numbers in their
-    order."""
+    """Return the panel's metrics, patterns replaced by the runs' names, numbers in order."""
     names: list[str] = []
     for metric in panel.metrics:
         if "*" not in metric:
@@ -291,7 +290,6 @@ def _rounded(values: Sequence[float]) -> list[float]:
 
 
 def _short(metric: str) -> str:
-    """Return the last part in words; of a family, a name that others gave, such as a tool's, as it
-    is."""
+    """Return the last part in words; of a family, a foreign name unchanged, as a tool's."""
     last = metric.rpartition("/")[2]
     return last if metric.count("/") > 1 else last.removesuffix("_mib").replace("_", " ")

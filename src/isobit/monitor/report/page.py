@@ -63,8 +63,7 @@ class _Run:
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
-    """Write the page; returns its path. Raises IsobitError if a run is missing or has no
-    metrics."""
+    """Write the page; returns its path. Raises IsobitError for a run without metrics."""
     directories = [Path(directory) for directory in run_dirs]
     runs = [
         _read(path, name, len(directories))
@@ -159,8 +158,7 @@ def _config(path: Path) -> str:
 
 
 def _resolved(directory: Path) -> dict[str, str]:
-    """Return what the config left open, as it was computed; empty of a run that has not recorded
-    it."""
+    """Return what the config left open, as it was computed; empty if it is not recorded."""
     resolved = object_in(directory / RESOLVED)
     if resolved == {}:
         warn(f"{directory / RESOLVED} cannot be read: what the config left open is not on the page")

@@ -141,8 +141,7 @@ def read_rollouts(path: Path) -> RolloutIndex:
 
 
 def _lines(found: RolloutIndex) -> Iterator[bytes]:
-    """Yield all rows; where each step begins is kept on the way. A step that is damaged is counted
-    as lost."""
+    """Yield all rows; note where each step begins. A damaged step is counted as lost."""
     for member in members(found.path):
         try:
             rows = lines(found.path, member)

@@ -73,8 +73,7 @@ def points(rows: MetricRows, metric: str) -> tuple[list[float], list[float]]:
 
 
 def line(rows: MetricRows, metric: str) -> Line:
-    """Return a metric, with the band from `metric:low` to `metric:high` where the rows have
-    them."""
+    """Return a metric, with the band from `metric:low` to `metric:high` if there is one."""
     steps, values = points(rows, metric)
     low, high = (dict(zip(*points(rows, f"{metric}:{end}"))) for end in ("low", "high"))
     if not low:

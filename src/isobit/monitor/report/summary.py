@@ -109,8 +109,7 @@ def summary(runs: Sequence[Series]) -> str:
 
 
 def _no_progress(run: Series, several: bool) -> str:
-    """Return as HTML a warning that the run's newest steps taught nothing; empty if they taught
-    something."""
+    """Return an HTML warning if the run's newest steps taught nothing, else an empty text."""
     verdict = reduce(NoProgress.after, run.rows, NoProgress()).verdict
     name = f"{escaped(run.name)}: " if several else ""
     return "" if verdict is None else f"<p class='headline bad'>{name}{escaped(verdict)}.</p>"

@@ -115,8 +115,7 @@ class Follower:
             self._state.keep(self.name, self.last, self._kept)
 
     def _rows_of(self, step: int) -> list[list[Any]]:
-        """Return the first completions of a step, which are in their file before the step's
-        metrics."""
+        """Return the first completions of a step, which are written before its metrics."""
         rows: list[list[Any]] = []
         while (row := self._held or next(self._completions, None)) is not None:
             self._held = None

@@ -144,8 +144,7 @@ class Job:
 
     @property
     def sampled_lengths(self) -> tuple[int, int]:
-        """The tokens of the longest prompt that is answered by sampling, and of the longest
-        answer."""
+        """The tokens of the longest prompt that is sampled from, and of the longest answer."""
         if not isinstance(self.config, SftConfig):
             return self.prompt, self.completion
         question = 1 if self.given is None else self.given.question
@@ -231,8 +230,7 @@ def supervised_job(
     machine: Machine,
     ranks: int | None = None,
 ) -> Job:
-    """Return the job of a supervised run, whose longest example has `prompt` tokens before its
-    answer."""
+    """Return the job of a supervised run, whose longest prompt has `prompt` tokens."""
     precision = precision_from(config.precision)
     reference = (model, precision) if config.compares else None
     count = ranks or config.ranks

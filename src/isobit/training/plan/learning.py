@@ -256,8 +256,7 @@ def _loss(
     entropy: bool,
     filtering: Filtering | None = None,
 ) -> Tensor:
-    """Return the loss of log-probabilities, and of their `entropy`, `chunk` rows of logits at a
-    time."""
+    """Return the loss of log-probabilities, and of their `entropy`, `chunk` rows at a time."""
     logprobs, entropies = transformer.head_logprobs(
         hidden, ids, chunk=chunk, filtering=filtering, context=_AnyContext(ids, ids, ids)
     )

@@ -103,8 +103,7 @@ def transformer(given: Described) -> Transformer:
 
 @lru_cache
 def weight_bytes(given: Described, frozen: bool = False) -> WeightBytes:
-    """Return the bytes of a model's weights; of one that nothing trains (`frozen`) the learner's
-    alone."""
+    """Return the bytes of a model's weights; of a `frozen` one the learner's alone."""
     if (sizes := _fewer_layers(given)) is not None:
         few, more = (weight_bytes(smaller, frozen) for smaller in sizes)
         layers, step = given.config.num_layers - _MORE_LAYERS, _MORE_LAYERS - _FEW_LAYERS

@@ -294,8 +294,7 @@ def _in_order(weight: QTensor) -> bool:
 
 
 def _row_by_row(spec: QuantSpec, x: Tensor) -> bool:
-    """Return whether a row is quantized when it is computed, so that it is never stored
-    otherwise."""
+    """Return whether a row is quantized when it is computed, and never stored otherwise."""
     return (
         spec.format is E4M3
         and spec.scale != "nvfp4"

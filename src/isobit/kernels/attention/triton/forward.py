@@ -291,8 +291,7 @@ def attend_splits(
     COPIES: tl.constexpr,
     DTYPE: tl.constexpr, PAIRED: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Return `attend_split` of all keys up to `stop`, from the split of key `lowest` on, with the
-    sinks."""
+    """Return `attend_split` of all keys up to `stop`, from key `lowest`'s split on, with sinks."""
     rows: tl.constexpr = positions.shape[0]
     even = tl.zeros([WIDTH, rows] if KEYS_FIRST else [rows, WIDTH], tl.float32)
     odd = even

@@ -39,8 +39,7 @@ def by_key(x, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def by_row(x, KEYS_FIRST: tl.constexpr):
-    """Return a number for each row, to be broadcast over a tile of scores, or of sums over
-    values."""
+    """Return a number for each row, to be broadcast over a tile of scores or of sums."""
     if KEYS_FIRST:
         return x[None, :]
     else:
@@ -158,8 +157,7 @@ def softmax(scores, factor, totals, peak, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def tree(totals, KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """Return the sums [N] of `softmax`'s totals: neighbours in pairs, then pairs of pairs, in any
-    layout."""
+    """Return the sums [N] of `softmax`'s totals: neighbours in pairs, then pairs of pairs."""
     rows: tl.constexpr = totals.shape[2] if KEYS_FIRST else totals.shape[0]
     LEVELS: tl.constexpr = 2 if KEYS == 16 else 3 if KEYS == 32 else 4
     tl.static_assert(KEYS == 4 * 2**LEVELS)

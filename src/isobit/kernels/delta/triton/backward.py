@@ -70,8 +70,7 @@ def _run(
     VALUE_DIM: tl.constexpr,
     TILE: tl.constexpr, KEEP: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
-    """Return the state after `length` tokens from `first` on; with KEEP those before each of them
-    are stored."""
+    """Return the state after `length` tokens from `first` on; KEEP stores those before each."""
     for i in range(steps(length)):
         if KEEP:
             tl.store(to + i * TILE + tile, state)

@@ -37,8 +37,7 @@ def _convolve(
     WIDE: tl.constexpr,
     PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile [HIGH, WIDE] of a sequence's rows; the first one of a sequence also keeps
-    inputs."""
+    """Compute a tile [HIGH, WIDE] of a sequence's rows; a sequence's first one keeps inputs."""
     start = tl.load(row_start_ptr + tl.program_id(0))
     rows = (tl.load(row_start_ptr + tl.program_id(0) + 1) - start).to(tl.int32)
     first = tl.program_id(1) * HIGH
@@ -188,8 +187,7 @@ def _before_silu(
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Return the gradient of the sums of the rows `later` after `row`, 0 where their sequence has
-    ended."""
+    """Return the gradient of the sums of the rows `later` after `row`, 0 beyond the end."""
     row += later
     position = tl.load(positions_ptr + row, mask=row < rows, other=0)
     there = ((row < rows) & (position >= later))[:, None] & (column < COLUMNS)[None, :]
@@ -257,8 +255,7 @@ def short_convolution_backward(
 
 
 def added(parts: Tensor) -> Tensor:
-    """Return the sum over the first dimension: the later half is added to the earlier one until one
-    is left."""
+    """Return the sum over the first dimension: the later half is added to the earlier one."""
     while parts.shape[0] > 1:
         half = (parts.shape[0] + 1) // 2
         last = parts[half:]

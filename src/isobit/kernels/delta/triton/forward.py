@@ -121,8 +121,7 @@ def _delta_rule(
     VALUE_DIM: tl.constexpr,
     HIGH: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the rows of a sequence, for one value head and BLOCK of its columns, a page after the
-    other."""
+    """Compute a sequence's rows for one value head and BLOCK of its columns, page by page."""
     head, sequence = tl.program_id(1), tl.program_id(2)
     column = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
     start = tl.load(row_start_ptr + sequence).to(tl.int64)

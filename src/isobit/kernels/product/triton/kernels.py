@@ -47,8 +47,7 @@ def along(x, FIRST: tl.constexpr):
 def _add_scaled(
     acc, part, a_scale, b_scale, B_ROW_SCALES: tl.constexpr, TOKENS_FIRST: tl.constexpr
 ):
-    """Return acc + part · (a_scale · b_scale), by fma: b_scale for each of b's rows, or one for
-    all."""
+    """Return acc + part · (a_scale · b_scale), by fma: a b_scale for each row of b, or one."""
     if B_ROW_SCALES:
         scale = along(a_scale, TOKENS_FIRST) * along(b_scale, not TOKENS_FIRST)
     else:
