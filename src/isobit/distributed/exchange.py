@@ -54,7 +54,7 @@ class OrderedSum:
             self._close()
 
     def result(self) -> Tensor | None:
-        """The sum, None if nothing was added."""
+        """Return the sum, None if nothing was added."""
         self._close()
         return self._total
 
@@ -67,7 +67,7 @@ class OrderedSum:
 @dataclass(frozen=True, eq=False)
 class Bucket:
     """Masters whose gradients travel together. A message to an owner is a number for each (1:
-    present) and its rows of each; to a rank that owns none of them there is no message."""
+    present) and its rows of each; a rank that owns none of them gets no message."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]  # of the message to each rank
@@ -82,7 +82,8 @@ class Bucket:
 
 @dataclass(eq=False)
 class _Round:
-    """What this rank has of its micro-batch, by master, and the messages that are under way."""
+    """The gradients that this rank has of its micro-batch, by master, and the messages that are
+    under way."""
 
     first: int  # micro-batch of rank 0
     active: int  # ranks that have one
@@ -139,7 +140,7 @@ class GradientSum:
             ranks.prepare([*near, *(range(place, ranks.size, step) for place in range(step))])
 
     def begin(self) -> None:
-        """Forget what was summed."""
+        """Forget the sums."""
         self._sums = {name: OrderedSum(self._group) for name in self._holders}
         for holder in self._holders.values():
             holder.grad = None
@@ -200,7 +201,7 @@ class GradientSum:
         now.waiting = [travel for travel in now.waiting if next(travel, _DONE) is not _DONE]
 
     def _travel(self, bucket: Bucket, message: Tensor, now: _Round) -> Iterator[object]:
-        """A bucket's way to its owners: it pauses while messages are under way."""
+        """Yield a bucket's way to its owners: it pauses while messages are under way."""
         ranks = self._shards.ranks
         if self._step > 1:
             sizes = [
@@ -250,7 +251,7 @@ class GradientSum:
         return bucket.sizes[self._shards.ranks.rank]
 
     def _message(self, bucket: Bucket, now: _Round) -> Tensor:
-        """The bucket's gradients on their way to their owners, taken out of the round."""
+        """Return the bucket's gradients on their way to their owners, taken out of the round."""
         anywhere = next(iter(self._leaves.values()))
         given = {name: now.gradients.pop(name, None) for name in bucket.names}
         sizes = [
@@ -269,7 +270,7 @@ class GradientSum:
         return message
 
     def _pieces(self, bucket: Bucket, message: Tensor, rank: int) -> Sequence[Tensor]:
-        """The rows of each master in a message to a rank."""
+        """Return the rows of each master in a message to a rank."""
         return message[len(bucket.names) :].split(
             [self._shards.count(name, rank) for name in bucket.names]
         )

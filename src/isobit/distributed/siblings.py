@@ -28,7 +28,7 @@ def end_siblings(late: Collection[int], board: Board) -> None:
 
 
 def _siblings() -> Iterator[tuple[int, int, str]]:
-    """(rank, process, state) of the others that this process's launcher has started."""
+    """Yield (rank, process, state) of the others that this process's launcher has started."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError, IndexError):  # it has ended, or is another user's
             state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]

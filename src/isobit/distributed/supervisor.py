@@ -28,7 +28,7 @@ _AT_ONCE = 3
 
 
 def start(ranks: int, arguments: Sequence[str], again: str) -> int:
-    """Run `isobit ARGUMENTS` as so many ranks on this machine, and return their exit code. Raises
+    """Run `isobit ARGUMENTS` as `ranks` ranks on this machine, and return their exit code. Raises
     what ended them, as one error: RunFailed for a rank that was killed; `again` says how to go
     on."""
     with tempfile.TemporaryDirectory(prefix="isobit-ranks-") as name, _received() as signals:
@@ -49,7 +49,7 @@ def start(ranks: int, arguments: Sequence[str], again: str) -> int:
 
 
 def _environment(rank: int, ranks: int) -> dict[str, str]:
-    """As torchrun's, without an address: there is none."""
+    """Return the environment of a rank, as torchrun's, without an address."""
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
     return {
         "RANK": str(rank),
@@ -62,8 +62,8 @@ def _environment(rank: int, ranks: int) -> dict[str, str]:
 
 @contextmanager
 def _received() -> Iterator[list[signal.Signals]]:
-    """The signals that this process is sent from now on. A terminal sends none to the ranks, whose
-    sessions are their own."""
+    """Yield the list of signals that this process is sent from now on. A terminal sends none to the
+    ranks, which have their own sessions."""
     found = list[signal.Signals]()
     numbers = [
         n
@@ -102,8 +102,8 @@ def _wait(
 def _outcome(
     codes: Mapping[int, int], signals: Sequence[signal.Signals], folder: PrivateFolder, again: str
 ) -> int:
-    """The exit code of all. Raises the error that says most: of a rank's own, before that a rank
-    was killed, before what others noticed of it, of which the first knows best."""
+    """Return the exit code of all. Raises the error that says most: of a rank's own, before that a
+    rank was killed, before what others noticed of it, of which the first knows best."""
     words = said(folder, len(codes))
     own = [each for each in words if not each.of_another]
     noticed = sorted(

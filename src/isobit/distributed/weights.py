@@ -25,19 +25,19 @@ class Stored:
     height: int = 1
 
     def rows(self, rows: Rows) -> Tensor:
-        """The rows that belong to the master's."""
+        """Return the rows that belong to the master's."""
         lo, hi = rows
         return self.tensor[lo // self.height : -(-hi // self.height)]
 
 
 def part_of(name: str) -> str:
-    """What a tensor travels with: `layers.3` for all of a layer; the embedding, the last norm and
-    the head alone."""
+    """Return what a tensor travels with: `layers.3` for all of a layer; the embedding, the last
+    norm and the head alone."""
     return ".".join(name.split(".")[:2])
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The storage of a contiguous tensor [bytes] uint8; a view."""
+    """Return the storage of a contiguous tensor [bytes] uint8; a view."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
@@ -57,7 +57,7 @@ def share_rows(stored: Sequence[Stored], shards: Shards) -> None:
 
 
 def _bytes(part: Sequence[Stored], shards: Shards, rank: int) -> list[Tensor]:
-    """The bytes of a rank's rows, tensor by tensor, in their storage."""
+    """Return the bytes of a rank's rows, tensor by tensor, in their storage."""
     found = []
     for each in part:
         rows = shards.rows[each.name][rank]

@@ -28,7 +28,7 @@ _QUERY = {
 
 
 def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision:
-    """A preset by name, or a mapping `{preset: NAME, option: value, ...}` that changes one.
+    """Return a preset by name, or a mapping `{preset: NAME, option: value, ...}` that changes one.
 
     The options are those of `PrecisionChanges`. The name of the result, such as `fp8[wgrad=bf16]`,
     is accepted in place of the mapping.
@@ -57,7 +57,7 @@ def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision
 
 
 def _given(value: str | Mapping[str, object]) -> dict[str, object]:
-    """The options of a name, or of a mapping, whose preset may be one that is changed:
+    """Return the options of a name, or of a mapping, whose preset may be one that is changed:
     `fp8[wgrad=bf16]`."""
     if isinstance(value, str):
         return _parse_name(value)
@@ -68,7 +68,7 @@ def _given(value: str | Mapping[str, object]) -> dict[str, object]:
 
 
 def _parse_name(name: str) -> dict[str, object]:
-    """`preset[key=value, key=value]` as a mapping; a plain name is its preset."""
+    """Return `preset[key=value, key=value]` as a mapping; a plain name is its preset."""
     preset, bracket, rest = name.partition("[")
     if not bracket:
         return {"preset": name}
@@ -154,7 +154,7 @@ def _over(both: FlowChanges, side: FlowChanges, without: Sequence[str]) -> FlowC
 
 
 def _asked(changes: FlowChanges, *prefixes: str) -> list[str]:
-    """The options with one of these prefixes that are given."""
+    """Return the options with one of these prefixes that are given."""
     names = [each.name for each in fields(changes) if each.name.startswith(prefixes)]
     return [name for name in names if getattr(changes, name) is not None]
 

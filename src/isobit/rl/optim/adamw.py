@@ -64,7 +64,7 @@ class AdamW:
         }
 
     def _update_wide(self, names: list[str], rate: float, weight_decay: float) -> None:
-        """FP32 masters, in place."""
+        """Update FP32 masters, in place."""
         states = [self._state_of(name) for name in names]
         moments = [[state[key] for state in states] for key in _MOMENTS]
         gradients = [self._masters.holders[name].grad for name in names]
@@ -75,7 +75,8 @@ class AdamW:
         self._masters.free_gradients(names)
 
     def _update_narrow(self, group: list[Piece], rate: float, weight_decay: float) -> None:
-        """BF16 masters: a step counts once for all pieces of a parameter, with the last of them."""
+        """Update BF16 masters: a step counts once for all pieces of a parameter, with the last of
+        them."""
         states = [self._state_of(name) for name, _ in group]
         moments = [
             [state[key].view(-1)[part] for state, (_, part) in zip(states, group)]

@@ -10,7 +10,7 @@ no library and no processor decides their bits. Embedding and head stay in 32 bi
 
 What a block's largest magnitude leaves for small ones decides how far an element may move, since a
 step divides by the root of the second moment. Rounded to the nearest value, as torchao and
-bitsandbytes do it, a second moment far below its block's largest becomes 0 beside a first moment
+bitsandbytes do it, a second moment far below its block's largest becomes 0 next to a first moment
 that does not, or is held below what its gradients add to it, and the first moment of an element
 whose gradient ended stays: steps of 25 to many thousands of the learning rate
 (`tests/rl/test_step_sizes.py`). So
@@ -51,13 +51,13 @@ Draw = Callable[[Tensor], Tensor]
 
 
 def quantizable(name: str, shape: Sequence[int]) -> bool:
-    """Whether the moments of a parameter of this name and shape can be kept in 8 bits."""
+    """Return whether the moments of a parameter of this name and shape can be kept in 8 bits."""
     count = math.prod(shape)
     return name not in _IN_32_BITS and count >= _LEAST and count % _BLOCK == 0
 
 
 def code_book(signed: bool) -> list[Fraction]:
-    """The 256 values in ascending order."""
+    """Return the 256 values in ascending order."""
     found = [Fraction(0), Fraction(1)]
     for decade in range(_DECADES):
         parts = 2**decade * (1 if signed else 2)
@@ -69,17 +69,17 @@ def code_book(signed: bool) -> list[Fraction]:
 
 @cache
 def _values(signed: bool, device: torch.device) -> Tensor:
-    """[256] float32, ascending."""
+    """Return [256] float32, ascending."""
     return torch.tensor(
         [float(value) for value in code_book(signed)], dtype=torch.float32, device=device
     )
 
 
 def smallest_second(first: Tensor, betas: tuple[float, float], step: int) -> Tensor | float:
-    """The smallest second moment that any gradients of `step` updates give beside a first one, of
-    each element. With decays a and b, and the gradient of j updates ago g[j], the square of the
-    first, (1 - a) sum a^j g[j], is at most (1 - a)^2 sum (a^2 / b)^j times sum b^j g[j]^2, where
-    the last is the second / (1 - b)."""
+    """Return the smallest second moment that any gradients of `step` updates give next to a first
+    one, of each element. With decays a and b, and the gradient of j updates ago g[j], the square of
+    the first, (1 - a) sum a^j g[j], is at most (1 - a)^2 sum (a^2 / b)^j times sum b^j g[j]^2,
+    where the last is the second / (1 - b)."""
     a, b = betas
     if a * a >= b:
         return 0.0  # the sum grows without limit
@@ -98,7 +98,7 @@ class Moment:
 
     @staticmethod
     def zeros(like: Tensor, signed: bool) -> "Moment":
-        """All 0, where `like` is: every scale is 0."""
+        """Return all 0, where `like` is: every scale is 0."""
         scale = torch.zeros(like.numel() // _BLOCK, device=like.device)
         return Moment(torch.zeros(like.shape, dtype=torch.uint8, device=like.device), scale, signed)
 
@@ -204,8 +204,8 @@ def _fresh(parameter: Tensor) -> dict[str, Moment]:
 
 
 def _way_up(given: Tensor, below: Tensor, values: Tensor) -> Tensor:
-    """How far each element, which is overwritten, lies on the way from the value below it to the
-    next one: from 0 to just below 1."""
+    """Return how far each element, which is overwritten, lies on the way from the value below it to
+    the next one: from 0 to just below 1."""
     low = values[below]
     way = given.sub_(low).div_(values[1:][below].sub_(low))
     return way.clamp_(0, 1 - 2**-16)  # a book has no -1, and 1 as its last

@@ -78,18 +78,18 @@ class UpdatedMasters:
         return self.ops.round_stochastically(ones, key, step, self._first(name, part)) > 1
 
     def _first(self, name: str, part: slice) -> int:
-        """The number of a part's first element in the whole parameter."""
+        """Return the number of a part's first element in the whole parameter."""
         return self.shards.own(name)[0] * self.shards.width(name) + part.start
 
 
 def _key(what: str) -> int:
-    """64 bits that have nothing to do with those that tokens are drawn with."""
+    """Return 64 bits that have nothing to do with those that tokens are drawn with."""
     digest = hashlib.sha256(what.encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
 def pieces(names: Sequence[str], parameters: Mapping[str, Tensor]) -> Iterator[list[Piece]]:
-    """The parameters in their order, as pieces of at most `AT_ONCE` elements together."""
+    """Return the parameters in their order, as pieces of at most `AT_ONCE` elements together."""
     parts = ((name, part) for name in names for part in parts_of(parameters[name].numel()))
     return grouped(((piece, piece[1].stop - piece[1].start) for piece in parts), AT_ONCE)
 
