@@ -40,7 +40,7 @@ class OrderedSum:
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add that of micro-batch `index`, which is larger than those before."""
-        number, place = divmod(index, self.group)
+        number, turn = divmod(index, self.group)
         if number != self._number:
             self._close()
             self._number = number
@@ -50,7 +50,7 @@ class OrderedSum:
             self._total.add_(gradient)
         else:
             self._open = gradient.clone()
-        if place == self.group - 1:
+        if turn == self.group - 1:
             self._close()
 
     def result(self) -> Tensor | None:
@@ -176,11 +176,11 @@ class GradientSum:
             assert self._round is not None
             if leaf.grad is None:  # an expert that no token chose
                 return
-            place = self._place[name]
+            index = self._place[name]
             self._send(
-                place
+                index
             )  # a layer's gradients are complete before the first of the layer below
-            assert place >= self._round.sent
+            assert index >= self._round.sent
             self._round.gradients[name], leaf.grad = leaf.grad, None
 
         return leaf.register_post_accumulate_grad_hook(take)
@@ -205,8 +205,8 @@ class GradientSum:
         ranks = self._shards.ranks
         if self._step > 1:
             sizes = [
-                sum(bucket.sizes[owner] for owner in self._owners_at(place))
-                for place in range(self._step)
+                sum(bucket.sizes[owner] for owner in self._owners_at(offset))
+                for offset in range(self._step)
             ]
             sent = sizes if ranks.rank < now.active else [0] * len(sizes)
             received = [sizes[self._far.start] if rank < now.active else 0 for rank in self._near]
@@ -231,15 +231,15 @@ class GradientSum:
         total = received.new_zeros(sum(sizes) if received.numel() else 0)
         if not received.numel():
             return total
-        for given in received.split(sum(sizes)):
-            for owner, into, piece in zip(self._far, total.split(sizes), given.split(sizes)):
+        for row in received.split(sum(sizes)):
+            for owner, into, piece in zip(self._far, total.split(sizes), row.split(sizes)):
                 if not piece.numel():
                     continue
                 had, has = into[:count].tolist(), piece[:count].tolist()
-                pieces = (self._pieces(bucket, each, owner) for each in (into, piece))
-                for before, there, rows, more in zip(had, has, *pieces):
+                pieces = (self._pieces(bucket, data, owner) for data in (into, piece))
+                for held, there, rows, more in zip(had, has, *pieces):
                     if there:
-                        rows.add_(more) if before else rows.copy_(more)
+                        rows.add_(more) if held else rows.copy_(more)
                 torch.maximum(into[:count], piece[:count], out=into[:count])
         return total
 
@@ -253,7 +253,7 @@ class GradientSum:
     def _message(self, bucket: Bucket, now: _Round) -> Tensor:
         """Return the bucket's gradients on their way to their owners, taken out of the round."""
         anywhere = next(iter(self._leaves.values()))
-        given = {name: now.gradients.pop(name, None) for name in bucket.names}
+        grads = {name: now.gradients.pop(name, None) for name in bucket.names}
         sizes = [
             bucket.sizes[owner] if self._shards.ranks.rank < now.active else 0
             for owner in self._owners
@@ -262,8 +262,8 @@ class GradientSum:
         for rank, piece in zip(self._owners, message.split(sizes)):
             if not piece.numel():
                 continue
-            piece[: len(given)] = torch.tensor([float(g is not None) for g in given.values()])
-            for rows, (name, gradient) in zip(self._pieces(bucket, piece, rank), given.items()):
+            piece[: len(grads)] = torch.tensor([float(g is not None) for g in grads.values()])
+            for rows, (name, gradient) in zip(self._pieces(bucket, piece, rank), grads.items()):
                 if gradient is not None:
                     lo, hi = self._shards.rows[name][rank]
                     rows.copy_(gradient[lo:hi].reshape(-1))

@@ -82,8 +82,8 @@ def write_file(path: Path, parts: Mapping[str, Part], ranks: Ranks = ALONE) -> N
     header, offsets, end = _layout(parts)
     ranks.on_first(lambda: _create(path, header, end))
     written = ranks.run_on_all(lambda: _fill(path, parts, offsets, flush=not ranks.first))
-    if (found := sum(ranks.all_gather_json(written))) != end - len(header):
-        raise RunFailed(f"{path}: the ranks wrote {found} of {end - len(header)} bytes of tensors")
+    if (total := sum(ranks.all_gather_json(written))) != end - len(header):
+        raise RunFailed(f"{path}: the ranks wrote {total} of {end - len(header)} bytes of tensors")
 
 
 def _layout(parts: Mapping[str, Part]) -> tuple[bytes, dict[str, int], int]:
@@ -91,15 +91,15 @@ def _layout(parts: Mapping[str, Part]) -> tuple[bytes, dict[str, int], int]:
     size; as safetensors 0.8 has them."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset, offsets = 0, {}
-    for name, part in sorted(parts.items(), key=lambda each: (_PLACES[each[1].dtype], each[0])):
+    for name, piece in sorted(parts.items(), key=lambda each: (_PLACES[each[1].dtype], each[0])):
         offsets[name] = offset
-        span = [offset, offset + part.nbytes]
+        span = [offset, offset + piece.nbytes]
         entries[name] = {
-            "dtype": _NAMES[part.dtype],
-            "shape": list(part.shape),
+            "dtype": _NAMES[piece.dtype],
+            "shape": list(piece.shape),
             "data_offsets": span,
         }
-        offset += part.nbytes
+        offset += piece.nbytes
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
@@ -135,10 +135,10 @@ def _runs(parts: Mapping[str, Part], offsets: Mapping[str, int]) -> Iterator[tup
     run: list[Tensor] = []
     begin = end = 0
     for name, offset in offsets.items():
-        part = parts[name]
-        if part.mine is None:
+        piece = parts[name]
+        if piece.mine is None:
             continue
-        at, data = offset + part.start * part.dtype.itemsize, part.data()
+        at, data = offset + piece.start * piece.dtype.itemsize, piece.data()
         if run and (at != end or end - begin + len(data) > _TOGETHER):
             yield begin, _joined(run)
             run = []

@@ -89,25 +89,25 @@ class Ranks(ABC):
 
     def all_gather_tensors(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """Return what every rank gave, by rank; tensors on the CPU."""
-        given = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        local = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         if self.size == 1:
-            return [given]
-        return [tensors_from(data) for data in self.all_gather_bytes(bytes_of(given))]
+            return [local]
+        return [tensors_from(data) for data in self.all_gather_bytes(bytes_of(local))]
 
     def run_on_all(self, compute: Callable[[], T]) -> T:
         """Return what `compute`, which does not meet the others, returns, once it has returned on
         every rank. If it raised IsobitError or OSError on some, every rank raises that of the
         lowest of them."""
-        found: T | None = None
+        result: T | None = None
         mine: IsobitError | OSError | None = None
         try:
-            found = compute()
+            result = compute()
         except (IsobitError, OSError) as error:
             if self.size == 1:
                 raise
             mine = error
         self.raise_on_all(mine)
-        return found  # type: ignore[return-value]
+        return result  # type: ignore[return-value]
 
     def on_first(self, compute: Callable[[], T]) -> T | None:
         """Return what `compute` returns on the first rank, once it has returned there; None on the
@@ -117,8 +117,8 @@ class Ranks(ABC):
     def broadcast_result(self, compute: Callable[[], T]) -> T:
         """Return what `compute` returns on the first rank, sent to all as JSON; errors as in
         `run_on_all`."""
-        found: T = self.all_gather_json(self.on_first(compute))[0]
-        return found
+        result: T = self.all_gather_json(self.on_first(compute))[0]
+        return result
 
     def raise_on_all(self, mine: IsobitError | OSError | None) -> None:
         """Raise on every rank the error of the lowest rank that has one."""
@@ -126,8 +126,8 @@ class Ranks(ABC):
             if mine is not None:
                 raise mine
             return
-        said = self.all_gather_json(None if mine is None else _said(mine))
-        for rank, error in enumerate(said):
+        errors = self.all_gather_json(None if mine is None else _said(mine))
+        for rank, error in enumerate(errors):
             if error is not None:
                 raised = (
                     mine if rank == self.rank and mine is not None else _KINDS[error[0]](*error[1:])

@@ -76,21 +76,21 @@ def ownership(shapes: Mapping[str, tuple[int, ...]], size: int) -> Mapping[str, 
 def _ownership(
     shapes: tuple[tuple[str, tuple[int, ...]], ...], size: int
 ) -> Mapping[str, tuple[Rows, ...]]:
-    found: dict[str, tuple[Rows, ...]] = {}
+    owned: dict[str, tuple[Rows, ...]] = {}
     for (name, _), owners in zip(shapes, _dealt([shape for _, shape in shapes], [0] * size)):
         rows = [NONE] * size
         for rank, (lo, hi) in owners:
             rows[rank] = (lo, hi)
-        found[name] = tuple(rows)
-    return found
+        owned[name] = tuple(rows)
+    return owned
 
 
 def largest_share(shapes: Iterable[tuple[int, ...]], size: int) -> int:
     """Elements that the busiest of the ranks keeps."""
-    kept = [0] * size
-    for _ in _dealt(shapes, kept):
+    sizes = [0] * size
+    for _ in _dealt(shapes, sizes):
         pass
-    return max(kept)
+    return max(sizes)
 
 
 def _dealt(shapes: Iterable[tuple[int, ...]], kept: list[int]) -> Iterator[list[tuple[int, Rows]]]:
@@ -110,6 +110,6 @@ def _ranges(rows: int, width: int, size: int) -> list[Rows]:
     while height * width % MOMENT_BLOCK:
         height *= 2
     blocks = -(-rows // height)
-    parts = min(blocks, size)
-    cuts = [min(blocks * part // parts * height, rows) for part in range(parts + 1)]
+    count = min(blocks, size)
+    cuts = [min(blocks * i // count * height, rows) for i in range(count + 1)]
     return list(pairwise(cuts))

@@ -35,8 +35,8 @@ def _siblings() -> Iterator[tuple[int, int, str]]:
             if int(parent) != os.getppid() or int(folder.name) == os.getpid():
                 continue
             pairs = (
-                each.partition("=")
-                for each in os.fsdecode((folder / "environ").read_bytes()).split("\0")
+                line.partition("=")
+                for line in os.fsdecode((folder / "environ").read_bytes()).split("\0")
             )
             environment = {name: value for name, _, value in pairs}
             if all(environment.get(name) == os.environ.get(name) for name in _OF_A_RUN):

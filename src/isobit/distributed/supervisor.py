@@ -64,19 +64,20 @@ def _environment(rank: int, ranks: int) -> dict[str, str]:
 def _received() -> Iterator[list[signal.Signals]]:
     """Yield the list of signals that this process is sent from now on. A terminal sends none to the
     ranks, which have their own sessions."""
-    found = list[signal.Signals]()
+    received = list[signal.Signals]()
     numbers = [
         n
         for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(n) != signal.SIG_IGN
     ]
-    before = {
-        n: signal.signal(n, lambda number, _: found.append(signal.Signals(number))) for n in numbers
+    handlers = {
+        n: signal.signal(n, lambda number, _: received.append(signal.Signals(number)))
+        for n in numbers
     }
     try:
-        yield found
+        yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
@@ -105,7 +106,7 @@ def _outcome(
     """Return the exit code of all. Raises the error that says most: of a rank's own, before that a
     rank was killed, before what others noticed of it, of which the first knows best."""
     words = said(folder, len(codes))
-    own = [each for each in words if not each.of_another]
+    causes = [each for each in words if not each.of_another]
     noticed = sorted(
         (each for each in words if each.of_another), key=lambda each: (each.told, each.at)
     )
@@ -117,8 +118,8 @@ def _outcome(
         for r, code in codes.items()
         if code < 0 and code not in sent and folder.get(f"ended-{r}") is None
     ]
-    if own:
-        raise _error(own[0])
+    if causes:
+        raise _error(causes[0])
     if killed:
         name = signal.Signals(-codes[killed[0]]).name
         raise RunFailed(f"rank {killed[0]} on {platform.node()} was ended by {name}; {again}")

@@ -47,23 +47,23 @@ def share_rows(stored: Sequence[Stored], shards: Shards) -> None:
         return
     waiting: list[tuple[list[Stored], list[Tensor], Callable[[], None]]] = []
     for _, group in groupby(stored, lambda s: part_of(s.name)):
-        part = list(group)
-        buffers = [_packed(part, shards, rank) for rank in range(shards.ranks.size)]
-        waiting.append((part, buffers, shards.ranks.share(buffers)))
+        batch = list(group)
+        buffers = [_packed(batch, shards, rank) for rank in range(shards.ranks.size)]
+        waiting.append((batch, buffers, shards.ranks.share(buffers)))
         if len(waiting) > 2:  # a few layers at a time are in memory twice
             _take(*waiting.pop(0), shards)
-    for each in waiting:
-        _take(*each, shards)
+    for tensor in waiting:
+        _take(*tensor, shards)
 
 
 def _bytes(part: Sequence[Stored], shards: Shards, rank: int) -> list[Tensor]:
     """Return the bytes of a rank's rows, tensor by tensor, in their storage."""
-    found = []
-    for each in part:
-        rows = shards.rows[each.name][rank]
+    pieces = []
+    for tensor in part:
+        rows = shards.rows[tensor.name][rank]
         if rows[1] > rows[0]:
-            found.append(as_bytes(each.rows(rows)))
-    return found
+            pieces.append(as_bytes(tensor.rows(rows)))
+    return pieces
 
 
 def _packed(part: Sequence[Stored], shards: Shards, rank: int) -> Tensor:

@@ -79,23 +79,23 @@ class QuantTotals:
         if not self._counts:
             return [self.count, [0.0, 0.0], [[], []]]
         squares = torch.cat(self._squares, 1)
-        found = torch.cat(
+        sums = torch.cat(
             [torch.stack(self._counts).sum(0), squares.view(-1)]
         ).tolist()  # one wait for all
         return [
             self.count,
-            found[:2],
-            [found[2 : 2 + squares.shape[1]], found[2 + squares.shape[1] :]],
+            sums[:2],
+            [sums[2 : 2 + squares.shape[1]], sums[2 + squares.shape[1] :]],
         ]
 
     @staticmethod
     def from_json(values: Sequence[Any]) -> "QuantTotals":
         """Return the inverse of `to_json`."""
-        found = QuantTotals()
-        found.count, counts, squares = values
-        found._counts = [torch.tensor(counts).double()]
-        found._squares = [torch.tensor(squares, dtype=torch.float64)]
-        return found
+        totals = QuantTotals()
+        totals.count, counts, squares = values
+        totals._counts = [torch.tensor(counts).double()]
+        totals._squares = [torch.tensor(squares, dtype=torch.float64)]
+        return totals
 
     def stats(self) -> QuantStats:
         """Return the statistics of all that was added; zeros if nothing was."""

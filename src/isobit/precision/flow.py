@@ -178,18 +178,18 @@ class Precision:
     def _take_preset(self) -> None:
         """Take all fields from the preset of this name; no other argument may be given."""
         preset = preset_named(self.name)
-        for each in fields(self):
+        for field in fields(self):
             if (
-                each.name not in ("name", "rollout", "learner")
-                and getattr(self, each.name) != each.default
+                field.name not in ("name", "rollout", "learner")
+                and getattr(self, field.name) != field.default
             ):
                 raise IsobitError(
-                    f"Precision({self.name!r}, {each.name}=...): a preset is changed with a "
+                    f"Precision({self.name!r}, {field.name}=...): a preset is changed with a "
                     "mapping, "
                     f"such as {{'preset': {self.name!r}, 'wgrad': 'bf16'}}, or give both flows"
                 )
-        for each in fields(self):
-            object.__setattr__(self, each.name, getattr(preset, each.name))
+        for field in fields(self):
+            object.__setattr__(self, field.name, getattr(preset, field.name))
 
     @property
     def calibrated(self) -> bool:
@@ -269,15 +269,15 @@ class Precision:
         """Return what the flow does to every tensor, by name: a run records it, since a preset's
         name does not say it."""
         uses = (("rollout", self.rollout), ("learner", self.learner))
-        found = {
+        table = {
             f"{use}.{role}": str(getattr(flow, role) or flow.compute)
             for use, flow in uses
             for role in _IN_A_FLOW
         }
-        found |= {f"{use}.probabilities": _probabilities(flow) for use, flow in uses}
-        found |= {f"{use}.{name}": str(getattr(flow, name)) for use, flow in uses for name in _ENDS}
-        found["calibration"] = str(self.calibration if self.calibrated else None)
-        return found | {name: str(getattr(self, name)) for name in _OF_THE_WHOLE}
+        table |= {f"{use}.probabilities": _probabilities(flow) for use, flow in uses}
+        table |= {f"{use}.{name}": str(getattr(flow, name)) for use, flow in uses for name in _ENDS}
+        table["calibration"] = str(self.calibration if self.calibrated else None)
+        return table | {name: str(getattr(self, name)) for name in _OF_THE_WHOLE}
 
     def table(self, num_layers: int | None = None, trained: str | None = None) -> str:
         """Return a plain-text table of every tensor's format in the rollout and in the learner;

@@ -114,6 +114,6 @@ def _pairs(device: torch.device) -> Tensor:
 @lru_cache(maxsize=8)
 def _nibble_of(device: torch.device) -> Tensor:
     """Return the nibble [256] uint8 of an E4M3 code that E2M1 has; of another, anything."""
-    found = torch.zeros(256, dtype=torch.uint8)
-    found[_pairs(torch.device("cpu"))[:16, 0].long()] = torch.arange(16, dtype=torch.uint8)
-    return found.to(device)
+    nibbles = torch.zeros(256, dtype=torch.uint8)
+    nibbles[_pairs(torch.device("cpu"))[:16, 0].long()] = torch.arange(16, dtype=torch.uint8)
+    return nibbles.to(device)

@@ -187,12 +187,12 @@ def quantize(x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
     amax = block_amax(x, block)
     if not torch.isfinite(amax).all():
         raise NonFiniteError(nonfinite_message(name, spec))
-    found = (
+    scale = (
         two_level_scales(amax, spec)
         if spec.scale.startswith("nvfp4")
         else scales(amax, spec.format, spec.scale)
     )
-    return quantize_with_scale(x, found, spec)
+    return quantize_with_scale(x, scale, spec)
 
 
 def two_level_scales(amax: Tensor, spec: QuantSpec) -> Tensor:
@@ -233,8 +233,8 @@ def quantize_part(x: Tensor, spec: QuantSpec, largest: float, name: str = "tenso
 
 def largest_of(magnitudes: Iterable[float]) -> float:
     """Return the largest, NaN if there is one."""
-    found = list(magnitudes)
-    return math.nan if any(map(math.isnan, found)) else max(found)
+    numbers = list(magnitudes)
+    return math.nan if any(map(math.isnan, numbers)) else max(numbers)
 
 
 def _cast(scaled: Tensor, form: Format) -> Tensor:

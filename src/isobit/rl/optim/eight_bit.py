@@ -58,13 +58,13 @@ def quantizable(name: str, shape: Sequence[int]) -> bool:
 
 def code_book(signed: bool) -> list[Fraction]:
     """Return the 256 values in ascending order."""
-    found = [Fraction(0), Fraction(1)]
+    codes = [Fraction(0), Fraction(1)]
     for decade in range(_DECADES):
-        parts = 2**decade * (1 if signed else 2)
+        steps = 2**decade * (1 if signed else 2)
         size = Fraction(10) ** (decade - _DECADES + 1)
-        middles = [size * (1 + 9 * Fraction(2 * part + 1, 2 * parts)) / 10 for part in range(parts)]
-        found += [*middles, *(-middle for middle in middles)] if signed else middles
-    return sorted(found)
+        middles = [size * (1 + 9 * Fraction(2 * i + 1, 2 * steps)) / 10 for i in range(steps)]
+        codes += [*middles, *(-middle for middle in middles)] if signed else middles
+    return sorted(codes)
 
 
 @cache
@@ -104,23 +104,23 @@ class Moment:
 
     def read(self, part: slice) -> Tensor:
         """Elements of whole blocks, [elements] float32."""
-        found = _values(self.signed, self.codes.device)[self.codes.view(-1)[part].int()].view(
+        values = _values(self.signed, self.codes.device)[self.codes.view(-1)[part].int()].view(
             -1, _BLOCK
         )
-        return found.mul_(self._scales(part).unsqueeze(1)).view(-1)
+        return values.mul_(self._scales(part).unsqueeze(1)).view(-1)
 
     def write(self, part: slice, moments: Tensor, draw: Draw) -> None:
         """Round elements of whole blocks, [elements] float32, to the value below or above; what is
         above 0 and has no sign is not rounded to 0."""
         blocks, values = moments.view(-1, _BLOCK), _values(self.signed, self.codes.device)
         scale = blocks.abs().amax(1).clamp_min_(torch.finfo(torch.float32).tiny)
-        given = (blocks / scale.unsqueeze(1)).view(-1)
+        ratios = (blocks / scale.unsqueeze(1)).view(-1)
         below = (
-            torch.bucketize(given, values, out_int32=True, right=True)
+            torch.bucketize(ratios, values, out_int32=True, right=True)
             .sub_(1)
             .clamp_(0, len(values) - 2)
         )
-        codes = below.add_(draw(_way_up(given, below, values)))
+        codes = below.add_(draw(_way_up(ratios, below, values)))
         if not self.signed:
             codes = torch.maximum(codes, moments > 0)
         self.codes.view(-1)[part] = codes.to(torch.uint8)
@@ -168,18 +168,18 @@ class AdamW8bit:
         parameter = self._masters.parameters[name]
         moments = self._moments.setdefault(name, _fresh(parameter))
         step = self._steps[name] = self._steps.get(name, 0) + 1
-        for part in parts_of(parameter.numel()):
-            gradient, master = self._masters.gradient(name, part), self._masters.wide(name, part)
-            first = moments["exp_avg"].read(part).lerp_(gradient, 1 - beta1)
-            second = moments["exp_avg_sq"].read(part).lerp_(gradient.square(), 1 - beta2)
+        for rows in parts_of(parameter.numel()):
+            gradient, master = self._masters.gradient(name, rows), self._masters.wide(name, rows)
+            first = moments["exp_avg"].read(rows).lerp_(gradient, 1 - beta1)
+            second = moments["exp_avg_sq"].read(rows).lerp_(gradient.square(), 1 - beta2)
             second.clamp_min_(smallest_second(first, self.settings.betas, step))
             for key, values in (("exp_avg", first), ("exp_avg_sq", second)):
-                draw = partial(self._masters.draw, f"{key} {name}", name, part, step)
-                moments[key].write(part, values, draw)
+                draw = partial(self._masters.draw, f"{key} {name}", name, rows, step)
+                moments[key].write(rows, values, draw)
             master.mul_(1 - rate * weight_decay)
             denominator = second.sqrt_().div_(math.sqrt(1 - beta2**step)).add_(self.settings.eps)
             master.addcdiv_(first, denominator, value=-rate / (1 - beta1**step))
-            self._masters.put(name, part, master, step)
+            self._masters.put(name, rows, master, step)
 
     def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
         return {
@@ -191,12 +191,12 @@ class AdamW8bit:
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         self._moments, self._steps = {}, {}
-        for name, given in state.items():
+        for name, tensors in state.items():
             self._moments[name] = _fresh(self._masters.parameters[name])
-            self._steps[name] = int(given["step"])
+            self._steps[name] = int(tensors["step"])
             for key, moment in self._moments[name].items():
-                moment.codes.copy_(given[f"{key}.codes"])
-                moment.scale.copy_(given[f"{key}.scale"])
+                moment.codes.copy_(tensors[f"{key}.codes"])
+                moment.scale.copy_(tensors[f"{key}.scale"])
 
 
 def _fresh(parameter: Tensor) -> dict[str, Moment]:
