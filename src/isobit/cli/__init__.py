@@ -97,8 +97,8 @@ def _interruption_is_said() -> Iterator[None]:
     process = os.getpid()
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
-        for each in mine:
-            signal.signal(each, mine[each])
+        for handled in mine:
+            signal.signal(handled, mine[handled])
         if os.getpid() != process:  # a copy of this process: not the command
             os.kill(os.getpid(), number)
         came.append(number)
@@ -109,7 +109,7 @@ def _interruption_is_said() -> Iterator[None]:
     if current_thread() is main_thread():
         if signal.getsignal(signal.SIGINT) is early_interrupt.at_once:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        mine = {n: before for n, before in wanted.items() if signal.getsignal(n) == before}
+        mine = {n: previous for n, previous in wanted.items() if signal.getsignal(n) == previous}
         for number in mine:
             signal.signal(number, interrupt)
     try:
@@ -120,12 +120,12 @@ def _interruption_is_said() -> Iterator[None]:
     except SystemExit as end:
         if came and end.code == 128 + came[0]:
             name = signal.Signals(came[0]).name
-            said = "interrupted" if came[0] == signal.SIGINT else f"ended by {name}"
-            print(f"isobit: {said}", file=sys.stderr)
+            reason = "interrupted" if came[0] == signal.SIGINT else f"ended by {name}"
+            print(f"isobit: {reason}", file=sys.stderr)
         raise
     finally:
-        for number, before in mine.items():
-            signal.signal(number, before)
+        for number, previous in mine.items():
+            signal.signal(number, previous)
 
 
 def _main() -> None:
@@ -161,10 +161,10 @@ def _main() -> None:
         if str(error).startswith(_LOOP):
             name = str(error).removeprefix(_LOOP)
             _end(IsobitError(f"{brief(name, 300)}: {os.strerror(errno.ELOOP)}"))
-        asked = failed_allocation(error)
-        if asked is None:
+        allocation = failed_allocation(error)
+        if allocation is None:
             raise
-        _end(RunFailed(f"out of memory: {asked}; {_LESS_MEMORY}"))
+        _end(RunFailed(f"out of memory: {allocation}; {_LESS_MEMORY}"))
     sys.exit(code)
 
 
@@ -199,10 +199,10 @@ def _one_line(error: Any) -> IsobitError:
         error.show()
         sys.exit(error.exit_code)
     command = "isobit" if error.ctx is None else error.ctx.command_path
-    said = " ".join(error.format_message().split()).rstrip(".")
-    if said.startswith("No such option") and command.rpartition(" ")[2] in _OF_CONFIGS:
-        said += "; a key of the config is given without dashes, such as steps=5"
-    return IsobitError(f"{said}; {command} --help says what there is")
+    text = " ".join(error.format_message().split()).rstrip(".")
+    if text.startswith("No such option") and command.rpartition(" ")[2] in _OF_CONFIGS:
+        text += "; a key of the config is given without dashes, such as steps=5"
+    return IsobitError(f"{text}; {command} --help says what there is")
 
 
 def _end(error: IsobitError) -> NoReturn:

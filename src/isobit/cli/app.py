@@ -127,18 +127,18 @@ def values_of(option: str, given: list[str] | None, example: str) -> dict[str, A
 
     from isobit.data import strict_yaml
 
-    found = dict[str, Any]()
+    values = dict[str, Any]()
     for text in given or ():
         key, sign, value = text.partition("=")
         if not sign:
             raise IsobitError(f"{option} {text!r}: expected KEY=VALUE, such as {example}")
         try:
-            found[key] = strict_yaml.load(value)
+            values[key] = strict_yaml.load(value)
         except yaml.YAMLError as error:
             raise IsobitError(
                 f"{option} {text!r}: not valid YAML: {str(error).splitlines()[0]}"
             ) from None
-    return found
+    return values
 
 
 def template_kwargs(given: list[str] | None) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def template_kwargs(given: list[str] | None) -> dict[str, Any]:
 def adapters(given: list[str] | None) -> dict[str, Path]:
     """Folder by name of `--adapter [NAME=]DIR`; without a name it is that of the folder. Raises
     IsobitError for a name that is none, and for one that two of them have."""
-    found: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     for text in given or []:
         name, sign, folder = text.partition("=")
         if not sign or "/" in name or Path(text).exists():
@@ -159,10 +159,10 @@ def adapters(given: list[str] | None) -> dict[str, Path]:
                 f"--adapter {text!r}: expected NAME=DIR, with a name of letters, digits, '.', "
                 "'_' and '-', or DIR"
             )
-        if name in found:
+        if name in folders:
             raise IsobitError(
-                f"--adapter {text!r}: {found[name]} is called {name} too; give each a name: "
+                f"--adapter {text!r}: {folders[name]} is called {name} too; give each a name: "
                 "NAME=DIR"
             )
-        found[name] = Path(folder)
-    return found
+        folders[name] = Path(folder)
+    return folders

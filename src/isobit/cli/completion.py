@@ -23,14 +23,14 @@ def config_files(incomplete: str) -> list[str]:
     where = Path(f"{folder}/" if "/" in incomplete else ".")
     if not where.is_dir():
         return []
-    found = [
+    paths = [
         p
         for p in sorted(where.iterdir())
         if p.name.startswith(start) and not p.name.startswith(".")
     ]
     prefix = f"{folder}/" if "/" in incomplete else ""
-    names = [f"{prefix}{p.name}" for p in found if p.suffix in (".yaml", ".yml") and p.is_file()]
-    folders = [f"{prefix}{p.name}/" for p in found if p.is_dir()]
+    names = [f"{prefix}{p.name}" for p in paths if p.suffix in (".yaml", ".yml") and p.is_file()]
+    folders = [f"{prefix}{p.name}/" for p in paths if p.is_dir()]
     if not names and len(folders) == 1 and folders[0] != incomplete:
         return config_files(folders[0]) or folders
     return names + folders
@@ -45,19 +45,19 @@ def overrides(ctx: typer.Context, incomplete: str) -> list[str]:
     key, sign, start = incomplete.partition("=")
     if sign:
         return [f"{key}={value}" for value in keys.get(key, ()) if value.startswith(start)]
-    before = [word for word in ctx.params.get("overrides") or () if word != "="]
-    if before and before[-1] in keys:
-        return [value for value in keys[before[-1]] if value.startswith(incomplete)]
-    found = [key for key in keys if key.startswith(incomplete)]
-    if len(found) == 1:  # more than one candidate, or the shell would put a space after the `=`
-        return [f"{found[0]}=", *(f"{found[0]}={value}" for value in keys[found[0]] or ("...",))]
-    return [f"{key}=" for key in found]
+    typed = [word for word in ctx.params.get("overrides") or () if word != "="]
+    if typed and typed[-1] in keys:
+        return [value for value in keys[typed[-1]] if value.startswith(incomplete)]
+    names = [key for key in keys if key.startswith(incomplete)]
+    if len(names) == 1:  # more than one candidate, or the shell would put a space after the `=`
+        return [f"{names[0]}=", *(f"{names[0]}={value}" for value in keys[names[0]] or ("...",))]
+    return [f"{key}=" for key in names]
 
 
 def presets(incomplete: str) -> list[str]:
     """Names of precision flows; after a comma, another."""
-    before, comma, start = incomplete.rpartition(",")
-    return [f"{before}{comma}{name}" for name in PRECISIONS if name.startswith(start)]
+    prefix, comma, start = incomplete.rpartition(",")
+    return [f"{prefix}{comma}{name}" for name in PRECISIONS if name.startswith(start)]
 
 
 def backends(incomplete: str) -> list[str]:

@@ -178,9 +178,9 @@ def evaluate(
     isobit eval --task gsm8k --data test.jsonl --completions answer   score a column of the file
     """
     ks = None if pass_at is None else _ks(pass_at, n)
-    asked = {"samples": samples, "num_samples": n, "pass_at": ks, "temperature": temperature}
+    options = {"samples": samples, "num_samples": n, "pass_at": ks, "temperature": temperature}
     asking = {"prompt_template": prompt_template, "chat": chat or None, "system": system}
-    kept = {
+    defaults = {
         "top_k": top_k,
         "top_p": top_p,
         "min_p": min_p,
@@ -196,8 +196,8 @@ def evaluate(
             "functions": [_reward(text) for text in reward or ()] or None,
             "environment": environment or None,
         },
-        "sampling": {"max_new_tokens": max_new_tokens, "stop": stop or None, **kept},
-        "evaluation": {**asked, "tag": tag, "answer_pattern": answer_pattern},
+        "sampling": {"max_new_tokens": max_new_tokens, "stop": stop or None, **defaults},
+        "evaluation": {**options, "tag": tag, "answer_pattern": answer_pattern},
     }
     values |= {"seed": seed, "precision": precision, "consistency": consistency, "backend": backend}
     _evaluate_or_show(model, against, _given(values), best, completions, adapters(adapter), out)
@@ -246,15 +246,15 @@ def _task(
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     """Without what is None, and without sections of which nothing is left."""
-    kept = {
+    options = {
         key: _given(value) if isinstance(value, Mapping) else value for key, value in values.items()
     }
-    return {key: value for key, value in kept.items() if value is not None and value != {}}
+    return {key: value for key, value in options.items() if value is not None and value != {}}
 
 
 def _ks(text: str, n: int | None) -> list[int]:
     try:
-        ks = [int(part) for part in text.split(",")]
+        ks = [int(number) for number in text.split(",")]
     except ValueError:
         raise IsobitError(f"--pass-at {text!r}: expected whole numbers, such as 1,4") from None
     for k in ks:

@@ -114,9 +114,9 @@ def generate(
 def _refuse_template(template: Path | None, variables: list[str] | None) -> None:
     """Raise IsobitError for a template of prompts that are text."""
     if template is not None or variables:
-        given = "--chat-template" if template is not None else "--chat-template-kwargs"
+        option = "--chat-template" if template is not None else "--chat-template-kwargs"
         raise IsobitError(
-            f"{given}: without --chat prompts are text, which no template renders; give --chat, or "
+            f"{option}: without --chat prompts are text, which no template renders; give --chat, or "
             "leave it out"
         )
 

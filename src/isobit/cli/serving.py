@@ -69,12 +69,12 @@ class _Serve(TyperCommand):
     """`--train` may stand alone, which typer's options cannot."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = list[str]()
+        arguments = list[str]()
         for word, following in zip(args, [*args[1:], ""]):
-            given += [word]
+            arguments += [word]
             if word == "--train" and following not in _TRAINED:
-                given += ["adapters"]
-        return super().parse_args(ctx, given)
+                arguments += ["adapters"]
+        return super().parse_args(ctx, arguments)
 
 
 @app.command(cls=_Serve)

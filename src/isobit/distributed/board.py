@@ -1,4 +1,4 @@
-"""What ranks tell each other beside their meetings: how far each is, which work is claimed, why one
+"""What ranks tell each other next to their meetings: how far each is, which work is claimed, why one
 ends.
 
 On one machine it is `isobit.run.private.PrivateFolder`. Under torchrun it is torchrun's store,
@@ -11,32 +11,32 @@ import torch.distributed as dist
 
 
 class Board(Protocol):
-    """Texts by key."""
+    """A table of texts by key, which all ranks of a run share."""
 
     def set(self, key: str, text: str) -> None:
-        """Whoever reads the key from now on finds this text."""
+        """Set the text that is found under a key from now on."""
 
     def get(self, key: str) -> str | None:
-        """None where nobody has set it."""
+        """Return the text under a key, None where none was set."""
 
     def add(self, name: str) -> int:
-        """How often this was called with a name before."""
+        """Count a call with this name, and return how many came before."""
 
 
 class StoreBoard:
-    """On a store of torch's."""
+    """A board on a store of torch's."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
 
     def set(self, key: str, text: str) -> None:
-        """As Board."""
+        """Set the text that is found under a key from now on."""
         self._store.set(key, text)
 
     def get(self, key: str) -> str | None:
-        """As Board."""
+        """Return the text under a key, None where none was set."""
         return self._store.get(key).decode(errors="replace") if self._store.check([key]) else None
 
     def add(self, name: str) -> int:
-        """As Board."""
+        """Count a call with this name, and return how many came before."""
         return int(self._store.add(name, 1)) - 1

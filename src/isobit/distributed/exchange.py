@@ -40,7 +40,7 @@ class OrderedSum:
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add that of micro-batch `index`, which is larger than those before."""
-        number, place = divmod(index, self.group)
+        number, turn = divmod(index, self.group)
         if number != self._number:
             self._close()
             self._number = number
@@ -50,11 +50,11 @@ class OrderedSum:
             self._total.add_(gradient)
         else:
             self._open = gradient.clone()
-        if place == self.group - 1:
+        if turn == self.group - 1:
             self._close()
 
     def result(self) -> Tensor | None:
-        """The sum, None if nothing was added."""
+        """Return the sum, None if nothing was added."""
         self._close()
         return self._total
 
@@ -67,7 +67,7 @@ class OrderedSum:
 @dataclass(frozen=True, eq=False)
 class Bucket:
     """Masters whose gradients travel together. A message to an owner is a number for each (1:
-    present) and its rows of each; to a rank that owns none of them there is no message."""
+    present) and its rows of each; a rank that owns none of them gets no message."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]  # of the message to each rank
@@ -82,7 +82,8 @@ class Bucket:
 
 @dataclass(eq=False)
 class _Round:
-    """What this rank has of its micro-batch, by master, and the messages that are under way."""
+    """The gradients that this rank has of its micro-batch, by master, and the messages that are
+    under way."""
 
     first: int  # micro-batch of rank 0
     active: int  # ranks that have one
@@ -139,7 +140,7 @@ class GradientSum:
             ranks.prepare([*near, *(range(place, ranks.size, step) for place in range(step))])
 
     def begin(self) -> None:
-        """Forget what was summed."""
+        """Forget the sums."""
         self._sums = {name: OrderedSum(self._group) for name in self._holders}
         for holder in self._holders.values():
             holder.grad = None
@@ -175,11 +176,11 @@ class GradientSum:
             assert self._round is not None
             if leaf.grad is None:  # an expert that no token chose
                 return
-            place = self._place[name]
+            index = self._place[name]
             self._send(
-                place
+                index
             )  # a layer's gradients are complete before the first of the layer below
-            assert place >= self._round.sent
+            assert index >= self._round.sent
             self._round.gradients[name], leaf.grad = leaf.grad, None
 
         return leaf.register_post_accumulate_grad_hook(take)
@@ -200,12 +201,12 @@ class GradientSum:
         now.waiting = [travel for travel in now.waiting if next(travel, _DONE) is not _DONE]
 
     def _travel(self, bucket: Bucket, message: Tensor, now: _Round) -> Iterator[object]:
-        """A bucket's way to its owners: it pauses while messages are under way."""
+        """Yield a bucket's way to its owners: it pauses while messages are under way."""
         ranks = self._shards.ranks
         if self._step > 1:
             sizes = [
-                sum(bucket.sizes[owner] for owner in self._owners_at(place))
-                for place in range(self._step)
+                sum(bucket.sizes[owner] for owner in self._owners_at(offset))
+                for offset in range(self._step)
             ]
             sent = sizes if ranks.rank < now.active else [0] * len(sizes)
             received = [sizes[self._far.start] if rank < now.active else 0 for rank in self._near]
@@ -230,15 +231,15 @@ class GradientSum:
         total = received.new_zeros(sum(sizes) if received.numel() else 0)
         if not received.numel():
             return total
-        for given in received.split(sum(sizes)):
-            for owner, into, piece in zip(self._far, total.split(sizes), given.split(sizes)):
+        for row in received.split(sum(sizes)):
+            for owner, into, piece in zip(self._far, total.split(sizes), row.split(sizes)):
                 if not piece.numel():
                     continue
                 had, has = into[:count].tolist(), piece[:count].tolist()
-                pieces = (self._pieces(bucket, each, owner) for each in (into, piece))
-                for before, there, rows, more in zip(had, has, *pieces):
+                pieces = (self._pieces(bucket, data, owner) for data in (into, piece))
+                for held, there, rows, more in zip(had, has, *pieces):
                     if there:
-                        rows.add_(more) if before else rows.copy_(more)
+                        rows.add_(more) if held else rows.copy_(more)
                 torch.maximum(into[:count], piece[:count], out=into[:count])
         return total
 
@@ -250,9 +251,9 @@ class GradientSum:
         return bucket.sizes[self._shards.ranks.rank]
 
     def _message(self, bucket: Bucket, now: _Round) -> Tensor:
-        """The bucket's gradients on their way to their owners, taken out of the round."""
+        """Return the bucket's gradients on their way to their owners, taken out of the round."""
         anywhere = next(iter(self._leaves.values()))
-        given = {name: now.gradients.pop(name, None) for name in bucket.names}
+        grads = {name: now.gradients.pop(name, None) for name in bucket.names}
         sizes = [
             bucket.sizes[owner] if self._shards.ranks.rank < now.active else 0
             for owner in self._owners
@@ -261,15 +262,15 @@ class GradientSum:
         for rank, piece in zip(self._owners, message.split(sizes)):
             if not piece.numel():
                 continue
-            piece[: len(given)] = torch.tensor([float(g is not None) for g in given.values()])
-            for rows, (name, gradient) in zip(self._pieces(bucket, piece, rank), given.items()):
+            piece[: len(grads)] = torch.tensor([float(g is not None) for g in grads.values()])
+            for rows, (name, gradient) in zip(self._pieces(bucket, piece, rank), grads.items()):
                 if gradient is not None:
                     lo, hi = self._shards.rows[name][rank]
                     rows.copy_(gradient[lo:hi].reshape(-1))
         return message
 
     def _pieces(self, bucket: Bucket, message: Tensor, rank: int) -> Sequence[Tensor]:
-        """The rows of each master in a message to a rank."""
+        """Return the rows of each master in a message to a rank."""
         return message[len(bucket.names) :].split(
             [self._shards.count(name, rank) for name in bucket.names]
         )

@@ -61,7 +61,7 @@ class Part:
 
     @staticmethod
     def whole(tensor: Tensor) -> "Part":
-        """A tensor of which this rank writes all."""
+        """Return a tensor of which this rank writes all."""
         return Part(tensor.dtype, tuple(tensor.shape), tensor)
 
     @property
@@ -69,7 +69,7 @@ class Part:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def data(self) -> Tensor:
-        """The bytes that this rank writes, uint8 on the CPU."""
+        """Return the bytes that this rank writes, uint8 on the CPU."""
         assert self.mine is not None
         mine = self.mine if isinstance(self.mine, Tensor) else self.mine()
         return mine.detach().to("cpu", self.dtype).contiguous().view(-1).view(torch.uint8)
@@ -82,24 +82,24 @@ def write_file(path: Path, parts: Mapping[str, Part], ranks: Ranks = ALONE) -> N
     header, offsets, end = _layout(parts)
     ranks.on_first(lambda: _create(path, header, end))
     written = ranks.run_on_all(lambda: _fill(path, parts, offsets, flush=not ranks.first))
-    if (found := sum(ranks.all_gather_json(written))) != end - len(header):
-        raise RunFailed(f"{path}: the ranks wrote {found} of {end - len(header)} bytes of tensors")
+    if (total := sum(ranks.all_gather_json(written))) != end - len(header):
+        raise RunFailed(f"{path}: the ranks wrote {total} of {end - len(header)} bytes of tensors")
 
 
 def _layout(parts: Mapping[str, Part]) -> tuple[bytes, dict[str, int], int]:
-    """The header, the offset of each tensor in the file in ascending order, and the file's size; as
-    safetensors 0.8 has them."""
+    """Return the header, the offset of each tensor in the file in ascending order, and the file's
+    size; as safetensors 0.8 has them."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset, offsets = 0, {}
-    for name, part in sorted(parts.items(), key=lambda each: (_PLACES[each[1].dtype], each[0])):
+    for name, piece in sorted(parts.items(), key=lambda each: (_PLACES[each[1].dtype], each[0])):
         offsets[name] = offset
-        span = [offset, offset + part.nbytes]
+        span = [offset, offset + piece.nbytes]
         entries[name] = {
-            "dtype": _NAMES[part.dtype],
-            "shape": list(part.shape),
+            "dtype": _NAMES[piece.dtype],
+            "shape": list(piece.shape),
             "data_offsets": span,
         }
-        offset += part.nbytes
+        offset += piece.nbytes
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
@@ -131,14 +131,14 @@ def _fill(path: Path, parts: Mapping[str, Part], offsets: Mapping[str, int], *, 
 
 
 def _runs(parts: Mapping[str, Part], offsets: Mapping[str, int]) -> Iterator[tuple[int, Tensor]]:
-    """What is written at once: an offset, and bytes; neighbours up to `_TOGETHER`."""
+    """Yield what is written at once: an offset, and bytes; neighbours up to `_TOGETHER`."""
     run: list[Tensor] = []
     begin = end = 0
     for name, offset in offsets.items():
-        part = parts[name]
-        if part.mine is None:
+        piece = parts[name]
+        if piece.mine is None:
             continue
-        at, data = offset + part.start * part.dtype.itemsize, part.data()
+        at, data = offset + piece.start * piece.dtype.itemsize, piece.data()
         if run and (at != end or end - begin + len(data) > _TOGETHER):
             yield begin, _joined(run)
             run = []
@@ -172,5 +172,5 @@ class FileTensor:
 
 
 def file_tensors(file: Any) -> dict[str, FileTensor]:
-    """The tensors of a file that `safetensors.safe_open` opened, by name."""
+    """Return the tensors of a file that `safetensors.safe_open` opened, by name."""
     return {name: FileTensor(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118 (a file handle, not a dict)

@@ -30,8 +30,8 @@ _LOOK_EVERY_S = 0.02
 
 
 def launched() -> bool:
-    """Whether this process is one of several, or a single one, that a launcher has started. Raises
-    IsobitError where its variables are no numbers, or contradict each other."""
+    """Return whether this process is one of several, or a single one, that a launcher has started.
+    Raises IsobitError where its variables are not numbers, or contradict each other."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return False
     rank, size = number_in("RANK"), number_in("WORLD_SIZE")
@@ -44,16 +44,16 @@ def launched() -> bool:
 
 
 def restarted() -> bool:
-    """Whether the launcher starts the ranks again, because one has died (`torchrun
+    """Return whether the launcher starts the ranks again, because one has died (`torchrun
     --max-restarts`)."""
     return number_in("TORCHELASTIC_RESTART_COUNT") > 0
 
 
 @contextmanager
 def joined(timeout_s: float) -> Iterator[Ranks]:
-    """The ranks of this run, as long as they are together; a process that nobody launched is alone.
-    What ends this rank is told to the others. Raises RankLost where they do not come together
-    within `timeout_s`, and IsobitError where the port at which they would is in use."""
+    """Join the ranks of this run while they are together; a process without a launcher is alone. An
+    error that ends this rank is sent to the others. Raises RankLost where they do not come together
+    within `timeout_s`, and IsobitError where their port is in use."""
     if not launched():
         yield ALONE
         return
@@ -79,7 +79,7 @@ def joined(timeout_s: float) -> Iterator[Ranks]:
 
 
 def _stay_on_this_machine() -> None:
-    """Where all ranks are on one machine, gloo and NCCL listen for its processes alone."""
+    """Let gloo and NCCL listen for this machine's processes alone, where all ranks are on it."""
     if os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
         return
     loopback = "lo" if sys.platform == "linux" else "lo0"
@@ -91,7 +91,8 @@ def _stay_on_this_machine() -> None:
 
 
 def _torchruns_store(rank: int, size: int, timeout_s: float) -> dist.Store:
-    """The store at MASTER_ADDR and MASTER_PORT, or the part of it that is of today's ranks."""
+    """Return the store at MASTER_ADDR and MASTER_PORT, or the part of it that is of today's
+    ranks."""
     from torch.distributed.rendezvous import rendezvous
 
     if not os.environ.get("MASTER_ADDR") or not number_in("MASTER_PORT"):
@@ -116,10 +117,10 @@ def _torchruns_store(rank: int, size: int, timeout_s: float) -> dist.Store:
 
 
 def _of_this_life(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
-    """A part of the store that no rank has written to before. torchrun keeps one store through all
-    restarts, and what ranks that have died left there would be taken for what those of today say,
-    their addresses first. So the first rank answers whoever says hello with a fresh name, until all
-    ranks of today have seen it."""
+    """Return a part of the store that no rank has written to before. torchrun keeps one store
+    through all restarts, and what ranks that have died left there would be taken for what those of
+    today say, their addresses first. So the first rank answers whoever says hello with a fresh
+    name, until all ranks of today have seen it."""
     if rank > 0:
         token = secrets.token_hex(8)
         store.set(f"isobit/hello/{rank}", token)
@@ -157,7 +158,7 @@ def check_alike(ranks: Ranks, facts: Mapping[str, object]) -> None:
 
 
 def _device() -> torch.device:
-    """The GPU of this rank, or the CPU."""
+    """Return the GPU of this rank, or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local = number_in("LOCAL_RANK")
@@ -172,7 +173,6 @@ def _device() -> torch.device:
 
 
 def _end_with_launcher() -> None:
-    """On Linux a rank is told to end when the process that started it has died, so that none stays
-    behind."""
+    """End a rank on Linux when the process that started it has died, so that none stays behind."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -49,7 +49,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """What every rank gave, by rank."""
+        """Return what every rank gave, by rank."""
 
     @abstractmethod
     def all_to_all(
@@ -66,59 +66,59 @@ class Ranks(ABC):
 
     @abstractmethod
     def claim(self, name: str) -> int:
-        """0 for the first rank that asks under this name, then 1, 2, ...; the ranks take a name for
-        one purpose only, such as `fresh_name` with a number."""
+        """Return 0 for the first rank that asks under this name, then 1, 2, ...; the ranks take a
+        name for one purpose only, such as `fresh_name` with a number."""
 
     def prepare(self, sets: Sequence[range]) -> None:  # noqa: B027 (a transport may need nothing)
         """Make ready to exchange in these sets of ranks; every rank names the same, in the same
         order."""
 
     def fresh_name(self) -> str:
-        """A name that no rank has used, the same on all."""
+        """Return a name that no rank has used, the same on all."""
         return str(self.all_gather_json(secrets.token_hex(8))[0])
 
     def meet(self, verb: str) -> None:  # noqa: B027 (a rank that is alone has nobody to tell)
-        """What the rank is doing, for whoever waits for it."""
+        """Note what the rank is doing, for the ranks that wait for it."""
 
     def print_to(self, path: Path) -> None:  # noqa: B027
         """From now on what this rank prints goes to a file, unless it is the first."""
 
     def all_gather_json(self, value: Any) -> list[Any]:
-        """What every rank gave, by rank; plain values."""
+        """Return what every rank gave, by rank; plain values."""
         return [json.loads(data) for data in self.all_gather_bytes(json.dumps(value).encode())]
 
     def all_gather_tensors(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """What every rank gave, by rank; tensors on the CPU."""
-        given = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        """Return what every rank gave, by rank; tensors on the CPU."""
+        local = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         if self.size == 1:
-            return [given]
-        return [tensors_from(data) for data in self.all_gather_bytes(bytes_of(given))]
+            return [local]
+        return [tensors_from(data) for data in self.all_gather_bytes(bytes_of(local))]
 
     def run_on_all(self, compute: Callable[[], T]) -> T:
-        """What `compute`, which does not meet the others, returns, once it has returned on every
-        rank. If it raised IsobitError or OSError on some, every rank raises that of the lowest of
-        them."""
-        found: T | None = None
+        """Return what `compute`, which does not meet the others, returns, once it has returned on
+        every rank. If it raised IsobitError or OSError on some, every rank raises that of the
+        lowest of them."""
+        result: T | None = None
         mine: IsobitError | OSError | None = None
         try:
-            found = compute()
+            result = compute()
         except (IsobitError, OSError) as error:
             if self.size == 1:
                 raise
             mine = error
         self.raise_on_all(mine)
-        return found  # type: ignore[return-value]
+        return result  # type: ignore[return-value]
 
     def on_first(self, compute: Callable[[], T]) -> T | None:
-        """What `compute` returns on the first rank, once it has returned there; None on the others.
-        Errors as `run_on_all`."""
+        """Return what `compute` returns on the first rank, once it has returned there; None on the
+        others. Errors as `run_on_all`."""
         return self.run_on_all(lambda: compute() if self.first else None)
 
     def broadcast_result(self, compute: Callable[[], T]) -> T:
-        """What `compute` returns on the first rank, sent to all as JSON; errors as in
+        """Return what `compute` returns on the first rank, sent to all as JSON; errors as in
         `run_on_all`."""
-        found: T = self.all_gather_json(self.on_first(compute))[0]
-        return found
+        result: T = self.all_gather_json(self.on_first(compute))[0]
+        return result
 
     def raise_on_all(self, mine: IsobitError | OSError | None) -> None:
         """Raise on every rank the error of the lowest rank that has one."""
@@ -126,8 +126,8 @@ class Ranks(ABC):
             if mine is not None:
                 raise mine
             return
-        said = self.all_gather_json(None if mine is None else _said(mine))
-        for rank, error in enumerate(said):
+        errors = self.all_gather_json(None if mine is None else _said(mine))
+        for rank, error in enumerate(errors):
             if error is not None:
                 raised = (
                     mine if rank == self.rank and mine is not None else _KINDS[error[0]](*error[1:])
@@ -173,7 +173,7 @@ ALONE = Alone()
 
 
 def _said(error: IsobitError | OSError) -> list[Any]:
-    """The kind of an error, and what makes it again."""
+    """Return the kind of an error, and what makes it again."""
     if isinstance(error, OSError):
         return ["OSError", error.errno, error.strerror or str(error)]
     return [

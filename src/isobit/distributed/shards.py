@@ -35,26 +35,26 @@ class Shards:
 
     @staticmethod
     def of(shapes: Mapping[str, tuple[int, ...]], ranks: Ranks = ALONE) -> "Shards":
-        """The ownership of masters of these shapes: a function of the shapes and of the number of
-        ranks alone."""
+        """Return the ownership of masters of these shapes: a function of the shapes and of the
+        number of ranks alone."""
         return Shards(ranks, dict(shapes), ownership(shapes, ranks.size))
 
     def own(self, name: str) -> Rows:
-        """The rows of a master that this rank keeps."""
+        """Return the rows of a master that this rank keeps."""
         return self.rows[name][self.ranks.rank]
 
     def owned(self, name: str) -> bool:
-        """Whether this rank keeps any row of a master."""
+        """Return whether this rank keeps any row of a master."""
         lo, hi = self.own(name)
         return hi > lo
 
     def own_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of what this rank keeps of a master."""
+        """Return the shape of what this rank keeps of a master."""
         lo, hi = self.own(name)
         return (hi - lo, *self.shapes[name][1:])
 
     def width(self, name: str) -> int:
-        """Elements of a row."""
+        """Return the number of elements of a row."""
         return math.prod(self.shapes[name][1:])
 
     def count(self, name: str, rank: int) -> int:
@@ -68,7 +68,7 @@ class Shards:
 
 
 def ownership(shapes: Mapping[str, tuple[int, ...]], size: int) -> Mapping[str, tuple[Rows, ...]]:
-    """(lo, hi) by master and rank."""
+    """Return (lo, hi) by master and rank."""
     return _ownership(tuple(shapes.items()), size)
 
 
@@ -76,25 +76,25 @@ def ownership(shapes: Mapping[str, tuple[int, ...]], size: int) -> Mapping[str, 
 def _ownership(
     shapes: tuple[tuple[str, tuple[int, ...]], ...], size: int
 ) -> Mapping[str, tuple[Rows, ...]]:
-    found: dict[str, tuple[Rows, ...]] = {}
+    owned: dict[str, tuple[Rows, ...]] = {}
     for (name, _), owners in zip(shapes, _dealt([shape for _, shape in shapes], [0] * size)):
         rows = [NONE] * size
         for rank, (lo, hi) in owners:
             rows[rank] = (lo, hi)
-        found[name] = tuple(rows)
-    return found
+        owned[name] = tuple(rows)
+    return owned
 
 
 def largest_share(shapes: Iterable[tuple[int, ...]], size: int) -> int:
     """Elements that the busiest of the ranks keeps."""
-    kept = [0] * size
-    for _ in _dealt(shapes, kept):
+    sizes = [0] * size
+    for _ in _dealt(shapes, sizes):
         pass
-    return max(kept)
+    return max(sizes)
 
 
 def _dealt(shapes: Iterable[tuple[int, ...]], kept: list[int]) -> Iterator[list[tuple[int, Rows]]]:
-    """The owners of each master's ranges; `kept`, elements of each rank, is added to."""
+    """Yield the owners of each master's ranges; `kept`, elements of each rank, is added to."""
     for shape in shapes:
         width = math.prod(shape[1:])
         ranges = sorted(_ranges(shape[0], width, len(kept)), key=lambda r: r[0] - r[1])
@@ -110,6 +110,6 @@ def _ranges(rows: int, width: int, size: int) -> list[Rows]:
     while height * width % MOMENT_BLOCK:
         height *= 2
     blocks = -(-rows // height)
-    parts = min(blocks, size)
-    cuts = [min(blocks * part // parts * height, rows) for part in range(parts + 1)]
+    count = min(blocks, size)
+    cuts = [min(blocks * i // count * height, rows) for i in range(count + 1)]
     return list(pairwise(cuts))

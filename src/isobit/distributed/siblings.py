@@ -28,15 +28,15 @@ def end_siblings(late: Collection[int], board: Board) -> None:
 
 
 def _siblings() -> Iterator[tuple[int, int, str]]:
-    """(rank, process, state) of the others that this process's launcher has started."""
+    """Yield (rank, process, state) of the others that this process's launcher has started."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError, IndexError):  # it has ended, or is another user's
             state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
             if int(parent) != os.getppid() or int(folder.name) == os.getpid():
                 continue
             pairs = (
-                each.partition("=")
-                for each in os.fsdecode((folder / "environ").read_bytes()).split("\0")
+                line.partition("=")
+                for line in os.fsdecode((folder / "environ").read_bytes()).split("\0")
             )
             environment = {name: value for name, _, value in pairs}
             if all(environment.get(name) == os.environ.get(name) for name in _OF_A_RUN):

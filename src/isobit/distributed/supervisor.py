@@ -28,7 +28,7 @@ _AT_ONCE = 3
 
 
 def start(ranks: int, arguments: Sequence[str], again: str) -> int:
-    """Run `isobit ARGUMENTS` as so many ranks on this machine, and return their exit code. Raises
+    """Run `isobit ARGUMENTS` as `ranks` ranks on this machine, and return their exit code. Raises
     what ended them, as one error: RunFailed for a rank that was killed; `again` says how to go
     on."""
     with tempfile.TemporaryDirectory(prefix="isobit-ranks-") as name, _received() as signals:
@@ -49,7 +49,7 @@ def start(ranks: int, arguments: Sequence[str], again: str) -> int:
 
 
 def _environment(rank: int, ranks: int) -> dict[str, str]:
-    """As torchrun's, without an address: there is none."""
+    """Return the environment of a rank, as torchrun's, without an address."""
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
     return {
         "RANK": str(rank),
@@ -62,21 +62,22 @@ def _environment(rank: int, ranks: int) -> dict[str, str]:
 
 @contextmanager
 def _received() -> Iterator[list[signal.Signals]]:
-    """The signals that this process is sent from now on. A terminal sends none to the ranks, whose
-    sessions are their own."""
-    found = list[signal.Signals]()
+    """Yield the list of signals that this process is sent from now on. A terminal sends none to the
+    ranks, which have their own sessions."""
+    received = list[signal.Signals]()
     numbers = [
         n
         for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(n) != signal.SIG_IGN
     ]
-    before = {
-        n: signal.signal(n, lambda number, _: found.append(signal.Signals(number))) for n in numbers
+    handlers = {
+        n: signal.signal(n, lambda number, _: received.append(signal.Signals(number)))
+        for n in numbers
     }
     try:
-        yield found
+        yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
@@ -102,10 +103,10 @@ def _wait(
 def _outcome(
     codes: Mapping[int, int], signals: Sequence[signal.Signals], folder: PrivateFolder, again: str
 ) -> int:
-    """The exit code of all. Raises the error that says most: of a rank's own, before that a rank
-    was killed, before what others noticed of it, of which the first knows best."""
+    """Return the exit code of all. Raises the error that says most: of a rank's own, before that a
+    rank was killed, before what others noticed of it, of which the first knows best."""
     words = said(folder, len(codes))
-    own = [each for each in words if not each.of_another]
+    causes = [each for each in words if not each.of_another]
     noticed = sorted(
         (each for each in words if each.of_another), key=lambda each: (each.told, each.at)
     )
@@ -117,8 +118,8 @@ def _outcome(
         for r, code in codes.items()
         if code < 0 and code not in sent and folder.get(f"ended-{r}") is None
     ]
-    if own:
-        raise _error(own[0])
+    if causes:
+        raise _error(causes[0])
     if killed:
         name = signal.Signals(-codes[killed[0]]).name
         raise RunFailed(f"rank {killed[0]} on {platform.node()} was ended by {name}; {again}")

@@ -80,14 +80,14 @@ class TorchRanks(Ranks):
             )
 
         mine = torch.tensor(
-            [list(tag(self.rank, other)) for other in among], dtype=torch.uint8
+            [list(tag(self.rank, peer)) for peer in among], dtype=torch.uint8
         ).flatten()
-        found = torch.empty_like(mine)
-        dist.all_to_all_single(found, mine, group=group)
-        for other, said in zip(among, found.view(len(among), -1)):
-            if not hmac.compare_digest(bytes(said.tolist()), tag(other, self.rank)):
+        answers = torch.empty_like(mine)
+        dist.all_to_all_single(answers, mine, group=group)
+        for peer, reply in zip(among, answers.view(len(among), -1)):
+            if not hmac.compare_digest(bytes(reply.tolist()), tag(peer, self.rank)):
                 raise RunFailed(
-                    f"a stranger connected to the port of rank {self.rank} as rank {other}; "
+                    f"a stranger connected to the port of rank {self.rank} as rank {peer}; "
                     "start again"
                 )
 
@@ -102,8 +102,8 @@ class TorchRanks(Ranks):
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(sizes, torch.tensor([len(data)]))
             lengths = [int(size) for size in sizes]
-            found = self._of_all(mine, lengths)
-        return [part[:length].numpy().tobytes() for part, length in zip(found, lengths)]
+            bytes_ = self._of_all(mine, lengths)
+        return [row[:length].numpy().tobytes() for row, length in zip(bytes_, lengths)]
 
     def _of_all(self, mine: Tensor, lengths: Sequence[int]) -> list[Tensor]:
         """Return the bytes of each rank. Messages may differ in length, and often one rank alone
@@ -113,17 +113,17 @@ class TorchRanks(Ranks):
         if longest * self.size <= _PADDED_BYTES:
             padded = torch.zeros(longest, dtype=torch.uint8)
             padded[: len(mine)] = mine
-            found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-            dist.all_gather(found, padded)
-            return found
-        found = [
+            buffers = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+            dist.all_gather(buffers, padded)
+            return buffers
+        buffers = [
             mine if rank == self.rank else torch.empty(length, dtype=torch.uint8)
             for rank, length in enumerate(lengths)
         ]
-        for rank, part in enumerate(found):
-            if part.numel():
-                dist.broadcast(part, rank)
-        return found
+        for rank, buffer in enumerate(buffers):
+            if buffer.numel():
+                dist.broadcast(buffer, rank)
+        return buffers
 
     def prepare(self, sets: Sequence[range]) -> None:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
@@ -240,10 +240,10 @@ class TorchRanks(Ranks):
     def _why(self, verb: str, late: bool) -> str:
         try:
             until = time.monotonic() + (0 if late else _GRACE_S)
-            while (said := self._board.get(_FAILED)) is None and time.monotonic() < until:
+            while (cause := self._board.get(_FAILED)) is None and time.monotonic() < until:
                 time.sleep(0.1)
-            if said is not None:
-                return said
+            if cause is not None:
+                return cause
             if late:
                 missing = self._missing()
                 end_siblings([rank for rank, _ in self._behind()], self._board)
@@ -257,18 +257,18 @@ class TorchRanks(Ranks):
     def _missing(self) -> str:
         """Return the ranks that met fewer times than this one, and where they were last seen; where
         all have come to this meeting, all the others, one of which stands still in it."""
-        others = [(rank, self._verb) for rank in range(self.size) if rank != self.rank]
+        peers = [(rank, self._verb) for rank in range(self.size) if rank != self.rank]
         return ", ".join(
             f"rank {rank} (last seen in: {verb or 'start'})"
-            for rank, verb in self._behind() or others
+            for rank, verb in self._behind() or peers
         )
 
     def _behind(self) -> list[tuple[int, str]]:
         """Return (rank, verb) of the ranks that have come to fewer meetings than this one."""
-        found = []
+        behind = []
         for rank in range(self.size):
-            said = re.fullmatch(r"(\d{1,18}) ([a-z ]*)", self._board.get(f"at-{rank}") or "")
-            met, verb = (int(said[1]), said[2]) if said else (0, "")
+            match = re.fullmatch(r"(\d{1,18}) ([a-z ]*)", self._board.get(f"at-{rank}") or "")
+            met, verb = (int(match[1]), match[2]) if match else (0, "")
             if met < self._met:
-                found.append((rank, verb))
-        return found
+                behind.append((rank, verb))
+        return behind

@@ -25,19 +25,19 @@ class Stored:
     height: int = 1
 
     def rows(self, rows: Rows) -> Tensor:
-        """The rows that belong to the master's."""
+        """Return the rows that belong to the master's."""
         lo, hi = rows
         return self.tensor[lo // self.height : -(-hi // self.height)]
 
 
 def part_of(name: str) -> str:
-    """What a tensor travels with: `layers.3` for all of a layer; the embedding, the last norm and
-    the head alone."""
+    """Return what a tensor travels with: `layers.3` for all of a layer; the embedding, the last
+    norm and the head alone."""
     return ".".join(name.split(".")[:2])
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The storage of a contiguous tensor [bytes] uint8; a view."""
+    """Return the storage of a contiguous tensor [bytes] uint8; a view."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
@@ -47,23 +47,23 @@ def share_rows(stored: Sequence[Stored], shards: Shards) -> None:
         return
     waiting: list[tuple[list[Stored], list[Tensor], Callable[[], None]]] = []
     for _, group in groupby(stored, lambda s: part_of(s.name)):
-        part = list(group)
-        buffers = [_packed(part, shards, rank) for rank in range(shards.ranks.size)]
-        waiting.append((part, buffers, shards.ranks.share(buffers)))
+        batch = list(group)
+        buffers = [_packed(batch, shards, rank) for rank in range(shards.ranks.size)]
+        waiting.append((batch, buffers, shards.ranks.share(buffers)))
         if len(waiting) > 2:  # a few layers at a time are in memory twice
             _take(*waiting.pop(0), shards)
-    for each in waiting:
-        _take(*each, shards)
+    for tensor in waiting:
+        _take(*tensor, shards)
 
 
 def _bytes(part: Sequence[Stored], shards: Shards, rank: int) -> list[Tensor]:
-    """The bytes of a rank's rows, tensor by tensor, in their storage."""
-    found = []
-    for each in part:
-        rows = shards.rows[each.name][rank]
+    """Return the bytes of a rank's rows, tensor by tensor, in their storage."""
+    pieces = []
+    for tensor in part:
+        rows = shards.rows[tensor.name][rank]
         if rows[1] > rows[0]:
-            found.append(as_bytes(each.rows(rows)))
-    return found
+            pieces.append(as_bytes(tensor.rows(rows)))
+    return pieces
 
 
 def _packed(part: Sequence[Stored], shards: Shards, rank: int) -> Tensor:

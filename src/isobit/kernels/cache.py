@@ -34,7 +34,7 @@ def cache_directory(name: str, file: str = "") -> Path:
             path = home
         else:
             make_directory(path, 0o700)
-        at, found = replaceable(path), path.stat()
+        at, status = replaceable(path), path.stat()
     except IsobitError as error:
         raise CacheUnusable(str(error)) from error
     except OSError as error:
@@ -42,7 +42,7 @@ def cache_directory(name: str, file: str = "") -> Path:
             f"cannot make the cache folder {path}: {reason_of(error)}; set {variable} to a folder "
             "of your own"
         ) from error
-    if at is None and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+    if at is None and status.st_uid == os.getuid() and not status.st_mode & 0o022:
         return path
     how = "can be written by others" if at is None else f"can be replaced by others, at {at}"
     raise CacheUnusable(
@@ -80,8 +80,8 @@ def unless_passed(mark: Path, test: Callable[[], _Faults], none: _Faults) -> _Fa
     file `mark` says that it has passed."""
     if mark.exists():
         return none
-    found = test()
-    if not found:
+    failed = test()
+    if not failed:
         with suppress(OSError):  # tested again at the next start
             mark.touch()
-    return found
+    return failed

@@ -67,24 +67,22 @@ def find_gpu() -> Gpu | None:
     """Return the GPU that PyTorch would use, or None."""
     if not torch.cuda.is_available():
         return None
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return Gpu(
-        found.name, (found.major, found.minor), found.total_memory, found.multi_processor_count
-    )
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Gpu(gpu.name, (gpu.major, gpu.minor), gpu.total_memory, gpu.multi_processor_count)
 
 
 def versions() -> dict[str, str]:
     """Return the versions that can change a bit: PyTorch's, and Triton's, CUDA's and the GPU's
     where they are present."""
     gpu = find_gpu()
-    found = {
+    numbers = {
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "gpu": None if gpu is None else str(gpu),
     }
     with suppress(PackageNotFoundError):
-        found["triton"] = version("triton")
-    return {name: text for name, text in found.items() if text is not None}
+        numbers["triton"] = version("triton")
+    return {name: text for name, text in numbers.items() if text is not None}
 
 
 def computed_by(ops: Ops) -> dict[str, str]:
@@ -97,7 +95,8 @@ def refusal(gpu: Gpu) -> str | None:
     if gpu.capability in ARCHITECTURES:
         return None
     known = ", ".join(
-        f"sm_{major}{minor} ({each.cards})" for (major, minor), each in ARCHITECTURES.items()
+        f"sm_{major}{minor} ({architecture.cards})"
+        for (major, minor), architecture in ARCHITECTURES.items()
     )
     return f"{gpu}: the kernels have tiles for {known}"
 
@@ -105,11 +104,11 @@ def refusal(gpu: Gpu) -> str | None:
 def triton_refusal() -> str | None:
     """Why the installed Triton cannot be used, or None if it can."""
     try:
-        found = version("triton")
+        release = version("triton")
     except PackageNotFoundError:
         return "Triton is not installed; it comes with PyTorch's CUDA builds"
-    numbers = re.match(r"(\d+)\.(\d+)", found)
+    numbers = re.match(r"(\d+)\.(\d+)", release)
     if numbers is None or not OLDEST_TRITON <= (int(numbers[1]), int(numbers[2])) <= NEWEST_TRITON:
         known = " to ".join(".".join(map(str, end)) for end in (OLDEST_TRITON, NEWEST_TRITON))
-        return f"Triton {found} is installed, and the kernels are written for {known}"
+        return f"Triton {release} is installed, and the kernels are written for {known}"
     return None

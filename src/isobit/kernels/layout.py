@@ -57,8 +57,8 @@ class Copies:
             many = widths == width
             slot = torch.arange(width).unsqueeze(0)  # a kernel is compiled for each width
             present = slot < copies[many].unsqueeze(1)
-            place = order[start[many].unsqueeze(1) + torch.where(present, slot, 0)]
-            several.append(Several(taken[many], place, present.float()))
+            sources = order[start[many].unsqueeze(1) + torch.where(present, slot, 0)]
+            several.append(Several(taken[many], sources, present.float()))
         return Copies(index, count, taken, order[start], tuple(several))
 
     def to(self, device: torch.device) -> "Copies":
@@ -67,8 +67,8 @@ class Copies:
             tensor.to(device, non_blocking=True) for tensor in (self.index, self.taken, self.first)
         )
         several = tuple(
-            Several(*(tensor.to(device, non_blocking=True) for tensor in each))
-            for each in self.several
+            Several(*(tensor.to(device, non_blocking=True) for tensor in group))
+            for group in self.several
         )
         return Copies(index, self.count, taken, first, several)
 
@@ -76,11 +76,11 @@ class Copies:
         """Return for each row the sum of its copies' x [R, ...], added in float32 in their order
         and rounded once to x's dtype: [count, ...]; 0 where a row has none."""
         flat = x.reshape(len(x), -1)
-        found = flat.new_zeros(self.count, flat.shape[1])
-        found[self.taken] = flat[self.first]
-        for rows, place, present in self.several:
-            found[rows] = ops.sum_of_rows(flat, place, present)
-        return found.view(self.count, *x.shape[1:])
+        sums = flat.new_zeros(self.count, flat.shape[1])
+        sums[self.taken] = flat[self.first]
+        for rows, copies, present in self.several:
+            sums[rows] = ops.sum_of_rows(flat, copies, present)
+        return sums.view(self.count, *x.shape[1:])
 
 
 def _power_of_two(numbers: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class Layout:
         positions = torch.arange(int(row_start[-1])) - row_start[sequence] + context[sequence]
         pages = page_table.long()[sequence, positions // page_size]
         slots = pages * page_size + positions % page_size
-        max_keys = max((rows + before for rows, before in zip(lengths, contexts)), default=0)
+        max_keys = max((rows + cached for rows, cached in zip(lengths, contexts)), default=0)
         num_slots = (int(page_table.max()) + 1) * page_size if page_table.numel() else 0
         sizes = (max(lengths, default=0), max_keys, num_slots)
         return Layout(row_start, context, page_table.int(), page_size, positions, slots, *sizes)

@@ -71,8 +71,8 @@ def tensors_of(kept: StoredWeight) -> tuple[Tensor, ...]:
 
 def values(operand: Prepared) -> Tensor:
     """Return the values of an operand: a plain tensor itself, or the dequantized float32 matrix."""
-    kept = weight_of(operand)
-    return kept if isinstance(kept, Tensor) else kept.dequantize()
+    matrix = weight_of(operand)
+    return matrix if isinstance(matrix, Tensor) else matrix.dequantize()
 
 
 def picked(operand: Operand, rows: Tensor) -> Operand:
@@ -102,11 +102,11 @@ def by_rows(
 ) -> Tensor:
     """Return `product` of a and a few rows of b at a time: as an element's bits do not depend on
     the other rows of b, those of the whole."""
-    parts = [
+    products = [
         product(a, b.part(rows), None if bias is None else bias[rows], out)
         for rows in panels(b.shape[0], b.shape[1])
     ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    return products[0] if len(products) == 1 else torch.cat(products, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,17 +134,17 @@ class Stacked:
         for index, matrix in enumerate(matrices):
             if stacked is None:
                 stacked = Stacked._like(matrix, count)
-            for target, part in zip(
+            for target, tensor in zip(
                 (stacked.data, stacked.scale, stacked.common), tensors_of(matrix)
             ):
                 assert target is not None
-                target[index].copy_(part)
+                target[index].copy_(tensor)
         assert stacked is not None
         return stacked
 
     @staticmethod
     def _like(matrix: StoredWeight, count: int) -> "Stacked":
-        data, *scales = (part.new_empty((count, *part.shape)) for part in tensors_of(matrix))
+        data, *scales = (tensor.new_empty((count, *tensor.shape)) for tensor in tensors_of(matrix))
         if isinstance(matrix, Tensor):
             return Stacked(data)
         return Stacked(

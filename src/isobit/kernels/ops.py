@@ -122,8 +122,7 @@ class Ops(Protocol):
         gradient, along its columns."""
 
     def quantize_both_ways(self, x: Tensor, spec: QuantSpec, name: str) -> tuple[QTensor, QTensor]:
-        """Return (`quantize`, `quantize_along_tokens`) of x [T, C]: the bits of the two
-        operators."""
+        """Return (`quantize`, `quantize_along_tokens`) of x [T, C], bit for bit."""
 
     def gradient_product(
         self, a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None
@@ -211,8 +210,7 @@ class Ops(Protocol):
     def sum_of_rows_backward(
         self, dy: Tensor, x: Tensor, place: Tensor, gates: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return (gradient of x [R, C], of the gates [T, k] float32), where every row of x has one
-        place."""
+        """Return (gradient of x [R, C], of the gates [T, k] float32); a row of x has one place."""
 
     def route(
         self, logits: Tensor, count: int, normalize: bool, given: Tensor | None = None
@@ -248,8 +246,7 @@ class Ops(Protocol):
     def rms_norm_backward_added(
         self, dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor, added: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return `rms_norm_backward`, its first result plus `added` [R, C]: the bits of the two in
-        turn."""
+        """Return `rms_norm_backward`, its first result plus `added` [R, C], bit for bit."""
 
     def rotary(
         self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False
@@ -358,8 +355,7 @@ class Ops(Protocol):
         [Hv] float32) of whole sequences; it repeats."""
 
     def gate_mul(self, activation: Activation, gate_up: Tensor) -> Tensor:
-        """Return activation(gate) · up, rounded once: [T, 2I] to [T, I]. Both as `Activation`
-        says."""
+        """Return activation(gate) · up, rounded once: [T, 2I] to [T, I] (`Activation`)."""
 
     def gate_mul_quantized(
         self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str
@@ -372,8 +368,7 @@ class Ops(Protocol):
     def gate_mul_backward_quantized(
         self, activation: Activation, dh: Tensor, gate_up: Tensor, spec: QuantSpec, name: str
     ) -> tuple[QTensor, QTensor]:
-        """Return `gate_mul_backward`, by `quantize_both_ways`: the bits of the two operators in
-        turn."""
+        """Return `gate_mul_backward`, by `quantize_both_ways`, bit for bit."""
 
     def embedding_backward(self, dy: Tensor, tokens: Tensor, count: int) -> Tensor:
         """Gradient [count, C] float32 of a table whose rows `tokens` [T] have gradients dy [T, C];

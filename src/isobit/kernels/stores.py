@@ -48,9 +48,9 @@ class KVStore:
         if kv is None:
             return KVStore(k, v, None, None, None)
         if kv.granularity == "tensor":
-            ones = [torch.ones(1, 1, device=device).expand(shape[:2]) for _ in range(2)]
+            units = [torch.ones(1, 1, device=device).expand(shape[:2]) for _ in range(2)]
             store = KVStore(
-                k, v, ones[0], ones[1], kv, torch.zeros(2, dtype=torch.int64, device=device)
+                k, v, units[0], units[1], kv, torch.zeros(2, dtype=torch.int64, device=device)
             )
             if scales is not None:
                 store.set_scales(scales)

@@ -92,8 +92,7 @@ def _device() -> torch.device:
 
 @cache
 def _failing(gpu: Gpu) -> str | None:
-    """Return why the kernels cannot be used on this GPU, or None. From here on they are compiled
-    for it."""
+    """Return why the kernels cannot be used on this GPU, or None, and compile for it."""
     from isobit.kernels.backends import self_check
     from isobit.kernels.backends.triton import TritonOps
     from isobit.kernels.triton import launch  # here: they import Triton
@@ -104,14 +103,14 @@ def _failing(gpu: Gpu) -> str | None:
     if os.environ.get("ISOBIT_GPU_CHECK") == "skip":
         return None
     try:
-        found = self_check.remembered(
+        failures = self_check.remembered(
             TritonOps("bitwise", "being checked", _device()), architecture.fp8
         )
     except Exception as error:  # of a compiler or a driver, anything
         return f"{gpu}: the kernels' check ended with {type(error).__name__}: {error}"
     return (
-        f"{gpu}: the kernels fail their check here: {found[0]} ({len(found)} in all)"
-        if found
+        f"{gpu}: the kernels fail their check here: {failures[0]} ({len(failures)} in all)"
+        if failures
         else None
     )
 

@@ -4,8 +4,7 @@ from isobit.kernels.ops import Ops
 
 
 class Watching:
-    """The operators of `ops`; a subclass overrides those that it looks at, and returns the same
-    results."""
+    """The operators of `ops`, whose subclasses observe some and return the same results."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops

@@ -64,43 +64,42 @@ class Sources:
         if self.adapter is None:
             return ()
         dtype = flow.compute.dtype
-        return tuple(self._factors_of(one, self.adapter, dtype) for one in self.adapter.of(name))
+        return tuple(self._factors_of(proj, self.adapter, dtype) for proj in self.adapter.of(name))
 
     def _factors_of(self, one: Projection, adapter: Adapter, dtype: torch.dtype) -> LowRank:
         values = [self.leaves[name].detach() for name in one.masters]
         expert, together = one.expert, None
         if expert is None:
-            working = [each.to(dtype, copy=True) for each in values]
+            working = [factor.to(dtype, copy=True) for factor in values]
         else:
             group, number = expert
             if number == 0:  # of these uses, which share it
                 count = adapter.experts[group]
-                sizes = [(count, *each.shape) for each in values]
-                empty = [each.new_empty(s, dtype=dtype) for each, s in zip(values, sizes)]
+                sizes = [(count, *factor.shape) for factor in values]
+                empty = [factor.new_empty(s, dtype=dtype) for factor, s in zip(values, sizes)]
                 self._stacks[group] = Stacked(empty[0]), Stacked(empty[1])
             together = self._stacks[group]
-            working = [each.data[number] for each in together]
-            for into, each in zip(working, values):
-                into.copy_(each)
+            working = [factor.data[number] for factor in together]
+            for into, factor in zip(working, values):
+                into.copy_(factor)
         a, b = (
-            Weight(name, self.leaves[name], each, None, None)
-            for name, each in zip(one.masters, working)
+            Weight(name, self.leaves[name], factor, None, None)
+            for name, factor in zip(one.masters, working)
         )
         return LowRank(a, b, one.lo, one.hi, adapter.scale, together)
 
 
 def factors(name: str, adapter: Adapter, compute: Format, ops: Ops) -> Factors | None:
-    """Return an adapter's factors of one weight that nothing trains, prepared for `ops`; None: it
-    has none."""
+    """Return an adapter's factors of one frozen weight, prepared for `ops`, or None."""
 
     def working(name: str) -> Tensor:
         return adapter.tensors[name].to(ops.device).to(compute.dtype, copy=True)
 
-    parts = []
-    for one in adapter.of(name):
-        a, b = map(working, one.masters)
-        parts.append((a, b, one.lo, one.hi))
-    return ops.prepare_factors(parts, adapter.scale) if parts else None
+    low_rank = []
+    for proj in adapter.of(name):
+        a, b = map(working, proj.masters)
+        low_rank.append((a, b, proj.lo, proj.hi))
+    return ops.prepare_factors(low_rank, adapter.scale) if low_rank else None
 
 
 def with_adapter(
@@ -126,8 +125,8 @@ def with_adapter(
             frozen = replace(part, master=FROZEN, bias_master=bias, own_copy=False, several=None)
             return replace(frozen, adapters=made[key])
 
-        found: Working = map_parts(working, change)
-        return found
+        changed: Working = map_parts(working, change)
+        return changed
 
     return {use: of(use, working) for use, working in uses.items()}
 
@@ -149,18 +148,18 @@ def make_working(
 ) -> Working:
     """Working weights of a use. Parts found in `made` are shared, the others are added to it. `ops`
     quantize; the use multiplies with `multiplying`, which prepare the weights."""
-    parts: list[Layer | Outside] = []
+    pieces: list[Layer | Outside] = []
     for index in (None, *range(config.num_layers)):
         flow = precision.flow(use, index, config.num_layers)
         if (index, flow) not in made:
-            part = (
+            piece = (
                 _make_outside(config, flow, sources)
                 if index is None
                 else _LayerMaker(config, precision, ops, sources, index, flow).layer()
             )
-            made[index, flow] = _prepared(part, multiplying)
-        parts.append(made[index, flow])
-    outside, *layers = parts
+            made[index, flow] = _prepared(piece, multiplying)
+        pieces.append(made[index, flow])
+    outside, *layers = pieces
     assert isinstance(outside, Outside)
     return Working(outside, tuple(layer for layer in layers if isinstance(layer, Layer)))
 
@@ -237,8 +236,8 @@ class _LayerMaker:
             return self.latent(whole=self.config.latent.q_rank is None)
         norms = None
         if self.config.qk_norm:
-            own = self.config.keys_of(self.index) == self.index
-            norms = self.norm("q_norm"), self.norm("k_norm") if own else None
+            has_keys = self.config.keys_of(self.index) == self.index
+            norms = self.norm("q_norm"), self.norm("k_norm") if has_keys else None
         return Attention(
             self.made("qkv"),
             norms,
@@ -286,16 +285,16 @@ class _LayerMaker:
         latent = None
         if config.experts.latent:
             latent = self.made("experts_in"), self.made("experts_out")
-        found = Mixture(
+        mixture = Mixture(
             router, experts, gate_up, down, count, normalize, shared, gate, latent=latent
         )
         if config.experts_beside:
-            norms = {one.name: self.norm(one.name) for one in fields(Beside)[:-1]}
+            norms = {field.name: self.norm(field.name) for field in fields(Beside)[:-1]}
             beside = Beside(**norms, expert_scale=self.single("expert_scale"))
-            return replace(found, beside=beside)
+            return replace(mixture, beside=beside)
         if (scoring := config.experts.scoring) is None:
-            return found
-        return replace(found, scoring=scoring, balance=self.single("balance"))
+            return mixture
+        return replace(mixture, scoring=scoring, balance=self.single("balance"))
 
     def stacked(self, role: str) -> tuple[Stacked, list[Weight]]:
         """Yield a matrix of all experts in one storage, and each expert's."""
@@ -311,7 +310,7 @@ class _LayerMaker:
 
         stack = Stacked.of(matrices(), count)
         return with_biases(
-            stack, [self.weight(*each) for each in zip(names, leaves, stack.experts)]
+            stack, [self.weight(*sources) for sources in zip(names, leaves, stack.experts)]
         )
 
     def named(self, name: str) -> str:
@@ -342,19 +341,24 @@ class _LayerMaker:
         bias = sources.masters.get(f"{self.named(name)}_bias")
         rounded = None if bias is None else bias.detach().to(compute, copy=True)
         operand = self.made_of(name, master) if working is None else working
-        kept = None if bias is None else sources.leaf(bias)
+        bias_leaf = None if bias is None else sources.leaf(bias)
         adapters = sources.low_rank(self.named(name), self.flow)
-        found = Weight(
-            self.named(name), sources.leaf(master), operand, kept, rounded, adapters=adapters
+        weight = Weight(
+            self.named(name), sources.leaf(master), operand, bias_leaf, rounded, adapters=adapters
         )
         activation = precision.linear_flow(self.flow, name.rpartition(".")[2]).activation
         if activation is None:
-            return found
+            return weight
         dgrad, wgrad = precision.backward(self.index, self.config.num_layers)
-        own = precision.wgrad_activation == "own-copy" and sources.adapter is None
+        copied = precision.wgrad_activation == "own-copy" and sources.adapter is None
         gradient = precision.gradient
         return replace(
-            found, activation=activation, gradient=gradient, dgrad=dgrad, wgrad=wgrad, own_copy=own
+            weight,
+            activation=activation,
+            gradient=gradient,
+            dgrad=dgrad,
+            wgrad=wgrad,
+            own_copy=copied,
         )
 
 

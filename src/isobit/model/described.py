@@ -24,12 +24,12 @@ def described(
     """Read the config and the tokenizer of a Hugging Face directory, or of the model that a PEFT
     folder names; the tokenizer is that of the `adapter` folder, where it brings one. Raises
     IsobitError for whatever is wrong with the files."""
-    own = model_folder(path)
-    folder = base_of(own) if is_adapter(own) else own
+    base = model_folder(path)
+    folder = base_of(base) if is_adapter(base) else base
     config = ModelConfig.from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
     if adapter is not None:
-        own = model_folder(adapter, "adapter")
-    tokenizer = Tokenizer.load(own if own != folder and brings_tokenizer(own) else folder, rules)
+        base = model_folder(adapter, "adapter")
+    tokenizer = Tokenizer.load(base if base != folder and brings_tokenizer(base) else folder, rules)
     check_vocabulary(config, tokenizer)
     return Described(config, tokenizer)
 

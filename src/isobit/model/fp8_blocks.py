@@ -60,43 +60,43 @@ def block_checkpoint(model: Model) -> BlockCheckpoint:
     working = {weight.name: weight.working for weight in model.transformer.rollout_weights()}
     spec = model.precision.rollout.weight
     if spec is None or spec.format is not E4M3 or spec.granularity != f"{BLOCK}x{BLOCK}":
-        found = "not quantized" if spec is None else str(spec)
+        form = "not quantized" if spec is None else str(spec)
         raise IsobitError(
             f"FP8 blocks need weights in e4m3 {BLOCK}x{BLOCK}, and those of {model.precision.name} "
-            f"are {found}; give --precision fp8 or fp8-unified"
+            f"are {form}; give --precision fp8 or fp8-unified"
         )
     tensors: dict[str, Tensor] = {}
-    kept: dict[str, str] = {}
-    for master, parts in names.parts(model.config):
+    recipe: dict[str, str] = {}
+    for master, rows in names.parts(model.config):
         weight = working.get(master)
-        ragged = [shape for _, shape in parts if any(size % BLOCK for size in shape)]
+        ragged = [shape for _, shape in rows if any(size % BLOCK for size in shape)]
         if isinstance(weight, QTensor) and not ragged:
-            tensors |= _blocks(weight, [(name, shape[0]) for name, shape in parts])
+            tensors |= _blocks(weight, [(name, shape[0]) for name, shape in rows])
             continue
-        pieces = model.named_parameters()[master].detach().split([shape[0] for _, shape in parts])
+        pieces = model.named_parameters()[master].detach().split([shape[0] for _, shape in rows])
         # 1 and a norm's weight are added in float32 (Gemma), so the sum has bits that BF16 has not,
         # and a bias that balances experts decides between scores that are close
         added = master.endswith("norm") and model.config.offset_of(master)
         dtype = torch.float32 if added or master.endswith("balance") else torch.bfloat16
         tensors |= {
-            name: piece.reshape(shape).to(dtype) for (name, shape), piece in zip(parts, pieces)
+            name: piece.reshape(shape).to(dtype) for (name, shape), piece in zip(rows, pieces)
         }
         if weight is not None or master == "project_layers":
             shape = f"{tuple(ragged[0])} is not a multiple of {BLOCK}" if ragged else ""
             reason = shape if isinstance(weight, QTensor) else "not quantized in the flow"
-            kept |= {name.removesuffix(".weight"): reason for name, _ in parts}
+            recipe |= {name.removesuffix(".weight"): reason for name, _ in rows}
     if not any(tensor.dtype == E4M3.dtype for tensor in tensors.values()):
         raise IsobitError(
-            f"no layer can be stored in FP8 blocks: {next(iter(kept.values()))}; give --format bf16"
+            f"no layer can be stored in FP8 blocks: {next(iter(recipe.values()))}; give --format bf16"
         )
-    return BlockCheckpoint(tensors, kept)
+    return BlockCheckpoint(tensors, recipe)
 
 
 def _blocks(weight: QTensor, parts: list[tuple[str, int]]) -> dict[str, Tensor]:
     heights = [height for _, height in parts]
     codes = weight.data.split(heights)
     scales = weight.scale.split([height // BLOCK for height in heights])
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for (name, _), code, scale in zip(parts, codes, scales):
-        found |= {name: code, f"{name}_scale_inv": scale}
-    return found
+        tensors |= {name: code, f"{name}_scale_inv": scale}
+    return tensors

@@ -20,6 +20,6 @@ class KeptWeights:
     def put_back(self) -> None:
         """Overwrite what moved. The masters are those of now: the next sync makes working weights
         of them again."""
-        for into, kept in zip(self._transformer.learner_storage(), self._copies, strict=True):
-            into.copy_(kept)
+        for into, copy in zip(self._transformer.learner_storage(), self._copies, strict=True):
+            into.copy_(copy)
         self._transformer.repacked()

@@ -55,20 +55,20 @@ def merged(folder: Path, precision: str | Mapping[str, Any] | Precision) -> tupl
     masters = model.named_parameters()
     working = {weight.name: weight.working for weight in model.transformer.rollout_weights()}
     sums = torch.zeros(3, dtype=torch.float64)  # squares of W, of the update, of its error
-    for name in dict.fromkeys(one.weight for one in adapter.projections):
-        before = masters[name].double()
+    for name in dict.fromkeys(proj.weight for proj in adapter.projections):
+        previous = masters[name].double()
         update = torch.zeros_like(masters[name], dtype=torch.float64)
-        for one in adapter.of(name):
-            a, b = (adapter.tensors[factor].to(update.device).double() for factor in one.masters)
-            update[one.lo : one.hi] = adapter.scale * (b @ a)
-        masters[name].copy_(before + update)
+        for proj in adapter.of(name):
+            a, b = (adapter.tensors[factor].to(update.device).double() for factor in proj.masters)
+            update[proj.lo : proj.hi] = adapter.scale * (b @ a)
+        masters[name].copy_(previous + update)
         old = working[name]
         assert not isinstance(old, PackedFP4)  # nothing is frozen here
         new = made_like(old, masters[name], model.ops, name)
         error = plain(new, torch.float32).double() - plain(old, torch.float32).double() - update
-        sums += torch.stack([_square(part) for part in (before, update, error)]).cpu()
+        sums += torch.stack([_square(matrix) for matrix in (previous, update, error)]).cpu()
     model.sync()
-    norms = [math.sqrt(each) for each in sums.tolist()]
+    norms = [math.sqrt(square) for square in sums.tolist()]
     return model, Gap(norms[1] / norms[0], norms[2] / norms[1] if norms[1] else 0.0)
 
 

@@ -116,12 +116,12 @@ class Model:
                     _read(model_folder(path), adapter, ranks, ops.device, files, dtype, rules),
                 )
 
-            flow, ops, given = ranks.run_on_all(read)
+            flow, ops, tensors = ranks.run_on_all(read)
             transformer = Transformer(
-                given.config, flow, ops, given.masters, ranks, given.adapter, dtype
+                tensors.config, flow, ops, tensors.masters, ranks, tensors.adapter, dtype
             )
-        model = Model(transformer, given.tokenizer)
-        model.generation, model.directory = given.generation, given.directory
+        model = Model(transformer, tensors.tokenizer)
+        model.generation, model.directory = tensors.generation, tensors.directory
         return model
 
     @staticmethod
@@ -139,22 +139,22 @@ class Model:
         smaller by sqrt(2 · layers) (GPT-2), norms multiply by 1, biases 0; of linear attention as
         in `initial`. The same seed gives the same weights. `masters` as in `load`."""
         generator = torch.Generator().manual_seed(seed)
-        given: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, shape in parameter_shapes(config).items():
             if (drawn := initial(name, shape, generator)) is not None:
-                given[name] = drawn
+                tensors[name] = drawn
                 continue
             if len(shape) == 1:
-                one = name.endswith(("norm", "layer_scalar", "expert_scale"))
-                given[name] = torch.full(shape, 1.0 - config.offset_of(name) if one else 0.0)
+                is_one = name.endswith(("norm", "layer_scalar", "expert_scale"))
+                tensors[name] = torch.full(shape, 1.0 - config.offset_of(name) if is_one else 0.0)
                 continue
             deviation = (
                 0.02 / math.sqrt(2 * config.num_layers) if name.endswith((".o", ".down")) else 0.02
             )
-            given[name] = torch.randn(shape, generator=generator) * deviation
+            tensors[name] = torch.randn(shape, generator=generator) * deviation
         flow = precision_from(precision)
         ops = get_ops(backend, consistency)
-        rows = own_rows(given, ranks)
+        rows = own_rows(tensors, ranks)
         return Model(
             Transformer(config, flow, ops, rows, ranks, dtype=_dtype_of(masters)), tokenizer
         )
@@ -189,10 +189,10 @@ class Model:
         adapter."""
         base = "" if self.directory is None else str(self.directory.resolve())
         if isinstance(adapter, NewAdapter):
-            given = new_adapter(self.config, adapter)
+            factors = new_adapter(self.config, adapter)
         else:
-            given = self.read_adapter(adapter)
-        model = Model(self.transformer.adapted(replace(given, base=base)), self.tokenizer)
+            factors = self.read_adapter(adapter)
+        model = Model(self.transformer.adapted(replace(factors, base=base)), self.tokenizer)
         model.generation, model.directory = self.generation, self.directory
         return model
 
@@ -206,10 +206,10 @@ class Model:
             raise IsobitError(
                 f"serving: expected folders of adapters by name, got {adapters!r:.80}"
             )
-        found = {
+        adapters_by_name = {
             name: self._served(model_folder(path, "adapter")) for name, path in adapters.items()
         }
-        model = Model(self.transformer.serving(found), self.tokenizer)
+        model = Model(self.transformer.serving(adapters_by_name), self.tokenizer)
         model.generation, model.directory = self.generation, self.directory
         return model
 
@@ -241,10 +241,10 @@ class Model:
         check_served(folder, self.directory)
         if (
             brings_tokenizer(folder)
-            and (what := self.tokenizer.differs(Tokenizer.load(folder))) is not None
+            and (difference := self.tokenizer.differs(Tokenizer.load(folder))) is not None
         ):
             raise IsobitError(
-                f"adapter {folder}: its {what} is not the model's; serve it alone, or give both "
+                f"adapter {folder}: its {difference} is not the model's; serve it alone, or give both "
                 "the same"
             )
         return read_peft(folder, self.config)
@@ -309,23 +309,22 @@ class Model:
     ) -> list[list[tuple[int, float]]]:
         """Return, for a sequence of n tokens, the `count` likeliest tokens at temperature 1 at each
         place from `first` (at least 1) on: n - first entries, as `logprobs` of an adapter."""
-        parts = self.top_logprobs_in_parts(sequence, count, len(sequence), first, adapter)
-        return [each for part in parts for each in part]
+        chunks = self.top_logprobs_in_parts(sequence, count, len(sequence), first, adapter)
+        return [entry for chunk in chunks for entry in chunk]
 
     @torch.no_grad()
     def top_logprobs_in_parts(
         self, sequence: Sequence[int], count: int, rows: int, first: int, adapter: str | None
     ) -> Iterator[list[list[tuple[int, float]]]]:
-        """Yield `top_logprobs`, `rows` places at a time: each is `count` passes over the
-        vocabulary."""
+        """Yield `top_logprobs`, `rows` places at a time, each in `count` passes."""
         (tokens,) = token_sequences([sequence], self.config.vocab_size, self.config.max_positions)
         hidden = self._packed_hidden([list(tokens[:-1])], "rollout", adapter)[first - 1 :]
         ops = self.transformer.ops["rollout"]
-        for part in hidden.split(rows):
+        for chunk in hidden.split(rows):
             weight = self.transformer.head_weight("rollout")
-            found = top_of_rows(part, weight, count, ops, self.config.logit_cap)
+            likeliest = top_of_rows(chunk, weight, count, ops, self.config.logit_cap)
             ops.raise_faults()
-            yield found
+            yield likeliest
 
     def save(
         self,
@@ -375,8 +374,8 @@ class Model:
             "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
             "pad_token_id": self.config.pad_id,
         }
-        given = {key: value for key, value in generation.items() if value is not None}
-        write_json(directory / "generation_config.json", self.generation | given)
+        settings = {key: value for key, value in generation.items() if value is not None}
+        write_json(directory / "generation_config.json", self.generation | settings)
         self.tokenizer.save(directory)
 
     def memory(self) -> dict[str, int]:
@@ -448,25 +447,25 @@ def _read(
     config = ModelConfig.from_hf(
         read_json(directory / "config.json"), str(directory / "config.json")
     )
-    where, own = str(directory), directory
-    given = None
+    where, model_path = str(directory), directory
+    factors = None
     if isinstance(adapter, NewAdapter):
-        given = new_adapter(config, adapter, str(directory.resolve()))
+        factors = new_adapter(config, adapter, str(directory.resolve()))
     elif adapter is not None:
         folder = model_folder(adapter, "adapter")
-        given = read_peft(folder, config, str(directory.resolve()))
-        own = folder if brings_tokenizer(folder) else own
-    tokenizer = Tokenizer.load(own, rules)
+        factors = read_peft(folder, config, str(directory.resolve()))
+        model_path = folder if brings_tokenizer(folder) else model_path
+    tokenizer = Tokenizer.load(model_path, rules)
     weights = files.enter_context(
         open_weights(directory, lambda shapes: names.check_shapes(shapes, config, where))
     )
     names.check_tied(weights.rows, weights.shapes, config, where, ranks)
     masters: Mapping[str, Tensor] = names.Fused(weights.rows, config, device, weights.shapes)
-    if given is None:
+    if factors is None:
         masters = names.fuse(weights.rows, config, ranks, dtype, weights.shapes)
-    more = own / "generation_config.json"
+    more = model_path / "generation_config.json"
     return _Read(
-        config, tokenizer, masters, read_json(more) if exists(more) else {}, given, directory
+        config, tokenizer, masters, read_json(more) if exists(more) else {}, factors, directory
     )
 
 

@@ -82,8 +82,8 @@ class RewardModel:
         if isinstance(prompt, str):
             assert isinstance(completion, str)
             return self.tokenizer.encode_text(prompt + completion)
-        chat, said = list[Mapping[str, Any]](prompt), completion
-        first, *rest = [{"content": said}] if isinstance(said, str) else said
+        chat, text = list[Mapping[str, Any]](prompt), completion
+        first, *rest = [{"content": text}] if isinstance(text, str) else text
         begun = ""
         if prompt and prompt[-1]["role"] == "assistant":  # which the completion goes on with
             begun = chat.pop()["content"]
@@ -124,8 +124,7 @@ class RewardModel:
 
 
 def _check(shapes: Shapes, config: ModelConfig, values: Mapping[str, Any], directory: Path) -> None:
-    """Raise IsobitError unless these tensors are a model of this config with a score for a single
-    label."""
+    """Raise IsobitError unless these tensors are a model of this config with one label."""
     body = {name: shape for name, shape in shapes.items() if name not in _HEADS}
     score = shapes.get("score.weight")
     if score is None:

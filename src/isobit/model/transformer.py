@@ -80,8 +80,8 @@ class Transformer:
         if masters is None:
             self.masters = Masters.elsewhere(shapes, ops.device)
         else:
-            given = masters if adapter is None else own_rows(adapter.tensors, ranks)
-            self.masters = Masters(given, shapes, ops.device, ranks, dtype)
+            trained = masters if adapter is None else own_rows(adapter.tensors, ranks)
+            self.masters = Masters(trained, shapes, ops.device, ranks, dtype)
         self.adapter = None if adapter is None else replace(adapter, tensors={})
         self.config, self.precision = config, precision
         self.ops: dict[str, Ops] = {
@@ -151,12 +151,13 @@ class Transformer:
     @torch.no_grad()
     def _make(self, sources: Sources, uses: Sequence[str]) -> dict[str, Working]:
         made: Made = {}  # so that what has one flow and one engine has one storage
-        given = self.config, self.precision, self.ops["learner"], sources
+        arguments = self.config, self.precision, self.ops["learner"], sources
         shared = self.precision.shared
-        found = {
-            use: make_working(*given, use, made if shared else {}, self.ops[use]) for use in uses
+        working = {
+            use: make_working(*arguments, use, made if shared else {}, self.ops[use])
+            for use in uses
         }
-        return {use: found.get(use, found["rollout"]) for use in USES}
+        return {use: working.get(use, working["rollout"]) for use in USES}
 
     @torch.no_grad()
     def _send(self, names: Collection[str]) -> None:
@@ -191,33 +192,33 @@ class Transformer:
         def bare(part: Weight | Vector) -> Weight | Vector:
             return replace(part, adapters=()) if isinstance(part, Weight) else part
 
-        found = copy(self)
-        found.adapter, found._kv_scales, found._watches = None, None, {}
-        found._working = {use: map_parts(working, bare) for use, working in self._working.items()}
-        found.masters = Masters({}, {}, self.ops["learner"].device, self.masters.shards.ranks)
-        found.checksums = Checksums(found._written_by_sync)
-        return found
+        clone = copy(self)
+        clone.adapter, clone._kv_scales, clone._watches = None, None, {}
+        clone._working = {use: map_parts(working, bare) for use, working in self._working.items()}
+        clone.masters = Masters({}, {}, self.ops["learner"].device, self.masters.shards.ranks)
+        clone.checksums = Checksums(clone._written_by_sync)
+        return clone
 
     @torch.no_grad()
     def adapted(self, adapter: Adapter) -> "Transformer":
         """Return a model over the same frozen storage whose masters are a copy of an adapter's
         factors."""
-        found, ops = copy(self), self.ops["learner"]
-        found.adapter, found.served = replace(adapter, tensors={}), None
+        clone, ops = copy(self), self.ops["learner"]
+        clone.adapter, clone.served = replace(adapter, tensors={}), None
         copied = {name: factor.clone() for name, factor in adapter.tensors.items()}
         ranks = self.masters.shards.ranks
-        found.masters = Masters(own_rows(copied, ranks), adapter.shapes, ops.device, ranks)
-        leaves = found.masters.leaves
+        clone.masters = Masters(own_rows(copied, ranks), adapter.shapes, ops.device, ranks)
+        leaves = clone.masters.leaves
         sources = Sources({}, adapter, leaves)
-        found._working = with_adapter(self._working, self.precision, self.ops, sources)
-        found._version, found._kv_scales, found._watches = 0, None, {}
-        found._receiver = None if self.precision.shared else Receiver()
-        found.checksums = Checksums(found._written_by_sync)
-        if found.masters.apart:
-            remake(found._synced, ops, found.masters, leaves)
-        found._send(leaves)
+        clone._working = with_adapter(self._working, self.precision, self.ops, sources)
+        clone._version, clone._kv_scales, clone._watches = 0, None, {}
+        clone._receiver = None if self.precision.shared else Receiver()
+        clone.checksums = Checksums(clone._written_by_sync)
+        if clone.masters.apart:
+            remake(clone._synced, ops, clone.masters, leaves)
+        clone._send(leaves)
         ops.raise_faults()
-        return found
+        return clone
 
     def serving(self, adapters: Mapping[str, Adapter]) -> "Transformer":
         """Return a frozen model over the same storage that rolls out several adapters at once, each
@@ -233,21 +234,21 @@ class Transformer:
                 f"precision {self.precision.name} calibrates its KV cache, and each of several "
                 "adapters would need scales of its own; serve them one at a time, or take fp8"
             )
-        found, serving = copy(self if self.adapter is None else self.without_adapter()), MultiLora()
-        adaptable = {one.weight for one in projections(self.config)}
+        clone, serving = copy(self if self.adapter is None else self.without_adapter()), MultiLora()
+        adaptable = {proj.weight for proj in projections(self.config)}
 
         def change(part: Weight | Vector) -> Weight | Vector:
             if not isinstance(part, Weight) or part.name not in adaptable:
                 return part
             return replace(part, several=serving.of(part.name))
 
-        found._working = {**found._working, "rollout": map_parts(found._working["rollout"], change)}
-        found.served, found._watches = serving, {}
-        found.masters = Masters({}, {}, self.ops["learner"].device, self.masters.shards.ranks)
-        found.checksums = Checksums(found._written_by_sync)
+        clone._working = {**clone._working, "rollout": map_parts(clone._working["rollout"], change)}
+        clone.served, clone._watches = serving, {}
+        clone.masters = Masters({}, {}, self.ops["learner"].device, self.masters.shards.ranks)
+        clone.checksums = Checksums(clone._written_by_sync)
         for name, adapter in adapters.items():
-            found.add_adapter(name, adapter)
-        return found
+            clone.add_adapter(name, adapter)
+        return clone
 
     @torch.no_grad()
     def add_adapter(self, name: str, adapter: Adapter) -> None:
@@ -283,7 +284,7 @@ class Transformer:
         """
         ops = self.ops[use]
         tokens, layout = tokens.to(ops.device), layout.to(ops.device)
-        one = Pass(
+        pass_ = Pass(
             config=self.config,
             ops=ops,
             layout=layout,
@@ -298,18 +299,18 @@ class Transformer:
         )
         served = self.served if use == "rollout" else None
         with nullcontext() if served is None else served.forward(len(tokens), adapters):
-            return forward(tokens, self._working[use], one)
+            return forward(tokens, self._working[use], pass_)
 
     @contextmanager
     def watched(self, watch: Watch, use: str = "learner") -> Iterator[None]:
         """Inside, forwards of a use compute with the operators that `watch` returns for each layer;
         an earlier watch is suspended."""
-        before = self._watches
-        self._watches = before | {use: watch}
+        previous = self._watches
+        self._watches = previous | {use: watch}
         try:
             yield
         finally:
-            self._watches = before
+            self._watches = previous
 
     def head_logprobs(
         self,
@@ -325,8 +326,8 @@ class Transformer:
         """Return (log-probability of `targets`, entropy) [T] float32, in chunks of rows: [T,
         vocabulary] at once only to `keep` them for the backward."""
         rows, ops = chunk if chunk is not None else self.head_rows, self.ops[use]
-        given = self._working[use].outside.head, targets, temperature, rows, ops
-        return head_logprobs(hidden, *given, filtering, context, self.config.logit_cap, keep)
+        arguments = self._working[use].outside.head, targets, temperature, rows, ops
+        return head_logprobs(hidden, *arguments, filtering, context, self.config.logit_cap, keep)
 
     def head_divergence(self, hidden: Tensor, other: Other, divergence: DivergenceOf) -> Tensor:
         """[T] float32, of the learner's logits from another model's, in chunks of rows."""
@@ -382,8 +383,7 @@ class Transformer:
         return list(self._working["rollout"].linear_layers())
 
     def working_names(self, use: str) -> dict[int, str]:
-        """Return the names of a use's working weights, by `id` of the object that operators
-        receive."""
+        """Return the names of a use's working weights, by `id` of what operators receive."""
         working = self._working[use]
         packs = {key: packed.weight for key, packed in working.packs().items()}
         names = {id(operand): name for name, operand, _ in working.tensors()}
@@ -411,7 +411,7 @@ class Transformer:
     def _written_by_sync(self) -> dict[str, Tensor]:
         """Return the working weights of both uses, and what the backend packed of them, unless
         oneDNN hides the bytes."""
-        found: dict[
+        named: dict[
             int, tuple[str, Tensor]
         ] = {}  # by address: uses that share a storage are summed once
         for use, working in self._working.items():
@@ -425,13 +425,15 @@ class Transformer:
                 ("working weight", "scales", stored),
                 ("packed weight", "values", packed),
             ):
-                for key, parts in tensors.items():
-                    for what, part in zip(("", f" ({second})", " (their common factor)"), parts):
-                        if part is not None and not part.is_mkldnn:
-                            found.setdefault(
-                                part.data_ptr(), (f"{whose}{kind} {names[key]}{what}", part)
+                for key, pieces in tensors.items():
+                    for suffix, piece in zip(
+                        ("", f" ({second})", " (their common factor)"), pieces
+                    ):
+                        if piece is not None and not piece.is_mkldnn:
+                            named.setdefault(
+                                piece.data_ptr(), (f"{whose}{kind} {names[key]}{suffix}", piece)
                             )
-        return dict(found.values())
+        return dict(named.values())
 
     @property
     def kv_scales(self) -> KVScales | None:
@@ -454,13 +456,13 @@ class Transformer:
             return
         version = -1 if self._kv_scales is None else self._kv_scales.version
         if version != self.weights_version:
-            found = (
+            unequal = (
                 "not calibrated"
                 if self._kv_scales is None
                 else f"those of version {version} of the weights"
             )
             raise IsobitError(
-                f"the scales of the KV cache are {found}, and the weights are at version "
+                f"the scales of the KV cache are {unequal}, and the weights are at version "
                 f"{self.weights_version}: call Engine.calibrate(prompts) after every sync"
             )
 

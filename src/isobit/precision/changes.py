@@ -28,7 +28,7 @@ _QUERY = {
 
 
 def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision:
-    """A preset by name, or a mapping `{preset: NAME, option: value, ...}` that changes one.
+    """Return a preset by name, or a mapping `{preset: NAME, option: value, ...}` that changes one.
 
     The options are those of `PrecisionChanges`. The name of the result, such as `fp8[wgrad=bf16]`,
     is accepted in place of the mapping.
@@ -43,21 +43,21 @@ def precision_from(value: "str | Mapping[str, object] | Precision") -> Precision
             f"{value!r:.80}"
         )
     known = options_of(PrecisionChanges)  # of another `read` says that it is unknown, null too
-    given = {
+    options = {
         k: option for k, option in _given(value).items() if option is not None or k not in known
     }
-    given = dict(renamed(given, known, ("precision",)))
-    changes = read(PrecisionChanges, given, ("precision",))
+    options = dict(renamed(options, known, ("precision",)))
+    changes = read(PrecisionChanges, options, ("precision",))
     precision = preset_named(changes.preset)
-    given.pop("preset", None)
-    if not given:
+    options.pop("preset", None)
+    if not options:
         return precision
-    words = ", ".join(f"{key}={_text(option)}" for key, option in sorted(given.items()))
+    words = ", ".join(f"{key}={_text(option)}" for key, option in sorted(options.items()))
     return replace(_changed(precision, changes), name=f"{precision.name}[{words}]")
 
 
 def _given(value: str | Mapping[str, object]) -> dict[str, object]:
-    """The options of a name, or of a mapping, whose preset may be one that is changed:
+    """Return the options of a name, or of a mapping, whose preset may be one that is changed:
     `fp8[wgrad=bf16]`."""
     if isinstance(value, str):
         return _parse_name(value)
@@ -68,7 +68,7 @@ def _given(value: str | Mapping[str, object]) -> dict[str, object]:
 
 
 def _parse_name(name: str) -> dict[str, object]:
-    """`preset[key=value, key=value]` as a mapping; a plain name is its preset."""
+    """Return `preset[key=value, key=value]` as a mapping; a plain name is its preset."""
     preset, bracket, rest = name.partition("[")
     if not bracket:
         return {"preset": name}
@@ -116,10 +116,10 @@ def _changed(precision: Precision, changes: PrecisionChanges) -> Precision:
     of_rollout = _of_rollout(precision, changes)
     flows: dict[str, Any] = {}
     for use in ("rollout", "learner"):
-        asked = _over(changes, getattr(changes, use), () if use == "rollout" else of_rollout)
-        if use == "learner" and (asked.activation or asked.weight):
+        options = _over(changes, getattr(changes, use), () if use == "rollout" else of_rollout)
+        if use == "learner" and (options.activation or options.weight):
             _check_plain(precision)
-        flows[use] = _change_flow(getattr(precision, use), asked, precision.name, linear)
+        flows[use] = _change_flow(getattr(precision, use), options, precision.name, linear)
     names = ("dgrad", "wgrad", "wgrad_activation", "engines")
     plain: dict[str, Any] = {
         name: getattr(changes, name) for name in names if getattr(changes, name) is not None
@@ -154,8 +154,8 @@ def _over(both: FlowChanges, side: FlowChanges, without: Sequence[str]) -> FlowC
 
 
 def _asked(changes: FlowChanges, *prefixes: str) -> list[str]:
-    """The options with one of these prefixes that are given."""
-    names = [each.name for each in fields(changes) if each.name.startswith(prefixes)]
+    """Return the options with one of these prefixes that are given."""
+    names = [field.name for field in fields(changes) if field.name.startswith(prefixes)]
     return [name for name in names if getattr(changes, name) is not None]
 
 
@@ -170,10 +170,10 @@ def _check_plain(precision: Precision) -> None:
 
 
 def _gradient(precision: Precision, changes: PrecisionChanges) -> QuantSpec | None:
-    given = precision.gradient
-    if given is None:
-        asked = _asked(changes, "dgrad", "wgrad", "gradient_")
-        if refused := [name for name in asked if getattr(changes, name) != "bf16"]:
+    spec = precision.gradient
+    if spec is None:
+        options = _asked(changes, "dgrad", "wgrad", "gradient_")
+        if refused := [name for name in options if getattr(changes, name) != "bf16"]:
             raise IsobitError(
                 f"precision.{refused[0]}: preset {precision.name!r} has a "
                 f"{precision.learner.compute} learner, "
@@ -181,9 +181,9 @@ def _gradient(precision: Precision, changes: PrecisionChanges) -> QuantSpec | No
             )
         return None
     return QuantSpec(
-        FORMATS[changes.gradient_format or given.format.name],
-        changes.gradient_granularity or given.granularity,
-        changes.gradient_scale or given.scale,
+        FORMATS[changes.gradient_format or spec.format.name],
+        changes.gradient_granularity or spec.granularity,
+        changes.gradient_scale or spec.scale,
     )
 
 
@@ -195,26 +195,26 @@ def _calibration(precision: Precision, changes: PrecisionChanges) -> Calibration
         "margin": "kv_margin",
         "prompts": "kv_calibration_prompts",
     }
-    given: dict[str, Any] = {field: getattr(changes, name) for field, name in names.items()}
-    given = {field: value for field, value in given.items() if value is not None}
-    if given and not precision.calibrated:
+    options: dict[str, Any] = {field: getattr(changes, name) for field, name in names.items()}
+    options = {field: value for field, value in options.items() if value is not None}
+    if options and not precision.calibrated:
         raise IsobitError(
-            f"precision.{names[next(iter(given))]}: there is no calibrated KV cache; set kv_cache: "
+            f"precision.{names[next(iter(options))]}: there is no calibrated KV cache; set kv_cache: "
             "e4m3-calibrated, or start from fp8-rollout-kv"
         )
-    if given.get("schedule") == "never" and len(given) > 1:
+    if options.get("schedule") == "never" and len(options) > 1:
         raise IsobitError(
-            f"precision.{names[list(given)[1]]}: under kv_calibration: never every scale is 1; "
+            f"precision.{names[list(options)[1]]}: under kv_calibration: never every scale is 1; "
             "leave it out"
         )
-    return replace(precision.calibration, **given)
+    return replace(precision.calibration, **options)
 
 
 def _change_flow(flow: Flow, changes: FlowChanges, preset: str, linear: bool) -> Flow:
     """Quantized operands as the options say; a plain operand stays plain."""
-    if (asked := _asked(changes, "weight", "activation")) and not linear:
+    if (options := _asked(changes, "weight", "activation")) and not linear:
         raise IsobitError(
-            f"precision.{asked[0]}: preset {preset!r} quantizes no linear layer; start from an "
+            f"precision.{options[0]}: preset {preset!r} quantizes no linear layer; start from an "
             "fp8 preset"
         )
     weight = _change_spec(flow.weight, changes, "weight")
@@ -280,9 +280,9 @@ def _change_spec(spec: QuantSpec | None, changes: FlowChanges, role: str) -> Qua
         return None
     if spec is None:
         return None
-    if spec.format is E2M1 and (given := _asked(changes, scale, granularity)):
+    if spec.format is E2M1 and (options := _asked(changes, scale, granularity)):
         raise IsobitError(
-            f"precision.{given[0]}: NVFP4 has its own blocks and scales; start from an fp8 preset"
+            f"precision.{options[0]}: NVFP4 has its own blocks and scales; start from an fp8 preset"
         )
     return replace(
         spec,

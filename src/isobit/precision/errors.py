@@ -27,9 +27,9 @@ class QuantStats:
 
 @dataclass(frozen=True, eq=False)
 class ErrorSums:
-    """Of `count` elements of a matrix: `counts` [2] float64, how many were clamped and how many
-    flushed; `squares` [2, blocks] float64, the sums of squares of values and of noise in every 128
-    rows."""
+    """The sums over `count` elements of a matrix: `counts` [2] float64, how many were clamped and
+    how many flushed; `squares` [2, blocks] float64, the sums of squares of values and of noise in
+    every 128 rows."""
 
     count: int
     counts: Tensor
@@ -37,7 +37,7 @@ class ErrorSums:
 
 
 def error_sums(x: Tensor, quantized: QTensor) -> ErrorSums:
-    """Of a matrix [R, C] and its quantization."""
+    """Compute the error sums of a matrix [R, C] and its quantization."""
     values, restored = x.detach().float(), quantized.dequantize()
     # a zero always has the code of zero
     flushed = values.count_nonzero() - restored.count_nonzero()
@@ -75,30 +75,30 @@ class QuantTotals:
         self._squares += other._squares
 
     def to_json(self) -> list[Any]:
-        """Plain values."""
+        """Return plain values."""
         if not self._counts:
             return [self.count, [0.0, 0.0], [[], []]]
         squares = torch.cat(self._squares, 1)
-        found = torch.cat(
+        sums = torch.cat(
             [torch.stack(self._counts).sum(0), squares.view(-1)]
         ).tolist()  # one wait for all
         return [
             self.count,
-            found[:2],
-            [found[2 : 2 + squares.shape[1]], found[2 + squares.shape[1] :]],
+            sums[:2],
+            [sums[2 : 2 + squares.shape[1]], sums[2 + squares.shape[1] :]],
         ]
 
     @staticmethod
     def from_json(values: Sequence[Any]) -> "QuantTotals":
-        """The inverse of `to_json`."""
-        found = QuantTotals()
-        found.count, counts, squares = values
-        found._counts = [torch.tensor(counts).double()]
-        found._squares = [torch.tensor(squares, dtype=torch.float64)]
-        return found
+        """Return the inverse of `to_json`."""
+        totals = QuantTotals()
+        totals.count, counts, squares = values
+        totals._counts = [torch.tensor(counts).double()]
+        totals._squares = [torch.tensor(squares, dtype=torch.float64)]
+        return totals
 
     def stats(self) -> QuantStats:
-        """Of all that was added; zeros if nothing was."""
+        """Return the statistics of all that was added; zeros if nothing was."""
         _, (clamped, flushed), squares = self.to_json()
         signal, noise = (math.fsum(sums) for sums in squares)
         count = max(self.count, 1)
@@ -113,8 +113,8 @@ def _block_squares(x: Tensor) -> Tensor:
 
 
 def _clamped(values: Tensor, quantized: QTensor) -> Tensor:
-    """How many elements exceed what their scale can represent. A block's own maximum may do so by
-    the rounding of its scale; that is not counted."""
+    """Return how many elements exceed what their scale can represent. A block's own maximum may do
+    so by the rounding of its scale; that is not counted."""
     limit = quantized.spec.format.max * (1 + 2**-20) * quantized.scale
     # on a CPU this check costs no wait, and saves the expansion
     if values.device.type == "cpu" and not bool(

@@ -71,7 +71,7 @@ class Flow:
         return self.query is not None and self.query.granularity == "tensor"
 
     def excepts(self, layer: int, num_layers: int) -> bool:
-        """Whether a layer stays in `compute`."""
+        """Return whether a layer stays in `compute`."""
         return layer < self.bf16_first_layers or layer >= num_layers - self.bf16_last_layers
 
 
@@ -178,18 +178,18 @@ class Precision:
     def _take_preset(self) -> None:
         """Take all fields from the preset of this name; no other argument may be given."""
         preset = preset_named(self.name)
-        for each in fields(self):
+        for field in fields(self):
             if (
-                each.name not in ("name", "rollout", "learner")
-                and getattr(self, each.name) != each.default
+                field.name not in ("name", "rollout", "learner")
+                and getattr(self, field.name) != field.default
             ):
                 raise IsobitError(
-                    f"Precision({self.name!r}, {each.name}=...): a preset is changed with a "
+                    f"Precision({self.name!r}, {field.name}=...): a preset is changed with a "
                     "mapping, "
                     f"such as {{'preset': {self.name!r}, 'wgrad': 'bf16'}}, or give both flows"
                 )
-        for each in fields(self):
-            object.__setattr__(self, each.name, getattr(preset, each.name))
+        for field in fields(self):
+            object.__setattr__(self, field.name, getattr(preset, field.name))
 
     @property
     def calibrated(self) -> bool:
@@ -225,19 +225,19 @@ class Precision:
         return "fp8" if self.learner.activation is not None else "bf16"
 
     def flow(self, use: str, layer: int | None = None, num_layers: int = 0) -> Flow:
-        """The formats of `use` ("rollout" or "learner") in one layer; `None` is everything outside
-        the layers."""
+        """Return the formats of `use` ("rollout" or "learner") in one layer; `None` is everything
+        outside the layers."""
         flow = self.rollout if use == "rollout" else self.learner
         if layer is None or flow.excepts(layer, num_layers):
             return Flow(flow.compute)
         return replace(flow, bf16_first_layers=0, bf16_last_layers=0)
 
     def linear_flow(self, flow: Flow, name: str) -> Flow:
-        """The formats of a linear layer, one of LINEAR_LAYERS, in a layer of this flow."""
+        """Return the formats of a linear layer, one of LINEAR_LAYERS, in a layer of this flow."""
         return replace(flow, weight=None, activation=None) if name in self.bf16_layers else flow
 
     def backward(self, layer: int, num_layers: int) -> tuple[str, str]:
-        """How (DGrad, WGrad) of a layer's products run: "fp8" or "bf16"."""
+        """Return how (DGrad, WGrad) of a layer's products run: "fp8" or "bf16"."""
         if self.learner.excepts(layer, num_layers) or self.gradient is None:
             return "bf16", "bf16"
         return self.dgrad, self.wgrad
@@ -266,22 +266,22 @@ class Precision:
         return None
 
     def formats(self) -> dict[str, str]:
-        """What the flow does to every tensor, by name: a run records it, since a preset's name does
-        not say it."""
+        """Return what the flow does to every tensor, by name: a run records it, since a preset's
+        name does not say it."""
         uses = (("rollout", self.rollout), ("learner", self.learner))
-        found = {
+        table = {
             f"{use}.{role}": str(getattr(flow, role) or flow.compute)
             for use, flow in uses
             for role in _IN_A_FLOW
         }
-        found |= {f"{use}.probabilities": _probabilities(flow) for use, flow in uses}
-        found |= {f"{use}.{name}": str(getattr(flow, name)) for use, flow in uses for name in _ENDS}
-        found["calibration"] = str(self.calibration if self.calibrated else None)
-        return found | {name: str(getattr(self, name)) for name in _OF_THE_WHOLE}
+        table |= {f"{use}.probabilities": _probabilities(flow) for use, flow in uses}
+        table |= {f"{use}.{name}": str(getattr(flow, name)) for use, flow in uses for name in _ENDS}
+        table["calibration"] = str(self.calibration if self.calibrated else None)
+        return table | {name: str(getattr(self, name)) for name in _OF_THE_WHOLE}
 
     def table(self, num_layers: int | None = None, trained: str | None = None) -> str:
-        """A plain-text table of every tensor's format in the rollout and in the learner; `trained`:
-        of masters and moments, which the optimizer's settings say and no flow does."""
+        """Return a plain-text table of every tensor's format in the rollout and in the learner;
+        `trained`: of masters and moments, which the optimizer's settings say and no flow does."""
         rows = [("tensor", "rollout", "learner")]
         for label, role in _ROLES:
             rows.append((label, _cell(self.rollout, role), _cell(self.learner, role)))
@@ -416,7 +416,7 @@ fp8-rollout-kv; of Jet-RL (arXiv 2601.14243): fp8-unified (docs/papers.md)."""
 
 
 def preset_named(name: object) -> Precision:
-    """The preset. Raises IsobitError for another name."""
+    """Return the preset. Raises IsobitError for another name."""
     if not isinstance(name, str):
         raise IsobitError(
             f"precision: expected a preset's name, a mapping or a Precision, got {name!r:.80}"
@@ -430,6 +430,6 @@ def preset_named(name: object) -> Precision:
 
 
 def nearest(name: object, choices: Iterable[str]) -> str:
-    """A hint at the choice with the most similar spelling, or an empty string."""
+    """Return a hint at the choice with the most similar spelling, or an empty string."""
     close = get_close_matches(str(name), list(choices), 1)
     return f" (did you mean {close[0]!r}?)" if close else ""

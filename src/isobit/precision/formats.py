@@ -5,7 +5,7 @@ E4M3 and E5M2 are the 8-bit floats of Micikevicius et al., "FP8 Formats for Deep
 E5M2 with infinities (largest finite value 57,344). E2M1 is the 4-bit float of the OCP Microscaling
 specification (v1.0, section 5.3.3): 0, 0.5, 1, 1.5, 2, 3, 4, 6. It is stored in E4M3 codes, a byte
 each, which hold all its values, but in frozen weights, which have two to a byte (`packed_fp4.py`).
-INT8 is the whole numbers from -127 to 127: equal steps, symmetric, so -128 is no code. BF16 holds
+INT8 is the whole numbers from -127 to 127: equal steps, symmetric, so -128 is not a code. BF16 holds
 all of them."""
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class Format:
-    """One number format. `max` is the largest finite magnitude; `itemsize` is in bytes, as it is
+    """A number format. `max` is the largest finite magnitude; `itemsize` is in bytes, as it is
     stored here."""
 
     name: str

@@ -55,23 +55,23 @@ class PackedFP4:
         return QTensor(unpacked(codes), unpacked_scales(scales, self.common), NVFP4)
 
     def dequantize(self) -> Tensor:
-        """All values [R, C] in float32."""
+        """Return all values [R, C] in float32."""
         return self.part().dequantize()
 
 
 def holds(spec: QuantSpec, shape: tuple[int, ...]) -> bool:
-    """Whether `PackedFP4` hold such a weight. One block of 16 columns is multiplied like a whole
-    row of FP8, in another order."""
+    """Return whether `PackedFP4` hold such a weight. One block of 16 columns is multiplied like a
+    whole row of FP8, in another order."""
     return spec == NVFP4 and shape[1] % GROUP == 0 and shape[1] > GROUP
 
 
 def nbytes(rows: int, columns: int) -> int:
-    """Of such a weight."""
+    """Return the bytes of such a weight."""
     return rows * (columns // 2 + columns // GROUP) + 4
 
 
 def packed(quantized: QTensor, x: Tensor) -> PackedFP4:
-    """The same numbers two to a byte; `x` [R, C] is what was quantized."""
+    """Return the same numbers two to a byte; `x` [R, C] is what was quantized."""
     assert holds(quantized.spec, quantized.shape)
     index = _nibble_of(quantized.data.device).index_select(
         0, quantized.data.view(torch.uint8).flatten().int()
@@ -84,27 +84,26 @@ def packed(quantized: QTensor, x: Tensor) -> PackedFP4:
 
 
 def unpacked(codes: Tensor) -> Tensor:
-    """E4M3 codes [..., C] of pairs [..., C / 2]."""
+    """Return E4M3 codes [..., C] of pairs [..., C / 2]."""
     pairs = _pairs(codes.device).index_select(0, codes.flatten().int())
     return pairs.view(*codes.shape[:-1], 2 * codes.shape[-1]).view(E4M3.dtype)
 
 
 def unpacked_scales(scales: Tensor, common: Tensor) -> Tensor:
-    """float32 scales of E4M3 numbers, and of the one number [1], or [..., 1], that they are
-    multiplied by."""
+    """Return float32 scales of E4M3 numbers, and of the common factor [1], or [..., 1]."""
     return torch.where(scales == 0, 1.0, scales.view(E4M3.dtype).float() * common)
 
 
 def panels(count: int, other: int) -> list[slice]:
-    """`count` rows or columns, of `other` elements each, in parts of about a million elements, at
-    multiples of 16."""
+    """Return `count` rows or columns, of `other` elements each, in parts of about a million
+    elements, at multiples of 16."""
     size = max(_PANEL // max(other, 1) // GROUP, 1) * GROUP
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 @lru_cache(maxsize=8)
 def _pairs(device: torch.device) -> Tensor:
-    """The two E4M3 codes [256, 2] uint8 of a byte."""
+    """Return the two E4M3 codes [256, 2] uint8 of a byte."""
     codes = (
         torch.tensor([*_VALUES, *(-value for value in _VALUES)]).to(E4M3.dtype).view(torch.uint8)
     )
@@ -114,7 +113,7 @@ def _pairs(device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _nibble_of(device: torch.device) -> Tensor:
-    """The nibble [256] uint8 of an E4M3 code that E2M1 has; of another, anything."""
-    found = torch.zeros(256, dtype=torch.uint8)
-    found[_pairs(torch.device("cpu"))[:16, 0].long()] = torch.arange(16, dtype=torch.uint8)
-    return found.to(device)
+    """Return the nibble [256] uint8 of an E4M3 code that E2M1 has; of another, anything."""
+    nibbles = torch.zeros(256, dtype=torch.uint8)
+    nibbles[_pairs(torch.device("cpu"))[:16, 0].long()] = torch.arange(16, dtype=torch.uint8)
+    return nibbles.to(device)

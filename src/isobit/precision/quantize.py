@@ -124,18 +124,18 @@ class QTensor:
         return self.spec.block(self.shape)
 
     def transpose(self) -> "QTensor":
-        """The transposed matrix [C, R], over the same storage."""
+        """Return the transposed matrix [C, R], over the same storage."""
         return QTensor(self.data.t(), self.scale.t(), self.spec.transpose())
 
     def dequantize(self) -> Tensor:
-        """The values [R, C] in float32: code times scale, rounded once (exact where the scale is a
-        power of two)."""
+        """Return the values [R, C] in float32: code times scale, rounded once (exact where the
+        scale is a power of two)."""
         return self.data.to(torch.float32) * expand_scale(self.scale, self.block, self.shape)
 
 
 def along_rows(spec: QuantSpec) -> QuantSpec:
-    """The spec of a matrix that is reduced along its rows, not its columns, as WGrad's operands
-    are."""
+    """Return the spec of a matrix that is reduced along its rows, not its columns, as WGrad's
+    operands are."""
     return replace(spec, granularity=_ALONG_ROWS.get(spec.granularity, spec.granularity))
 
 
@@ -187,17 +187,17 @@ def quantize(x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
     amax = block_amax(x, block)
     if not torch.isfinite(amax).all():
         raise NonFiniteError(nonfinite_message(name, spec))
-    found = (
+    scale = (
         two_level_scales(amax, spec)
         if spec.scale.startswith("nvfp4")
         else scales(amax, spec.format, spec.scale)
     )
-    return quantize_with_scale(x, found, spec)
+    return quantize_with_scale(x, scale, spec)
 
 
 def two_level_scales(amax: Tensor, spec: QuantSpec) -> Tensor:
-    """NVFP4's scales for blocks of these largest magnitudes [R, blocks]: E4M3(amax / max / g) · g
-    in float32.
+    """Return NVFP4's scales for blocks of these largest magnitudes [R, blocks]: E4M3(amax / max /
+    g) · g in float32.
 
     g = largest magnitude / (max · 448), of the whole tensor or of the row (NVIDIA 2025, arXiv
     2509.25149, appendix B). A zero block has scale 1; a scale that E4M3 would flush takes its
@@ -211,7 +211,7 @@ def two_level_scales(amax: Tensor, spec: QuantSpec) -> Tensor:
 
 
 def common_scale(largest: Tensor, spec: QuantSpec) -> Tensor:
-    """The g of NVFP4's scales, of the largest magnitudes of tensors or rows."""
+    """Return the g of NVFP4's scales, of the largest magnitudes of tensors or rows."""
     return torch.where(largest > 0, largest / (spec.format.max * E4M3.max), 1.0).clamp(
         min=_SMALLEST_SCALE
     )
@@ -232,9 +232,9 @@ def quantize_part(x: Tensor, spec: QuantSpec, largest: float, name: str = "tenso
 
 
 def largest_of(magnitudes: Iterable[float]) -> float:
-    """The largest, NaN if there is one."""
-    found = list(magnitudes)
-    return math.nan if any(map(math.isnan, found)) else max(found)
+    """Return the largest, NaN if there is one."""
+    numbers = list(magnitudes)
+    return math.nan if any(map(math.isnan, numbers)) else max(numbers)
 
 
 def _cast(scaled: Tensor, form: Format) -> Tensor:
@@ -263,5 +263,5 @@ def quantize_with_scale(x: Tensor, scale: Tensor, spec: QuantSpec) -> QTensor:
 
 
 def nonfinite_message(name: str, spec: QuantSpec) -> str:
-    """The line that every quantizer raises on NaN or infinity."""
+    """Return the line that every quantizer raises on NaN or infinity."""
     return f"cannot quantize {name} to {spec.format}: it holds NaN or infinity"

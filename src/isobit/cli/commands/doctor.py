@@ -81,30 +81,30 @@ def diagnose() -> Diagnosis:
 
 def doctor(as_json: bool) -> None:
     """Print the diagnosis, as a table or as JSON."""
-    found = diagnose()
+    diagnosis = diagnose()
     if as_json:
-        print(json.dumps(asdict(found), indent=1))
+        print(json.dumps(asdict(diagnosis), indent=1))
         return
-    width = max(map(len, found.facts))
-    for name, text in found.facts.items():
+    width = max(map(len, diagnosis.facts))
+    for name, text in diagnosis.facts.items():
         print(f"{name:<{width}}  {text}")
     print()
-    for line in found.advice or ["nothing here is known to be slow"]:
+    for line in diagnosis.advice or ["nothing here is known to be slow"]:
         print(f"- {line}")
 
 
 def _advice(chosen: Ops | IsobitError) -> list[str]:
-    found = []
+    lines = []
     if isinstance(chosen, IsobitError):
-        found.append(f"nothing can be computed: {chosen}")
+        lines.append(f"nothing can be computed: {chosen}")
     elif chosen.backend == "reference":
-        found.append(
+        lines.append(
             "the operators run in PyTorch, much slower than in C++: install a compiler (Debian: "
             "g++), or a wheel of isobit that carries them"
         )
     features = processor_features()
     if platform.machine() in ("x86_64", "AMD64") and not features & {"amx_bf16", "avx512_bf16"}:
-        found.append(
+        lines.append(
             "the processor has no BF16 instructions: products under consistency: bitwise take up "
             "to twice the time, and consistency: fast is the faster there"
         )
@@ -113,37 +113,36 @@ def _advice(chosen: Ops | IsobitError) -> list[str]:
         and not isinstance(chosen, IsobitError)
         and chosen.backend != "triton"
     ):
-        found.append(
+        lines.append(
             "there is a GPU, and the backend does not use it: the line of the backend says why"
         )
     busy, there = os.getloadavg()[0], cores()
     if busy > 0.5 * there:
-        found.append(
+        lines.append(
             f"other work runs here: {busy:.1f} processes were busy in the last minute, on "
             f"{there} cores"
         )
     if os.environ.get("ISOBIT_CXXFLAGS"):
-        found.append(
+        lines.append(
             "ISOBIT_CXXFLAGS is set: the operators are compiled with flags that isobit was not "
             "tested with"
         )
     if "torch" in sys.modules and torch.get_num_threads() > there:
-        found.append(
+        lines.append(
             f"PyTorch has {torch.get_num_threads()} threads for {there} cores: set "
             f"OMP_NUM_THREADS={there}"
         )
-    return found
+    return lines
 
 
 def _left(chosen: Ops | IsobitError) -> str:
-    """Return, for each preset, the parts that the operators in C++ leave to those in PyTorch, which
-    are slower."""
+    """Return, by preset, the parts that C++ leaves to operators in PyTorch, which are slower."""
     if isinstance(chosen, IsobitError) or chosen.backend == "triton":
         return "nothing"
     if chosen.backend == "reference":
         return "everything"
-    found = {name: unsupported(preset, chosen.consistency) for name, preset in PRESETS.items()}
-    return "; ".join(f"{name}: {', '.join(left)}" for name, left in found.items() if left)
+    fallbacks = {name: unsupported(preset, chosen.consistency) for name, preset in PRESETS.items()}
+    return "; ".join(f"{name}: {', '.join(left)}" for name, left in fallbacks.items() if left)
 
 
 def _installed() -> str:
@@ -176,8 +175,8 @@ def _processor() -> str:
 
 
 def _instructions() -> str:
-    found = [name for name in _INSTRUCTIONS if name in processor_features()]
-    return " ".join(found) or platform.machine()
+    present = [name for name in _INSTRUCTIONS if name in processor_features()]
+    return " ".join(present) or platform.machine()
 
 
 def _gpu() -> str:

@@ -59,9 +59,9 @@ def dry_run(config: Config, say: Say) -> None:
     def before_weights(task: Task, base: Path, processes: Processes) -> None:
         prompts.append(_say_without_weights(config, task, base, processes, separated))
 
-    parts = open_parts(config, quiet=False, before_weights=before_weights)
-    parts.processes.close()
-    separated(_opened(parts))
+    opened = open_parts(config, quiet=False, before_weights=before_weights)
+    opened.processes.close()
+    separated(_opened(opened))
     separated(prompts[0])
 
 
@@ -129,8 +129,7 @@ def _say_without_weights(
 
 
 def _heading(config: Config, precision: Precision, model: Described, task: Task, ops: Ops) -> str:
-    """Return the heading of a dry run: the model, its task, the steps and the computation, and
-    warnings."""
+    """Return a dry run's heading: the model, its task, steps and computation, and warnings."""
     rule = objective_of(config, precision).rule
     heading = (
         f"{_model_text(config, model)}; "
@@ -152,17 +151,17 @@ def _heading(config: Config, precision: Precision, model: Described, task: Task,
 def _model_text(config: Config | SftConfig, model: Described) -> str:
     """Return the family and number of parameters of the model, and those of an adapter."""
     text = f"{model.config.family}, {num_parameters(model.config):,} parameters"
-    if (given := config.adapter) is not None:
-        chosen = targeted(model.config, given.targets)
-        adapter = Adapter(given.rank, given.alpha, chosen, {}, rslora=given.rslora)
-        text += f", frozen, and an {adapter}: {num_parameters(model.config, given):,} parameters"
+    if (settings := config.adapter) is not None:
+        chosen = targeted(model.config, settings.targets)
+        adapter = Adapter(settings.rank, settings.alpha, chosen, {}, rslora=settings.rslora)
+        text += f", frozen, and an {adapter}: {num_parameters(model.config, settings):,} parameters"
     return text
 
 
 def _memory(job: Job) -> str:
     """Return the memory plan as text, and whether it fits."""
-    found, whose = plan(job), "" if job.ranks == 1 else f" of each of {job.ranks} ranks"
-    return f"memory{whose}, planned from config.json\n{found.table()}\n{advice(job, found)}"
+    planned, whose = plan(job), "" if job.ranks == 1 else f" of each of {job.ranks} ranks"
+    return f"memory{whose}, planned from config.json\n{planned.table()}\n{advice(job, planned)}"
 
 
 def _opened(parts: Parts) -> str:

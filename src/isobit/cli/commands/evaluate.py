@@ -96,15 +96,15 @@ def evaluation_config(run: Path | None, given: Mapping[str, Any]) -> Config:
     Raises IsobitError for values that cannot be.
     """
     values: dict[str, Any] = _values_of(run) if run is not None else dict(_EMPTY)
-    for section, found in given.items():
-        replaced = not isinstance(found, Mapping) or (section == "task" and "name" in found)
-        values[section] = found if replaced else {**values.get(section, {}), **found}
+    for section, settings in given.items():
+        replaced = not isinstance(settings, Mapping) or (section == "task" and "name" in settings)
+        values[section] = settings if replaced else {**values.get(section, {}), **settings}
     if "path" in given.get("task", {}):
         values["task"] = {**values["task"], "held_out_size": None}
-    evaluation, asked = dict(values.get("evaluation", {})), given.get("evaluation", {})
-    if "pass_at" in asked and not evaluation.get("num_samples"):
+    evaluation, options = dict(values.get("evaluation", {})), given.get("evaluation", {})
+    if "pass_at" in options and not evaluation.get("num_samples"):
         evaluation["num_samples"] = DEFAULT_SAMPLES
-    if "num_samples" in asked and "pass_at" not in asked:
+    if "num_samples" in options and "pass_at" not in options:
         evaluation["pass_at"] = []
     return parse_config(Config, {**values, "evaluation": evaluation}, "isobit eval")
 
@@ -198,13 +198,17 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
 def _check_used(config: Config, request: Request) -> None:
     """Raise IsobitError for an option that nothing would read: of samples where there are none, and
     of a model where a column is scored."""
-    asked, kept = (request.given.get(section, {}) for section in ("evaluation", "sampling"))
-    given = [name for name in ("num_samples", "pass_at", *_SAMPLED) if name in {*asked, *kept}]
-    options = [f"--{name.replace('_', '-')}" for name in given]
+    evaluation, sampling = (
+        request.given.get(section, {}) for section in ("evaluation", "sampling")
+    )
+    unused = [
+        name for name in ("num_samples", "pass_at", *_SAMPLED) if name in {*evaluation, *sampling}
+    ]
+    options = [f"--{name.replace('_', '-')}" for name in unused]
     named = options[0].replace("--num-samples", "-n") if options else ""
-    if request.completions is not None and given:
+    if request.completions is not None and unused:
         raise IsobitError(f"{named}: with --completions nothing is sampled; leave it out")
-    if not config.evaluation.num_samples and given not in ([], ["repetition_penalty"]):
+    if not config.evaluation.num_samples and unused not in ([], ["repetition_penalty"]):
         raise IsobitError(
             f"{named} is for samples, and the greedy completion is the only one; give -n, such as "
             "-n 8, or leave it out"
@@ -220,8 +224,7 @@ def _ask(
     processes: Processes,
     now: datetime,
 ) -> list[tuple[Question, ...]]:
-    """Return the answers of a model, and of each of its adapters; `now`: the date in their
-    prompts."""
+    """Return the answers of a model and of each of its adapters; `now`: the date in prompts."""
     gc.collect()  # of a model that was asked before
     plan, names, rules = evaluation_plan(config), [None, *adapters], text_rules(config, now)
     flow = (config.precision, config.backend, config.consistency)
@@ -243,15 +246,17 @@ def _ask(
     engine = sized_engine(config, model, prompts, sequences)
     engine.calibrate([example.prompt for example in examples])
     with ProgressLine(str(path)) as progress:
-        asked = engine, examples, held_out_scorer(scorer), plan, names, progress.update
-        return measure_each(*asked, dialogue=dialogue)
+        arguments = engine, examples, held_out_scorer(scorer), plan, names, progress.update
+        return measure_each(*arguments, dialogue=dialogue)
 
 
 def _limit(config: Config, of_run: bool, given: Mapping[str, Any]) -> int | None:
     """Return how many examples: as given; of a run's own task as many as its evaluations take; else
     all."""
-    own = of_run and not {"name", "path"} & set(given.get("task", {}))
-    return config.evaluation.samples if own or "samples" in given.get("evaluation", {}) else None
+    own_task = of_run and not {"name", "path"} & set(given.get("task", {}))
+    return (
+        config.evaluation.samples if own_task or "samples" in given.get("evaluation", {}) else None
+    )
 
 
 def _processes(config: Config, task: Task) -> Processes:
@@ -296,8 +301,8 @@ def _column(example: Example, column: str, index: int) -> str:
 def _require_rewards(results: Sequence[Result], out: Path | None) -> None:
     """Raise IsobitError where no completion has a reward, since an accuracy of 0 would say another
     thing; what was answered first is in `out` then."""
-    graded = [one for result in results for q in result.questions for one in (q.greedy, *q.samples)]
-    if any(one.reward is not None for one in graded):
+    graded = [a for result in results for q in result.questions for a in (q.greedy, *q.samples)]
+    if any(a.reward is not None for a in graded):
         return
     if out is not None:
         write_result(out, results[0].to_json())

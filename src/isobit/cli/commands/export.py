@@ -55,7 +55,7 @@ def export(
         raise IsobitError(
             f"--best: {source} is no run, which would have a best model; leave it out"
         )
-    model, said = _open(
+    model, summary = _open(
         source,
         model_directory(source, best),
         precision or _own_precision(source, form, merge),
@@ -64,7 +64,7 @@ def export(
     partial = to.with_name(f".{to.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        lines = said + _write(model, partial, form, shard_bytes)
+        lines = summary + _write(model, partial, form, shard_bytes)
         durable.put_in_place(partial, to)
     except OSError as error:
         raise IsobitError(f"cannot write {to}: {error.strerror or error}") from None

@@ -61,13 +61,13 @@ def print_completions(
         )
     chat = chat or (tools is not None and tools.used)
     requests: list[Prompt] = [[{"role": "user", "content": p}] if chat else p for p in prompts]
-    if found := [word for prompt in prompts for word in model.tokenizer.special_tokens_in(prompt)]:
-        print(f"{len(found):,} special tokens in the prompts are encoded as text", file=sys.stderr)
+    if words := [word for prompt in prompts for word in model.tokenizer.special_tokens_in(prompt)]:
+        print(f"{len(words):,} special tokens in the prompts are encoded as text", file=sys.stderr)
     engine = Engine(model)
     engine.calibrate(requests)
     names: list[str | None] = [*several] or [None]
-    asked = [(number, name) for number in range(len(prompts)) for name in names]
-    ids, named = [number for number, _ in asked], [name for _, name in asked]
+    questions = [(number, name) for number in range(len(prompts)) for name in names]
+    ids, named = [number for number, _ in questions], [name for _, name in questions]
     if tools is not None and tools.used:
         examples = [Example(number, requests[number], {}) for number in ids]  # type: ignore[arg-type]
         groups = _conversations(engine, examples, sampling, tools, named)
@@ -115,7 +115,7 @@ def _text(prompt: str, completion: Completion, chat: bool, n: int) -> str:
     if completion.episode is not None:
         text = "\n".join(map(_said, completion.episode.messages))
     number = f"{completion.prompt_id}.{completion.sample_index}" if n > 1 else ""
-    heading = " ".join(part for part in (completion.adapter, number) if part)
+    heading = " ".join(word for word in (completion.adapter, number) if word)
     return f"[{heading}] {text}" if heading else text
 
 
@@ -126,5 +126,5 @@ def _said(message: Mapping[str, Any]) -> str:
         name = message.get("name")
         return f"[{message['role']}{'' if name is None else f' {name}'}] {message['content']}"
     calls = [call["function"] for call in message.get("tool_calls", ())]
-    called = [f"{each['name']}({json.dumps(each['arguments'])})" for each in calls]
-    return "\n".join(part for part in (message["content"], *called) if part)
+    called = [f"{request['name']}({json.dumps(request['arguments'])})" for request in calls]
+    return "\n".join(line for line in (message["content"], *called) if line)

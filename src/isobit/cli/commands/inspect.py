@@ -108,8 +108,8 @@ def _prompts(model: Model, file: Path | None, columns: Mapping[str, str]) -> lis
 def _resolved(path: Path) -> dict[str, Any]:
     """Return the values that the run that saved the model used where its config left them open, for
     a model in a run's `checkpoints` or its best model; empty for other models."""
-    found = (object_in(folder / RESOLVED) for folder in path.resolve().parents[:2])
-    return next((each for each in found if each), {})
+    candidates = (object_in(folder / RESOLVED) for folder in path.resolve().parents[:2])
+    return next((values for values in candidates if values), {})
 
 
 def _plain(

@@ -43,13 +43,13 @@ def plan_command(
     counts = [config.ranks] if gpus is None else _counts(gpus)
     job = job_of(config, machine, prompt_tokens)
     try:
-        found = [(each, plan(each)) for each in map(job.on, counts)]
-        text = json.dumps(_plain(found), indent=1) if as_json else _text(found)
+        plans = [(job_, plan(job_)) for job_ in map(job.on, counts)]
+        text = json.dumps(_plain(plans), indent=1) if as_json else _text(plans)
     except OverflowError:
         raise IsobitError("a number of the config is too large to be planned with") from None
     print(text)
-    if all(each.total > machine.memory for _, each in found):
-        raise IsobitError(does_not_fit(*found[-1]))
+    if all(job_.total > machine.memory for _, job_ in plans):
+        raise IsobitError(does_not_fit(*plans[-1]))
 
 
 def _counts(gpus: str) -> list[int]:
@@ -76,31 +76,31 @@ def _text(found: Planned) -> str:
         "prompts of "
         f"{job.prompt:,} tokens, completions of at most {job.completion:,}; {batches}"
     )
-    unit = GIB if max(each.total for _, each in found) >= GIB else MIB
+    unit = GIB if max(ranked.total for _, ranked in found) >= GIB else MIB
     table = f"Memory of each GPU in {_UNITS[unit]}\n{_memory_table(found, unit)}"
-    notes = [f"{_gpus(each)}: {advice(each, planned)}" for each, planned in found]
+    notes = [f"{_gpus(ranked)}: {advice(ranked, planned)}" for ranked, planned in found]
     notes += [
-        f"warning: {_gpus(each)}: {line}"
-        for each, planned in found
-        for line in warnings(each, planned)
+        f"warning: {_gpus(ranked)}: {line}"
+        for ranked, planned in found
+        for line in warnings(ranked, planned)
     ]
     return "\n\n".join([heading, table, "\n".join(notes), _NO_SECONDS])
 
 
 def _memory_table(found: Planned, unit: int) -> str:
     labels = list(
-        dict.fromkeys(label for _, each in found for label, _ in (*each.held, *each.parts))
+        dict.fromkeys(label for _, planned in found for label, _ in (*planned.held, *planned.parts))
     )
-    sizes = [dict((*each.held, *each.parts)) for _, each in found]
+    sizes = [dict((*planned.held, *planned.parts)) for _, planned in found]
     rows = [["", *(_gpus(job) for job, _ in found)]]
     rows += [
         [label, *(f"{size[label] / unit:,.1f}" if label in size else "" for size in sizes)]
         for label in labels
     ]
     total = "total: what is held, and the largest part of a step"
-    rows.append([total, *(f"{each.total / unit:,.1f}" for _, each in found)])
+    rows.append([total, *(f"{planned.total / unit:,.1f}" for _, planned in found)])
     rows.append(
-        ["free", *(f"{(job.machine.memory - each.total) / unit:,.1f}" for job, each in found)]
+        ["free", *(f"{(job.machine.memory - planned.total) / unit:,.1f}" for job, planned in found)]
     )
     return text_table(rows, rule=True)
 
@@ -123,16 +123,16 @@ def _plain(found: Planned) -> dict[str, Any]:
         "lengths": {"prompt": job.prompt, "completion": job.completion},
         "plans": [
             {
-                "gpus": each.ranks,
+                "gpus": candidate.ranks,
                 "held": dict(planned.held),
                 "parts": dict(planned.parts),
                 "bytes": planned.total,
-                "fits": planned.total <= each.machine.memory,
-                "verdict": verdict(each, planned),
-                "advice": _advice(each, planned),
-                "warnings": warnings(each, planned),
+                "fits": planned.total <= candidate.machine.memory,
+                "verdict": verdict(candidate, planned),
+                "advice": _advice(candidate, planned),
+                "warnings": warnings(candidate, planned),
             }
-            for each, planned in found
+            for candidate, planned in found
         ],
     }
 

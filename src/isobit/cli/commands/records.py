@@ -46,46 +46,46 @@ def read_records(run: Path, config: Config | SftConfig, steps: set[int]) -> Reco
     """Read the records of a run and check them against its certificate. Whole samples are kept for
     the given numbers of learned steps, after which they were sampled; a supervised run has none."""
     chain = certificate.read_chain(run / CERTIFICATE)
-    found = Records(chain, problems=list(chain.problems) if chain is not None else [])
+    records = Records(chain, problems=list(chain.problems) if chain is not None else [])
     last = None
     if runs.in_use(run):  # rows after the newest checkpoint are still written
         last = max(steps, default=0)
     members, newest = dict[int, str](), 0
-    for step, lines in _steps(run / COMPLETIONS, found):
+    for step, lines in _steps(run / COMPLETIONS, records):
         if last is not None and step > last:
             break
         digest = certificate.of_rollouts(lines)
         if step in members:
-            found.problems.append(f"{COMPLETIONS}: step {step} is there twice")
+            records.problems.append(f"{COMPLETIONS}: step {step} is there twice")
         elif step < newest:
-            found.problems.append(f"{COMPLETIONS}: step {step} stands after step {newest}")
+            records.problems.append(f"{COMPLETIONS}: step {step} stands after step {newest}")
         members[step], newest = digest, max(newest, step)
-        found.count += len(lines)
-        found.held += len(lines) * (
+        records.count += len(lines)
+        records.held += len(lines) * (
             chain is not None and chain.rows.get(step, {}).get("rollouts") == digest
         )
         if isinstance(config, Config):
-            _take(step, lines, steps, config, found)
+            _take(step, lines, steps, config, records)
     if chain is not None and not chain.rows:
-        found.problems.append(f"{CERTIFICATE} has no row")
+        records.problems.append(f"{CERTIFICATE} has no row")
     elif chain is not None:
-        _against_chain(run, chain, members, last, found)
-    return found
+        _against_chain(run, chain, members, last, records)
+    return records
 
 
 def _steps(path: Path, found: Records) -> Iterator[tuple[int, list[bytes]]]:
     """Yield (step, the lines of its completions) for one step after another; problems are added to
     `found`."""
-    place = 0
+    offset = 0
     for member in completions.members(path):
-        place = member.start + member.length
+        offset = member.start + member.length
         try:
             lines = completions.lines(path, member)
             yield int(completions.parse(lines[0])["step"]), lines
         except (IsobitError, IndexError) as error:
             found.problems.append(str(error) or f"{path}: no row at byte {member.start}")
-    if path.is_file() and path.stat().st_size > place and not runs.in_use(path.parent):
-        found.problems.append(f"{path.name}: bytes from {place:,} on are no whole step")
+    if path.is_file() and path.stat().st_size > offset and not runs.in_use(path.parent):
+        found.problems.append(f"{path.name}: bytes from {offset:,} on are no whole step")
 
 
 def _take(
@@ -119,8 +119,8 @@ def _take(
         for segment in sample.drawn:
             key, rolled = (sample.prompt_index, sample.sample_index), segment.rollout_step
             if rolled in steps:
-                part = sample.until(segment) if config.partial.used else sample
-                found.samples.setdefault(rolled, {})[key] = part
+                recorded = sample.until(segment) if config.partial.used else sample
+                found.samples.setdefault(rolled, {})[key] = recorded
                 # the row is there once, though it may be learned from again
                 found.rows[rolled, sample.prompt_index, sample.sample_index] = row
     size = config.sampling.group_size
@@ -161,16 +161,14 @@ def _segments_problem(sample: Sample, config: Config) -> str | None:
     budget = config.partial.tokens_per_round
     if interrupted and not budget:
         return "it has segments, and partial.tokens_per_round is 0"
-    for segment, after in zip(interrupted, [*interrupted[1:], last]):
+    for segment, following in zip(interrupted, [*interrupted[1:], last]):
         if (segment.stop - segment.start) % budget:
             return (
                 f"its segment of step {segment.rollout_step} has {segment.stop - segment.start} "
                 f"tokens, and a round has {budget} (partial.tokens_per_round)"
             )
-        if segment.rollout_step >= after.rollout_step:
-            return (
-                f"its segment of step {after.rollout_step} follows one of a step that is not older"
-            )
+        if segment.rollout_step >= following.rollout_step:
+            return f"its segment of step {following.rollout_step} follows one of a step that is not older"
     return None
 
 
@@ -179,19 +177,17 @@ def _reward_problem(row: Mapping[str, Any], config: Config) -> str | None:
     it, or None."""
     specs = [(spec.label, spec.weight) for spec in config.rewards.functions]
     weights = dict([*specs, *((model.name, model.weight) for model in config.rewards.models)])
-    reward, parts = row.get("reward"), row.get("rewards")
-    if reward is None or not config.rewards.functions or not isinstance(parts, Mapping):
+    reward, components = row.get("reward"), row.get("rewards")
+    if reward is None or not config.rewards.functions or not isinstance(components, Mapping):
         return None
-    if parts.keys() != weights.keys():
-        return (
-            f"its rewards are {', '.join(map(str, parts))}, and the config's {', '.join(weights)}"
-        )
+    if components.keys() != weights.keys():
+        return f"its rewards are {', '.join(map(str, components))}, and the config's {', '.join(weights)}"
     try:
         total = sum(
             (
-                weight * parts[name]
+                weight * components[name]
                 for name, weight in weights.items()
-                if weight and parts[name] is not None
+                if weight and components[name] is not None
             ),
             0.0,
         )
@@ -212,14 +208,14 @@ def _against_chain(
     for step in sorted({*members, *chain.rows}):
         if step < chain.first or (last is not None and step > last):
             continue
-        said, digest = chain.rows.get(step, {}).get("rollouts"), members.get(step)
+        recorded, digest = chain.rows.get(step, {}).get("rollouts"), members.get(step)
         if step not in chain.rows:
             found.problems.append(
                 f"{COMPLETIONS}: step {step} is not in {CERTIFICATE}; {_whole_again(run)}"
             )
-        elif said != digest:
-            what = "are missing" if digest is None else "are not those that were recorded"
-            found.problems.append(f"{COMPLETIONS}: completions of step {step} {what} (SHA-256)")
+        elif recorded != digest:
+            problem = "are missing" if digest is None else "are not those that were recorded"
+            found.problems.append(f"{COMPLETIONS}: completions of step {step} {problem} (SHA-256)")
     seen: dict[int, str] = {}
     for row in runs.read_jsonl(run / runs.METRICS, found.problems.append):
         step = int(row["step"])

@@ -71,14 +71,14 @@ def serve_model(
         listener = listen(host, port, "--port")
         held.callback(listener.close)
         tokens, made = read_or_make(file)
-        kept = None
+        store = None
         if train:
             identity = identity_of(path)
             folder = state or _default_state(default_file(), called, identity)
             owners = owners_of(tokens)
-            kept = State(folder, owners, every=state_every, model=identity, drops=drop_runs)
-            held.callback(kept.close)
-            _check_runs(kept, full)
+            store = State(folder, owners, every=state_every, model=identity, drops=drop_runs)
+            held.callback(store.close)
+            _check_runs(store, full)
         model = _opened(path, flow, rules, full, bool(adapters or train))
         longest = model.config.max_positions
         engine = Engine.sized_for(model, [[0]], size.max_sequences, longest, size)
@@ -88,11 +88,11 @@ def serve_model(
             names = ", ".join([called, *adapters])
             print(f"serving {names} on http://{address}:{chosen}", file=sys.stderr)
             print(f"token: {'(a new one)' if made else '(the one)'} in {file}", file=sys.stderr)
-            if kept is not None:
-                print(f"training runs are kept in {kept.folder}", file=sys.stderr)
+            if store is not None:
+                print(f"training runs are kept in {store.folder}", file=sys.stderr)
 
         options = app.ServerOptions(grace, given, tool_format)
-        app.run(engine, called, dict(adapters), tokens, options, listener, started, kept)
+        app.run(engine, called, dict(adapters), tokens, options, listener, started, store)
 
 
 def _check_names(grace: float, called: str, adapters: Mapping[str, Path], tool_format: str) -> None:
@@ -102,10 +102,10 @@ def _check_names(grace: float, called: str, adapters: Mapping[str, Path], tool_f
     if not 0 <= grace <= _MOST_GRACE:
         raise IsobitError(f"--grace {grace:g}: expected seconds from 0 to {_MOST_GRACE:,}")
     if not called.strip() or called in adapters:
-        what = (
+        problem = (
             "an adapter has it too" if called in adapters else "expected a name that is not empty"
         )
-        raise IsobitError(f"--name {called!r}: {what}; clients ask for the model by it")
+        raise IsobitError(f"--name {called!r}: {problem}; clients ask for the model by it")
 
 
 def _check_training(
@@ -149,15 +149,15 @@ def _default_state(token: Path, called: str, identity: str) -> Path:
     """Return the folder in which the runs of a model are kept unless another is given: next to the
     `token` file, named by the model's name and its weights. Prints a line where there is a folder
     named by the name alone, as an earlier isobit named it."""
-    own = re.sub(r"[^\w.-]", "-", called)  # a name may have a slash in it
-    older = token.with_name(f"serve-{own}")
+    name = re.sub(r"[^\w.-]", "-", called)  # a name may have a slash in it
+    older = token.with_name(f"serve-{name}")
     if older.is_dir():
         print(
             f"an earlier isobit kept training runs in {older}, of this model or another of its "
             f"name; --state {older} goes on with them",
             file=sys.stderr,
         )
-    return token.with_name(f"serve-{own}-{identity[:16]}")
+    return token.with_name(f"serve-{name}-{identity[:16]}")
 
 
 def _check_runs(state: "State", full: bool) -> None:
@@ -172,8 +172,8 @@ def _check_runs(state: "State", full: bool) -> None:
             "weights; serve that one, give another folder, or end them with --drop-runs"
         )
     if any((run.rank is None) != full for run in state.live_runs()):
-        other = "--train" if full else "--train full"
+        option = "--train" if full else "--train full"
         raise IsobitError(
-            f"--state {state.folder}: a run of it goes on with {other}; give that, or another "
+            f"--state {state.folder}: a run of it goes on with {option}; give that, or another "
             "folder, or end it with --drop-runs"
         )

@@ -67,13 +67,13 @@ def verify_command(run: Path, limit: int | None, head: str | None = None) -> Non
     RunFailed where anything differs, and IsobitError where nothing can be compared."""
     config = load_any_run_config(run)
     undrawn = _undrawn(run, config)
-    found = checkpoints.all_checkpoints(run / runs.CHECKPOINTS)
-    steps = {checkpoints.step_of(path) for path in found}
+    saved = checkpoints.all_checkpoints(run / runs.CHECKPOINTS)
+    steps = {checkpoints.step_of(path) for path in saved}
     records = read_records(run, config, steps if undrawn is None else set())
     if head is not None:
         records.problems += _kept_elsewhere(records.chain, head)
     drawn, tokens, failed = 0, 0, list(records.problems)
-    for path in found:
+    for path in saved:
         step = checkpoints.step_of(path)
         samples = _whole_groups(
             [sample for _, sample in sorted(records.samples.get(step, {}).items())], limit
@@ -82,8 +82,8 @@ def verify_command(run: Path, limit: int | None, head: str | None = None) -> Non
         failed += problems
         if samples:
             drawn, tokens = drawn + len(samples), tokens + compared_.tokens
-            print(said := _line(step, compared_), flush=True)
-            failed += [said] if compared_.first is not None else []
+            print(report := _line(step, compared_), flush=True)
+            failed += [report] if compared_.first is not None else []
     if (problem := _best_problem(run, config, records.chain)) is not None:
         failed.append(problem)
     if undrawn is None and not drawn and not failed:
@@ -103,17 +103,17 @@ def verify_command(run: Path, limit: int | None, head: str | None = None) -> Non
         raise RunFailed(f"{run}: not what was recorded, in {len(failed)} places: {failed[0]}")
     print(_held(records))
     if undrawn is not None:
-        print(f"{run}: the weights of {len(found):,} checkpoints are as they were; {undrawn}")
+        print(f"{run}: the weights of {len(saved):,} checkpoints are as they were; {undrawn}")
         return
-    what, total = "completions", records.count
+    unit, total = "completions", records.count
     if isinstance(config, Config) and config.partial.used:
-        what, total = "segments of completions", records.segments
+        unit, total = "segments of completions", records.segments
         print(
             f"{records.tokens - tokens:,} of {records.tokens:,} tokens were drawn by weights that no "
             "checkpoint here has: the certificate alone holds these"
         )
     print(
-        f"{run}: {drawn:,} of {total:,} {what} were drawn again, and 0 of their "
+        f"{run}: {drawn:,} of {total:,} {unit} were drawn again, and 0 of their "
         f"{tokens:,} tokens differ in any bit: these weights sampled what is recorded"
     )
 
@@ -142,8 +142,8 @@ def _undrawn(run: Path, config: Config | SftConfig) -> str | None:
     """Return why no completion of a run can be drawn again, or None."""
     if isinstance(config, SftConfig):
         return "a supervised run samples nothing that could be drawn again"
-    if (other := runs.rollouts_from(run)) is not None:
-        return f"it learned from the rollouts of another run and sampled none: verify {other} too"
+    if (source := runs.rollouts_from(run)) is not None:
+        return f"it learned from the rollouts of another run and sampled none: verify {source} too"
     precision = precision_from(config.precision)
     if precision.calibrated and precision.calibration.schedule != "never":
         return (
@@ -156,12 +156,12 @@ def _undrawn(run: Path, config: Config | SftConfig) -> str | None:
 def _whole_groups(samples: Sequence[Sample], limit: int | None) -> list[Sample]:
     """Return the samples of the first whole groups that together hold at least `limit` samples; all
     samples for None."""
-    kept: list[Sample] = []
+    whole: list[Sample] = []
     for _, group in groupby(samples, lambda sample: sample.prompt_index):
-        if limit is not None and len(kept) >= limit:
+        if limit is not None and len(whole) >= limit:
             break
-        kept += group
-    return kept
+        whole += group
+    return whole
 
 
 def _checkpoint(
@@ -235,15 +235,15 @@ def _draw_again(
         }
     facts = computed_by(model.ops) | {"formats": model.precision.formats()}
     most = config.sampling.max_new_tokens if config.partial.used else 0
-    found = replace(compared(samples, drawn, most), other=unlike(run, config, facts))
-    for sample in samples if found.first is None else ():
+    result = replace(compared(samples, drawn, most), other=unlike(run, config, facts))
+    for sample in samples if result.first is None else ():
         row = records.rows[step, sample.prompt_index, sample.sample_index]
         if (problem := _text_problem(row, model)) is not None:
             return replace(
-                found,
+                result,
                 first=f"prompt {sample.prompt_index}, sample {sample.sample_index}: {problem}",
             )
-    return found
+    return result
 
 
 def _drawn(
@@ -263,16 +263,16 @@ def _drawn(
         yield from _segments(engine, sampling, samples, progress)
         return
     if all(sample.episode is None for sample in samples):
-        told = lambda _, done: progress(done, count)  # noqa: E731
-        for group in engine.generate(list(prompts.values()), sampling, list(prompts), told):
+        notify = lambda _, done: progress(done, count)  # noqa: E731
+        for group in engine.generate(list(prompts.values()), sampling, list(prompts), notify):
             yield from group
         return
     episodes = Episodes(engine, recorded_dialogue(config, model))
     with OpenGroups(episodes) as gathering:
-        for place, sample in enumerate(samples):
-            one, columns = replace(sampling, n=1), _recorded(config, sample)
+        for index, sample in enumerate(samples):
+            single, columns = replace(sampling, n=1), _recorded(config, sample)
             named = sample.prompt_index, columns, None, sample.sample_index
-            gathering.add(place, episodes.submit(list(sample.prompt_ids), one, *named))
+            gathering.add(index, episodes.submit(list(sample.prompt_ids), single, *named))
         while gathering:
             for _, group in gathering.step():
                 yield from group
@@ -289,17 +289,17 @@ def _segments(
     updates, and yield the completion up to its end. The tokens before the segment are given."""
     most = sampling.max_new_tokens
     with OpenGroups(engine) as gathering:
-        for place, sample in enumerate(samples):
+        for index, sample in enumerate(samples):
             last = sample.drawn[-1]
             stop = last.stop if unfinished(sample, most) else most
-            one = replace(sampling, n=1, max_new_tokens=stop - last.start)
+            single = replace(sampling, n=1, max_new_tokens=stop - last.start)
             numbers = sample.prompt_index, sample.sample_index
             if last.start:
-                before = completion_of(sample.until(sample.segments[-2]))
-                request = engine.resume(before, one)
+                previous = completion_of(sample.until(sample.segments[-2]))
+                request = engine.resume(previous, single)
             else:
-                request = engine.submit(list(sample.prompt_ids), one, *numbers)
-            gathering.add(place, request)
+                request = engine.submit(list(sample.prompt_ids), single, *numbers)
+            gathering.add(index, request)
         while gathering:
             for _, drawn in gathering.step():
                 yield from drawn
@@ -319,7 +319,7 @@ def _recorded(config: Config, sample: Sample) -> dict[str, Any]:
         return {"episode": sample.episode}
     mask = sample.completion_mask or ()
     begins = [i for i in range(1, len(mask)) if mask[i] and not mask[i - 1]]
-    return {"episode": sample.episode, "contexts": [sample.before(place) for place in begins]}
+    return {"episode": sample.episode, "contexts": [sample.before(begin) for begin in begins]}
 
 
 def _text_problem(row: Mapping[str, Any], model: Model) -> str | None:
@@ -347,24 +347,24 @@ def compared(
             differing = differing + _size(sample)
             first = first or f"{where}: no such sample is drawn"
             continue
-        count, what = _tokens_differ(sample, again)
+        count, difference = _tokens_differ(sample, again)
         differing += count
-        what = what or _ending_differs(sample, again, most)
-        first = first or (what and f"{where}, {what}")
+        difference = difference or _ending_differs(sample, again, most)
+        first = first or (difference and f"{where}, {difference}")
     return Compared(len(samples), tokens, differing, first)
 
 
 def _tokens_differ(sample: Sample, again: Completion) -> tuple[int, str | None]:
     """Return (the number of tokens that differ, the first of them in words or None)."""
     ids, logprobs = again.token_ids, again.logprobs
-    found, wanted = _pairs(ids, logprobs), _pairs(sample.completion_ids, sample.rollout_logprobs)
-    equal = [place < len(found) and found[place] == pair for place, pair in enumerate(wanted)]
-    count = max(equal.count(False), len(found) - len(wanted))
+    drawn, wanted = _pairs(ids, logprobs), _pairs(sample.completion_ids, sample.rollout_logprobs)
+    equal = [index < len(drawn) and drawn[index] == pair for index, pair in enumerate(wanted)]
+    count = max(equal.count(False), len(drawn) - len(wanted))
     if not count:
         return 0, None
-    place = equal.index(False) if False in equal else len(wanted)
-    recorded = _said(sample.completion_ids, sample.rollout_logprobs, place)
-    return count, f"token {place}: recorded {recorded}, drawn {_said(ids, logprobs, place)}"
+    index = equal.index(False) if False in equal else len(wanted)
+    recorded = _said(sample.completion_ids, sample.rollout_logprobs, index)
+    return count, f"token {index}: recorded {recorded}, drawn {_said(ids, logprobs, index)}"
 
 
 def _ending_differs(sample: Sample, again: Completion, most: int) -> str | None:
@@ -396,12 +396,12 @@ def _said(ids: Sequence[int], logprobs: Sequence[float], place: int) -> str:
 
 
 def _line(step: int, found: Compared) -> str:
-    what = f"step {step}: {found.completions:,} completions, {found.tokens:,} tokens"
+    text = f"step {step}: {found.completions:,} completions, {found.tokens:,} tokens"
     if found.first is None:
-        return f"{what}: drawn again, every token and every bit of its log-probability"
+        return f"{text}: drawn again, every token and every bit of its log-probability"
     note = (
         f" (recorded with another {', '.join(found.other)}, where bits may differ)"
         if found.other
         else ""
     )
-    return f"{what}: {found.differing:,} differ; first: {found.first}{note}"
+    return f"{text}: {found.differing:,} differ; first: {found.first}{note}"

@@ -56,14 +56,14 @@ def attention(
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     lse = torch.empty((*q.shape[:2], 1), dtype=torch.float64, device=q.device)
     for batch in _batches(layout, q.shape[1], store, torch.float64, window):
-        given = _Given(
+        inputs = _Given(
             batch.gather(q), *batch.read(store), scale, batch.of_heads(sinks), probabilities
         )
-        error = _error(given)
+        error = _error(inputs)
         mixed, normalizer, unsure = _mix(
-            batch.scores(given.queries, given.keys, scale), given, error
+            batch.scores(inputs.queries, inputs.keys, scale), inputs, error
         )
-        _in_order(batch, given, error, mixed, normalizer, unsure, q.dtype)
+        _in_order(batch, inputs, error, mixed, normalizer, unsure, q.dtype)
         batch.scatter(mixed, out)
         batch.scatter(normalizer, lse)
     return round_once(out, q.dtype), lse.squeeze(-1).float()
@@ -85,10 +85,10 @@ def attend(
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty((*q.shape[:2], 1), dtype=dtype, device=q.device)
     for batch in _batches(layout, q.shape[1], store, dtype, window):
-        given = _Given(
+        inputs = _Given(
             batch.gather(q), *batch.read(store), scale, batch.of_heads(sinks), probabilities
         )
-        mixed, normalizer, _ = _mix(batch.scores(given.queries, given.keys, scale), given, None)
+        mixed, normalizer, _ = _mix(batch.scores(inputs.queries, inputs.keys, scale), inputs, None)
         batch.scatter(mixed, out)
         batch.scatter(normalizer, lse)
     return out, lse.squeeze(-1)
@@ -168,29 +168,29 @@ def _in_order(
     largest.add_(largest.sign(), alpha=2.0**-66)
     if unsure is not None:
         largest.mul_(2)
-    found = torch.cat(
+    results = torch.cat(
         (undecided(mixed, error * largest, dtype), undecided(normalizer, error, torch.float32))
     )[:, :3]
-    found = found if unsure is None else torch.cat((found, unsure.nonzero()))
-    groups, owner = torch.unique(found[:, :2], dim=0, return_inverse=True)
+    results = results if unsure is None else torch.cat((results, unsure.nonzero()))
+    groups, owner = torch.unique(results[:, :2], dim=0, return_inverse=True)
     for index, (piece, head) in enumerate(groups.tolist()):
-        rows = torch.unique(found[owner == index, 2])
+        rows = torch.unique(results[owner == index, 2])
         rows = rows[batch.valid[piece, rows % batch.valid.shape[1]]]
         transposed = given.keys[piece, head].t().contiguous()
-        own = given.values[piece, head].contiguous()
-        for places in rows.split(max(1, _CHUNK_ELEMENTS // own.numel())):
-            products = given.queries[piece, head, places].unsqueeze(-1) * transposed
+        v = given.values[piece, head].contiguous()
+        for chunk in rows.split(max(1, _CHUNK_ELEMENTS // v.numel())):
+            products = given.queries[piece, head, chunk].unsqueeze(-1) * transposed
             scores = (
                 tree_sum(products, dim=1) if given.probabilities is None else lane_sum(products)
             )
             scores.mul_(given.scale)
-            scores.masked_fill_(~batch.visible[piece, places % batch.valid.shape[1]], float("-inf"))
-            own_sink = None if given.sink is None else given.sink[0, head, places]
+            scores.masked_fill_(~batch.visible[piece, chunk % batch.valid.shape[1]], float("-inf"))
+            own_sink = None if given.sink is None else given.sink[0, head, chunk]
             peak = _highest(scores, own_sink)
             weights, rounded = weigh(scores.sub_(peak), given.probabilities)
             total = _with_sink(tree_sum(weights).unsqueeze(-1), peak, own_sink)
-            mixed[piece, head, places] = tree_sum(rounded.unsqueeze(-1) * own, dim=1).div_(total)
-            normalizer[piece, head, places] = peak.add_(total.log_())
+            mixed[piece, head, chunk] = tree_sum(rounded.unsqueeze(-1) * v, dim=1).div_(total)
+            normalizer[piece, head, chunk] = peak.add_(total.log_())
 
 
 def attention_backward(

@@ -103,8 +103,8 @@ def attention_backward(
     group = q.shape[1] // kv_heads
     factor = torch.tensor(scale, device=q.device)
     for sequence, (start, stop) in enumerate(_bounds(layout)):
-        own = slice(*layout.key_start[sequence : sequence + 2].tolist())
-        slots = layout.key_slots[own]
+        key_range = slice(*layout.key_start[sequence : sequence + 2].tolist())
+        slots = layout.key_slots[key_range]
         chains = _ELEMENTS // (
             CHAIN * max(1, len(slots)) * HEAD_LANES
         )  # a sequence may have no rows
@@ -112,12 +112,12 @@ def attention_backward(
         for head in range(kv_heads):
             keys, values = (x[:, head] for x in store.gather(slots))
             sums = [torch.zeros_like(keys) for _ in range(2)]
-            places = [
+            blocks = [
                 (h, at)
                 for h in range(head * group, (head + 1) * group)
                 for at in range(start, stop, step)
             ]
-            for h, at in places:
+            for h, at in blocks:
                 rows = slice(at, min(at + step, stop))
                 visible = _visible(len(slots), layout.positions[rows], window)
                 query, gradient = q[rows, h].float(), dout[rows, h].float()
@@ -126,10 +126,10 @@ def attention_backward(
                 weights = weights.masked_fill(~visible, 0.0)
                 dscores = weights * (_chain(gradient, values) - inner) * factor
                 dq[rows, h] = blocked_sum(dscores.t().unsqueeze(-1), keys.unsqueeze(1)).to(q.dtype)
-                for place, (left, right) in enumerate(((dscores, query), (weights, gradient))):
+                for index, (left, right) in enumerate(((dscores, query), (weights, gradient))):
                     for x, y in zip(left.split(CHAIN), right.split(CHAIN)):
-                        sums[place] = sums[place] + blocked_sum(x.unsqueeze(-1), y.unsqueeze(1))
-            dk[own, head], dv[own, head] = (x.to(q.dtype) for x in sums)
+                        sums[index] = sums[index] + blocked_sum(x.unsqueeze(-1), y.unsqueeze(1))
+            dk[key_range, head], dv[key_range, head] = (x.to(q.dtype) for x in sums)
     return dq, dk, dv
 
 

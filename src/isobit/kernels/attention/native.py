@@ -71,8 +71,7 @@ def attention_backward(
 
 
 def _kind_of(ops: NativeBase, probabilities: Format | None, q: Tensor) -> int:
-    """Return the format that weights are rounded to before they meet values; FP32 where they are
-    not."""
+    """Return the format that weights are rounded to before they meet values, or FP32."""
     if probabilities is not None:
         return KINDS[probabilities.dtype]
     return KINDS[q.dtype if ops.rounds_probabilities else torch.float32]

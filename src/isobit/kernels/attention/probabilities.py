@@ -69,14 +69,14 @@ def boundaries() -> Tensor:
     """For each code up to that of 2^8 but the last: the least float64 number whose exp, which is
     never a tie, is nearer to the next one."""
     values = _values(torch.device("cpu")).tolist()
-    found = []
+    edges = []
     with localcontext() as context:
         context.prec = _DIGITS
         for below, above in pairwise(values):
             exact = Decimal((below + above) / 2).ln()
             nearest = float(exact)
-            found.append(nearest if Decimal(nearest) > exact else math.nextafter(nearest, math.inf))
-    return torch.tensor(found, dtype=torch.float64)
+            edges.append(nearest if Decimal(nearest) > exact else math.nextafter(nearest, math.inf))
+    return torch.tensor(edges, dtype=torch.float64)
 
 
 @cache

@@ -54,9 +54,9 @@ class NativeOps(NativeBase, Composed):
 
     def check_precision(self, precision: Precision) -> None:
         """Every flow can be computed; `why` says what of it is not in C++."""
-        found = unsupported(precision, self.consistency)
+        gaps = unsupported(precision, self.consistency)
         slower = (
-            f"; by the reference operators, which are slower: {', '.join(found)}" if found else ""
+            f"; by the reference operators, which are slower: {', '.join(gaps)}" if gaps else ""
         )
         self.why = self._chosen + slower
 
@@ -97,31 +97,30 @@ class NativeOps(NativeBase, Composed):
 
 
 def unsupported(precision: Precision, consistency: str) -> list[str]:
-    """Return what of a precision flow C++ leaves to the reference operators, each as `operator of
-    format`."""
-    found = [
+    """Return what C++ leaves of a precision flow to the reference: `operator of format`."""
+    fallbacks = [
         text
         for flow in (precision.rollout, precision.learner)
         for text in _of_flow(flow, consistency)
     ]
     gradient = precision.gradient
     if gradient is not None and not quantize_native.has_scales(gradient):
-        found.append(f"quantize of {gradient}")
-    for other in (precision.learner.weight, precision.learner.activation):
-        if gradient is not None and other is not None:
-            found += product_native.unsupported(gradient, other, consistency)
-    return list(dict.fromkeys(found))
+        fallbacks.append(f"quantize of {gradient}")
+    for operand in (precision.learner.weight, precision.learner.activation):
+        if gradient is not None and operand is not None:
+            fallbacks += product_native.unsupported(gradient, operand, consistency)
+    return list(dict.fromkeys(fallbacks))
 
 
 def _of_flow(flow: Flow, consistency: str) -> list[str]:
-    found = []
+    fallbacks = []
     for spec in (flow.weight, flow.activation, flow.query):
         if spec is not None and not quantize_native.has_scales(spec):
-            found.append(f"quantize of {spec}")
+            fallbacks.append(f"quantize of {spec}")
     if flow.weight is not None and flow.activation is not None:
-        found += product_native.unsupported(flow.activation, flow.weight, consistency)
+        fallbacks += product_native.unsupported(flow.activation, flow.weight, consistency)
     if flow.kv is not None and not heads.writes(flow.kv):
-        found.append(f"kv_write of {flow.kv}")
+        fallbacks.append(f"kv_write of {flow.kv}")
     if flow.kv is not None and not attention_native.reads(flow.kv):
-        found.append(f"attention of {flow.kv}")
-    return found
+        fallbacks.append(f"attention of {flow.kv}")
+    return fallbacks

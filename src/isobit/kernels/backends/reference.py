@@ -76,8 +76,8 @@ class ReferenceOps(Composed):
     ) -> Tensor:
         if self.consistency == "fast" or (self.sums is not None and ordered.computes(a, b)):
             return products.added_product(self, a, b, out, into)
-        found = products.gradient_product(a, b, out)
-        return found if into is None else into.add_(found)
+        gradient = products.gradient_product(a, b, out)
+        return gradient if into is None else into.add_(gradient)
 
     quantize = staticmethod(quantize)
     route = staticmethod(experts.route)

@@ -70,7 +70,7 @@ SMALL = Sizes(((64, 160),), 70, 96, (9, 1, 2, 8))
 def failures(ops: "TritonOps", fp8: bool = True, sizes: Sizes = FULL) -> list[str]:
     """Check the operators on this GPU, and return the failures, a phrase each."""
     kinds = ("BF16", "FP8", "INT8") if fp8 else ("BF16", "INT8")
-    return [what for kind in kinds for what, holds in _all(ops, kind, sizes) if not holds]
+    return [failure for kind in kinds for failure, holds in _all(ops, kind, sizes) if not holds]
 
 
 def remembered(
@@ -88,18 +88,18 @@ def remembered(
     """
     tried = {} if tried is None else tried
     try:
-        place = cache_directory("gpu")
+        folder = cache_directory("gpu")
     except CacheUnusable:
-        place = None
+        folder = None
     one_side = f"{_identity()}.one-side.passed"
-    if place is None or not (place / one_side).exists():
-        found = tried[EXCHANGED] = _once(ops, fp8, place, f"{_identity()}.passed", sizes)
-        if not found or not all(what.startswith(_EXCHANGING) for what in found):
-            return found
+    if folder is None or not (folder / one_side).exists():
+        failed = tried[EXCHANGED] = _once(ops, fp8, folder, f"{_identity()}.passed", sizes)
+        if not failed or not all(failure.startswith(_EXCHANGING) for failure in failed):
+            return failed
     attention.put_rows_first()
     put_weights_first()
-    found = tried[ONE_SIDE] = _once(ops, fp8, place, one_side, sizes)
-    return found
+    failed = tried[ONE_SIDE] = _once(ops, fp8, folder, one_side, sizes)
+    return failed
 
 
 def side() -> str:
@@ -155,7 +155,7 @@ def _alone(
 ) -> Iterator[Found]:
     """Parts of the rows against all of them."""
     for lo, hi in _PARTS:
-        same = all(_same(part, among[lo:hi]) for part, among in zip(call(lo, hi), whole))
+        same = all(_same(rows_, among[lo:hi]) for rows_, among in zip(call(lo, hi), whole))
         yield f"{what}: rows {lo} to {hi} have other bits than among {_ROWS}", same
 
 
@@ -172,9 +172,9 @@ def _product(ops: Ops, kind: str, outputs: int, inputs: int) -> Iterator[Found]:
     def rows(lo: int, hi: int) -> tuple[Tensor]:
         return (ops.product(_rows(a, lo, hi), b, None, torch.float32),)
 
-    what, whole = f"{kind} product of {outputs} outputs, {inputs} inputs", rows(0, _ROWS)
-    yield from _alone(what, rows, whole)
-    yield _near(what, whole[0], values(a).cpu().double() @ values(b).cpu().double().t())
+    label, whole = f"{kind} product of {outputs} outputs, {inputs} inputs", rows(0, _ROWS)
+    yield from _alone(label, rows, whole)
+    yield _near(label, whole[0], values(a).cpu().double() @ values(b).cpu().double().t())
 
 
 def _rows(x: Operand, lo: int, hi: int) -> Operand:
@@ -186,7 +186,7 @@ def _attention(ops: "TritonOps", kind: str, length: int) -> Iterator[Found]:
     chunks: tiles of 16, 32, 64 and 128 rows, which stand on either side of the matrix instruction.
     Results before they are rounded, and logarithms of sums."""
     heads, kv_heads, dim = 2, 1, 128
-    kv, what = _CACHES[kind], f"attention over keys in {kind}"
+    kv, label = _CACHES[kind], f"attention over keys in {kind}"
     q, k, v = (
         _random(ops, seed, length, n, dim) for seed, n in enumerate((heads, kv_heads, kv_heads))
     )
@@ -195,28 +195,28 @@ def _attention(ops: "TritonOps", kind: str, length: int) -> Iterator[Found]:
     ops.kv_write(store, k, v, packed.to(ops.device))
 
     def attend(rows: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        given = rows.contiguous(), store, layout.to(ops.device), dim**-0.5
-        return ops.attend(*given, out_type=torch.float32)
+        inputs = rows.contiguous(), store, layout.to(ops.device), dim**-0.5
+        return ops.attend(*inputs, out_type=torch.float32)
 
     whole = attend(q, packed)
     starts = [0, 1, length // 4, length // 2, length - 1]
-    one = Layout.build(
+    decoding = Layout.build(
         [1] * len(starts), starts, packed.page_table.expand(len(starts), -1).contiguous(), 16
     )
-    parts = {"decoded rows have": (attend(q[starts], one), torch.tensor(starts))}
+    cases = {"decoded rows have": (attend(q[starts], decoding), torch.tensor(starts))}
     for rows in (12, 25):
         chunk = Layout.build([rows], [length - rows], packed.page_table, 16)
         last = torch.arange(length - rows, length)
-        parts[f"a chunk of {rows} rows has"] = attend(q[-rows:], chunk), last
-    for part, (found, at) in parts.items():
-        same = all(_same(x, among[at.to(among.device)]) for x, among in zip(found, whole))
-        yield f"{what}: {part} other bits than a whole sequence", same
+        cases[f"a chunk of {rows} rows has"] = attend(q[-rows:], chunk), last
+    for case, (actual, at) in cases.items():
+        same = all(_same(x, among[at.to(among.device)]) for x, among in zip(actual, whole))
+        yield f"{label}: {case} other bits than a whole sequence", same
     reference = ReferenceOps("exact")
     there = KVStore.allocate(packed.num_slots, kv_heads, dim, kv, BF16)
     reference.kv_write(there, k.cpu(), v.cpu(), packed)
-    yield f"{what}: other codes are stored than the definition's", _same(store.k.cpu(), there.k)
+    yield f"{label}: other codes are stored than the definition's", _same(store.k.cpu(), there.k)
     wanted = reference.attention(q.cpu(), there, packed, dim**-0.5)
-    for name, x, exact in zip((what, f"{what}, logarithms of sums"), whole, wanted):
+    for name, x, exact in zip((label, f"{label}, logarithms of sums"), whole, wanted):
         yield _near(name, x, exact)
 
 
@@ -233,7 +233,7 @@ def _recurrent(ops: Ops, sizes: tuple[int, int, int, int], rule: str) -> Iterato
         bias = _random(ops, 5, channels).float()
     gates = _random(ops, 2, length, heads.gates).float()
     packed, convolution = Layout.packed([length]), f"convolution of {rule}"
-    at_once, kept = (
+    at_once, stored = (
         StateStore.allocate(
             packed.page_table.shape[1], (3, channels), (value_heads, dim, dim), BF16, ops.device
         )
@@ -247,16 +247,16 @@ def _recurrent(ops: Ops, sizes: tuple[int, int, int, int], rule: str) -> Iterato
 
     whole, middle = run(0, length, None), length // 2
     steps = ((0, middle), (middle, middle + 1), (middle + 1, length))
-    parts = zip(*(run(lo, hi, kept) for lo, hi in steps))
-    for what, found, divided in zip((convolution, rule), whole, parts):
-        same = _same(torch.cat(divided), found)
-        yield f"{what}: a sequence in parts has other bits than the whole one", same
+    pieces = zip(*(run(lo, hi, stored) for lo, hi in steps))
+    for label, actual, divided in zip((convolution, rule), whole, pieces):
+        same = _same(torch.cat(divided), actual)
+        yield f"{label}: a sequence in parts has other bits than the whole one", same
     run(0, length, at_once)
-    same = _same(at_once.states, kept.states)
+    same = _same(at_once.states, stored.states)
     yield f"{rule}: a sequence in parts leaves other states than the whole one", same
     wanted = _recurrent_by_definition(x, weight, bias, whole[0], gates, heads)
-    for what, found, exact in zip((convolution, rule), whole, wanted):
-        yield _near(what, found, exact)
+    for label, actual, exact in zip((convolution, rule), whole, wanted):
+        yield _near(label, actual, exact)
 
 
 def _recurrent_by_definition(
@@ -310,16 +310,16 @@ def _quantized(ops: Ops, width: int) -> Iterator[Found]:
 
     yield from _alone("norm", norm, norm(0, _ROWS))
     yield from _alone("gate", gate, gate(0, _ROWS))
-    found, wanted = ops.quantize(x, _ROW), ReferenceOps("exact").quantize(x.cpu(), _ROW)
-    same = _same(_codes(found).cpu(), _codes(wanted)) and _same(found.scale.cpu(), wanted.scale)
+    coded, wanted = ops.quantize(x, _ROW), ReferenceOps("exact").quantize(x.cpu(), _ROW)
+    same = _same(_codes(coded).cpu(), _codes(wanted)) and _same(coded.scale.cpu(), wanted.scale)
     yield "quantization: other codes or scales than the definition's", same
 
 
 def _rounded(ops: Ops) -> Iterator[Found]:
     """Yield stochastically rounded masters, from an element in the middle of a parameter on."""
-    x, given = _random(ops, 0, 5000).float() * 1.001, (1 << 40 | 7, 3, 4096)
-    found, wanted = ops.round_stochastically(x, *given), round_stochastically(x.cpu(), *given)
-    same = _same(found.cpu(), wanted)
+    x, seeds = _random(ops, 0, 5000).float() * 1.001, (1 << 40 | 7, 3, 4096)
+    drawn, wanted = ops.round_stochastically(x, *seeds), round_stochastically(x.cpu(), *seeds)
+    same = _same(drawn.cpu(), wanted)
     yield "stochastic rounding: other bits than the definition's", same
 
 

@@ -61,8 +61,7 @@ class Rows(NamedTuple):
         return self.pages[(self.context - 1) // self.page_size] if self.context else None
 
     def kept(self) -> Iterator[tuple[int, int]]:
-        """Yield (row of the sequence's new ones after which the state is kept, page that keeps
-        it)."""
+        """Yield (new row after which the sequence's state is kept, page that keeps it)."""
         for row in range(self.stop - self.start):
             position = self.context + row
             if (position + 1) % self.page_size == 0 or self.start + row + 1 == self.stop:
@@ -154,10 +153,10 @@ Backward = Callable[[Parts, Tensor], Parts]
 def delta_rule(
     qkv: Tensor, gates: Tensor, heads: DeltaHeads, store: StateStore | None, layout: Layout
 ) -> Tensor:
-    parts = _parts(qkv, gates, heads)
-    each = heads.value_heads // heads.key_heads
-    q, k = (x.repeat_interleave(each, 1) for x in (parts.q, parts.k))
-    out = torch.empty_like(parts.v)
+    inputs = _parts(qkv, gates, heads)
+    group = heads.value_heads // heads.key_heads
+    q, k = (x.repeat_interleave(group, 1) for x in (inputs.q, inputs.k))
+    out = torch.empty_like(inputs.v)
     for rows in sequences(layout):
         assert store is not None or not rows.context, (
             "a sequence goes on, and nothing was kept of it"
@@ -165,16 +164,16 @@ def delta_rule(
         state = q.new_zeros(heads.value_heads, heads.key_dim, heads.value_dim)
         if store is not None and rows.before is not None:
             state = store.states[rows.before]
-        kept = dict(rows.kept()) if store is not None else {}
+        stored = dict(rows.kept()) if store is not None else {}
         for row, t in enumerate(range(rows.start, rows.stop)):
-            faded = state * parts.kept[t, :, None, None]
-            wanted = parts.v[t] - _recall(k[t], faded) if heads.corrects else parts.v[t]
-            error = wanted * parts.strength[t, :, None]
+            faded = state * inputs.kept[t, :, None, None]
+            wanted = inputs.v[t] - _recall(k[t], faded) if heads.corrects else inputs.v[t]
+            error = wanted * inputs.strength[t, :, None]
             state = fma(k[t].unsqueeze(-1), error.unsqueeze(1), faded)
             read = _recall(q[t], state)
-            out[t] = read if heads.skip is None else fma(heads.skip[:, None], parts.v[t], read)
-            if store is not None and row in kept:
-                store.states[kept[row]] = state
+            out[t] = read if heads.skip is None else fma(heads.skip[:, None], inputs.v[t], read)
+            if store is not None and row in stored:
+                store.states[stored[row]] = state
     return out.to(qkv.dtype)
 
 
@@ -192,10 +191,10 @@ def _parts(qkv: Tensor, gates: Tensor, heads: DeltaHeads) -> Parts:
         step = soft.clamp(min=heads.least_step)
         return Parts(q, k, v, exp(-(exp(heads.decay) * step)), step)
     b = gates.float()[:, : heads.value_heads]
-    kept = exp(-(exp(heads.decay) * soft))
+    decay = exp(-(exp(heads.decay) * soft))
     scale = torch.tensor(heads.key_dim**-0.5, device=q.device)
     return Parts(
-        q * _inverse_length(q) * scale, k * _inverse_length(k), v, kept, 1.0 / (1.0 + exp(-b))
+        q * _inverse_length(q) * scale, k * _inverse_length(k), v, decay, 1.0 / (1.0 + exp(-b))
     )
 
 
@@ -229,17 +228,17 @@ def through_parts(
     gives the gradients of parts, skip left out."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (qkv, gates, heads.decay, heads.step_bias)]
-        own, own_gates, decay, step_bias = leaves
-        q, k, v = _split(own, heads)
-        soft = functional.softplus(own_gates.float()[:, -heads.value_heads :] + step_bias)
+        qkv_leaf, gates_leaf, decay, step_bias = leaves
+        q, k, v = _split(qkv_leaf, heads)
+        soft = functional.softplus(gates_leaf.float()[:, -heads.value_heads :] + step_bias)
         if heads.corrects:
             q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS) for x in (q, k))
             q = q * heads.key_dim**-0.5
-            strength = own_gates.float()[:, : heads.value_heads].sigmoid()
+            strength = gates_leaf.float()[:, : heads.value_heads].sigmoid()
         else:
             soft = strength = soft.clamp(min=heads.least_step)
         parts = Parts(q, k, v, torch.exp(-decay.exp() * soft), strength)
-    detached = Parts(*(part.detach().contiguous() for part in parts))
+    detached = Parts(*(tensor.detach().contiguous() for tensor in parts))
     dout = dout.float().contiguous()
     gradients = backward(detached, dout)
     if heads.skip is None:
@@ -252,12 +251,12 @@ def through_parts(
 def _backward(parts: Parts, dout: Tensor, layout: Layout, corrects: bool = True) -> Parts:
     """Gradients of the parts: back through the tokens, over the states after each, which are kept
     for one sequence."""
-    each = parts.v.shape[1] // parts.k.shape[1]
-    q, k = (x.repeat_interleave(each, 1) for x in (parts.q, parts.k))
+    group = parts.v.shape[1] // parts.k.shape[1]
+    q, k = (x.repeat_interleave(group, 1) for x in (parts.q, parts.k))
     dq = torch.zeros_like(q)
     dk = torch.zeros_like(k)
-    found = [torch.zeros_like(x) for x in parts[2:]]
-    dv, dkept, dstrength = found
+    gradients = [torch.zeros_like(x) for x in parts[2:]]
+    dv, dkept, dstrength = gradients
 
     def wanted_of(t: int, faded: Tensor) -> Tensor:
         if not corrects:
@@ -272,8 +271,8 @@ def _backward(parts: Parts, dout: Tensor, layout: Layout, corrects: bool = True)
             states.append(faded + k[t].unsqueeze(-1) * error.unsqueeze(1))
         dstate = torch.zeros_like(states[0])
         for t in reversed(range(rows.start, rows.stop)):
-            before = states[t - rows.start]
-            faded, strength = before * parts.kept[t, :, None, None], parts.strength[t, :, None]
+            previous = states[t - rows.start]
+            faded, strength = previous * parts.kept[t, :, None, None], parts.strength[t, :, None]
             wanted = wanted_of(t, faded)
             dq[t] = torch.einsum("hkv,hv->hk", states[t - rows.start + 1], dout[t])
             dstate = dstate + q[t].unsqueeze(-1) * dout[t].unsqueeze(1)
@@ -285,7 +284,7 @@ def _backward(parts: Parts, dout: Tensor, layout: Layout, corrects: bool = True)
             if corrects:
                 dk[t] -= torch.einsum("hkv,hv->hk", faded, dwanted)
                 dfaded = dstate - k[t].unsqueeze(-1) * dwanted.unsqueeze(1)
-            dkept[t] = (dfaded * before).sum((1, 2))
+            dkept[t] = (dfaded * previous).sum((1, 2))
             dstate = dfaded * parts.kept[t, :, None, None]
-    dq, dk = (x.unflatten(1, (parts.k.shape[1], each)).sum(2) for x in (dq, dk))
+    dq, dk = (x.unflatten(1, (parts.k.shape[1], group)).sum(2) for x in (dq, dk))
     return Parts(dq, dk, dv, dkept, dstrength)

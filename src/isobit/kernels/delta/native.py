@@ -132,7 +132,7 @@ def backward(
     assert rows == layout.num_rows
     assert all(x.is_contiguous() and x.dtype == torch.float32 for x in (*parts, dout))
     dq, dk = (torch.empty(rows, key_heads, value_heads // key_heads, key_dim) for _ in range(2))
-    dv, dkept, dstrength = (torch.empty_like(part) for part in parts[2:])
+    dv, dkept, dstrength = (torch.empty_like(tensor) for tensor in parts[2:])
     arguments = DeltaGradientArguments(
         key_heads, value_heads, key_dim, value_dim, layout.context.shape[0],
         layout.row_start.data_ptr(),
@@ -145,9 +145,9 @@ def backward(
 
 def _added(x: Tensor) -> Tensor:
     """Return the sum over the third dimension, in ascending order."""
-    first, *others = x.unbind(2)
-    for other in others:
-        first = first + other
+    first, *columns = x.unbind(2)
+    for column in columns:
+        first = first + column
     return first
 
 

@@ -41,15 +41,15 @@ def ordered_sum(x: Tensor) -> Tensor:
 def by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `Ops.by_expert`, by a stable sort."""
     assert count < 1 << 15
-    found = (
+    result = (
         chosen.flatten().to(torch.int16).sort(stable=True)
     )  # few bits to sort by: a GPU takes them in passes
     experts = torch.arange(count + 1, dtype=torch.int16, device=chosen.device)
-    order, offsets = found.indices, torch.searchsorted(found.values, experts)
-    place = torch.empty_like(order).scatter_(
+    order, offsets = result.indices, torch.searchsorted(result.values, experts)
+    position = torch.empty_like(order).scatter_(
         0, order, torch.arange(order.shape[0], device=order.device)
     )
-    return order // chosen.shape[1], place.view(chosen.shape), offsets
+    return order // chosen.shape[1], position.view(chosen.shape), offsets
 
 
 def grouped_product(
@@ -61,14 +61,14 @@ def grouped_product(
     rows: Tensor | None = None,
 ) -> Tensor:
     a = a if rows is None else picked(a, rows)
-    parts = [
+    products = [
         ops.product(rows_of(a, start, stop), weight, bias, out)
         for weight, bias, (start, stop) in zip(*weights.each, pairwise(offsets.tolist()))
         if stop > start
     ]
     return (
-        torch.cat(parts)
-        if parts
+        torch.cat(products)
+        if products
         else torch.empty((0, weights.shape[1]), dtype=out, device=offsets.device)
     )
 
@@ -82,10 +82,10 @@ def grouped_input_gradient(
         whole = weights if weights.spec is None else weights.map(lambda one: plain(one, dy.dtype))
         return ops.grouped_product(dy, whole.transpose(), offsets, out)
     count, rows, inner = weights.shape
-    parts = (
+    slabs = (
         Stacked(weights.values(columns=some).to(dy.dtype)) for some in panels(inner, count * rows)
     )
-    return torch.cat([ops.grouped_product(dy, part.transpose(), offsets, out) for part in parts], 1)
+    return torch.cat([ops.grouped_product(dy, slab.transpose(), offsets, out) for slab in slabs], 1)
 
 
 def grouped_weight_gradient(
@@ -97,20 +97,20 @@ def grouped_weight_gradient(
     name: str,
     into: Gradients = (),
 ) -> list[Tensor | None]:
-    found: list[Tensor | None] = []
-    for (start, stop), before in zip_longest(pairwise(offsets.tolist()), into):
-        rows, own = dy[start:stop], rows_of(x, start, stop)
+    gradients: list[Tensor | None] = []
+    for (start, stop), previous in zip_longest(pairwise(offsets.tolist()), into):
+        rows, inputs = dy[start:stop], rows_of(x, start, stop)
         if stop == start:
-            found.append(None)
-        elif gradient is not None and isinstance(own, QTensor):
+            gradients.append(None)
+        elif gradient is not None and isinstance(inputs, QTensor):
             left = ops.quantize_along_tokens(rows, gradient, f"output gradient of {name}")
-            right = ops.quantize_along_tokens(own, own.spec, name)
-            found.append(ops.gradient_product(left, right, torch.float32, before))
+            right = ops.quantize_along_tokens(inputs, inputs.spec, name)
+            gradients.append(ops.gradient_product(left, right, torch.float32, previous))
         else:
-            found.append(
-                ops.gradient_product(rows.t(), plain(own, dy.dtype).t(), torch.float32, before)
+            gradients.append(
+                ops.gradient_product(rows.t(), plain(inputs, dy.dtype).t(), torch.float32, previous)
             )
-    return found
+    return gradients
 
 
 def grouped_bias_gradient(dy: Tensor, offsets: Tensor) -> list[Tensor | None]:

@@ -94,6 +94,5 @@ def _open(wanted: Tensor, scoring: Scoring) -> Tensor:
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
-    """Return the places of the `count` largest of each row, in descending order, ties to the
-    lower."""
+    """Return the places of the `count` largest of each row, descending, ties to the lower."""
     return x.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()

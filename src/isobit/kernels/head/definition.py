@@ -48,8 +48,8 @@ def head_backward(
     trained: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     logits = ops.product(hidden, weight, None, torch.float32)
-    given = (hidden, weight, tokens, temperature, dentropy)
-    return head_gradients(ops, dlogprobs, logits, *given, into=into, trained=trained)
+    inputs = (hidden, weight, tokens, temperature, dentropy)
+    return head_gradients(ops, dlogprobs, logits, *inputs, into=into, trained=trained)
 
 
 def head_backward_kept(

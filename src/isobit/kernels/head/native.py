@@ -26,8 +26,8 @@ def head_backward(
     trained: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     if dentropy is not None or hidden.dtype != torch.bfloat16:
-        given = (dlogprobs, hidden, weight, tokens, temperature, dentropy)
-        return definition.head_backward(ops, *given, into, trained)
+        inputs = (dlogprobs, hidden, weight, tokens, temperature, dentropy)
+        return definition.head_backward(ops, *inputs, into, trained)
     logits = ops.product(hidden, weight, None, torch.float32)
     dlogits = _gradient(ops, dlogprobs, logits, tokens, temperature)
     dhidden = ops.gradient_product(dlogits, values(weight).t(), hidden.dtype)
@@ -49,10 +49,10 @@ def head_backward_kept(
     from_zero: bool = False,
     trained: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    given = hidden, weight, tokens, temperature
+    inputs = hidden, weight, tokens, temperature
     if dentropy is not None or hidden.dtype != torch.bfloat16 or ops.ordered is None or not logits:
         return definition.head_backward_kept(
-            ops, dlogprobs, logits, *given, dentropy, into, from_zero, trained
+            ops, dlogprobs, logits, *inputs, dentropy, into, from_zero, trained
         )
     dhidden, pairs = torch.empty_like(hidden), []
     for rows, some in definition.rows_of(logits):
@@ -90,6 +90,6 @@ def _softmax_is_pytorchs(lib: ctypes.CDLL, count: int) -> bool:
     apart."""
     x = torch.randn(6, count, generator=torch.Generator().manual_seed(0))
     x *= torch.tensor([0.01, 1.0, 5.0, 20.0, 60.0, 1000.0]).unsqueeze(1)
-    found, wanted = x.clone(), torch.softmax(x, -1)
-    lib.isobit_softmax(found.data_ptr(), *x.shape, torch.get_num_threads())
-    return torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+    computed, wanted = x.clone(), torch.softmax(x, -1)
+    lib.isobit_softmax(computed.data_ptr(), *x.shape, torch.get_num_threads())
+    return torch.equal(computed.view(torch.int32), wanted.view(torch.int32))

@@ -75,11 +75,11 @@ def _head_tiles(
 ):  # fmt: skip
     """Logits of a tile [BLOCK_V tokens, BLOCK_T rows] and stage one of them. UNIT: every
     temperature is 1."""
-    part = tl.program_id(1)
+    block = tl.program_id(1)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = rows < num_rows
     source = tl.load(source_ptr + rows, mask=inside, other=0)
-    token = part * BLOCK_V + tl.arange(0, BLOCK_V)
+    token = block * BLOCK_V + tl.arange(0, BLOCK_V)
     k = tl.arange(0, BLOCK_K)
     # beyond the edges some row is loaded again: its logits are not used
     weight_row = tl.minimum(token, VOCABULARY - 1).to(tl.int64) * weight_stride
@@ -98,7 +98,7 @@ def _head_tiles(
         z = scaled(logits, tl.load(temperature_ptr + rows, mask=inside, other=1.0)[None, :])
     z = tl.where(token[:, None] < VOCABULARY, z, -float("inf"))
     summarize(
-        z, part, rows, inside, tokens_ptr, keys_ptr, partial_ptr, race_ptr, race, BLOCK_V, STRIDE
+        z, block, rows, inside, tokens_ptr, keys_ptr, partial_ptr, race_ptr, race, BLOCK_V, STRIDE
     )
 
 
@@ -132,17 +132,17 @@ def _summarize_head(
     unit = not isinstance(temperature, Tensor) and temperature == 1
     if not isinstance(temperature, Tensor):
         temperature = torch.full((rows,), float(temperature), device=hidden.device)
-    parts = VocabularyParts(rows, vocabulary, block_v, race, hidden.device)
+    partials = VocabularyParts(rows, vocabulary, block_v, race, hidden.device)
     launch(
-        _head_tiles, (triton.cdiv(rows, block_t), parts.count),
-        hidden, weight, source, given, given, parts.partial, parts.scores,
+        _head_tiles, (triton.cdiv(rows, block_t), partials.count),
+        hidden, weight, source, given, given, partials.partial, partials.scores,
         temperature, rows, weight.stride(0), int(race),
         num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
         VOCABULARY=vocabulary, C=channels, STEPS=triton.cdiv(channels, block_k),
-        STRIDE=parts.stride,
+        STRIDE=partials.stride,
         UNIT=unit, BLOCK_V=block_v, BLOCK_T=block_t, BLOCK_K=block_k,
     )  # fmt: skip
-    return parts
+    return partials
 
 
 def head_logprobs(
@@ -158,12 +158,12 @@ def head_logprobs(
     every = torch.arange(hidden.shape[0], device=hidden.device)
     stride = triton.cdiv(triton.cdiv(weight.shape[0], VOCABULARY_TILE[hidden.dtype]), 32) * 32
     size = max(1, PARTIALS_AT_ONCE // (KINDS * stride))
-    found = [
-        _summarize_head(hidden, weight, source, given, temperature, False).merge(given)
-        for source, given in zip(every.split(size), tokens.split(size))
+    results = [
+        _summarize_head(hidden, weight, source, chunk, temperature, False).merge(chunk)
+        for source, chunk in zip(every.split(size), tokens.split(size))
     ]
     logprob, entropy, _ = (
-        found[0] if len(found) == 1 else (torch.cat(parts) for parts in zip(*found))
+        results[0] if len(results) == 1 else (torch.cat(column) for column in zip(*results))
     )
     return logprob, entropy
 
@@ -263,8 +263,8 @@ def head_backward(
     for start in range(0, hidden.shape[0], size):
         rows = slice(start, start + size)
         logits = ops.product(hidden[rows], weight, None, torch.float32)
-        given = (dlogprobs[rows], logits, tokens[rows], temperature, hidden.dtype)
-        dlogits = logits_gradient(*given, None if dentropy is None else dentropy[rows])
+        inputs = (dlogprobs[rows], logits, tokens[rows], temperature, hidden.dtype)
+        dlogits = logits_gradient(*inputs, None if dentropy is None else dentropy[rows])
         dhidden[rows] = ops.gradient_product(dlogits, weight.t(), hidden.dtype)
         if trained:
             dweight = ops.gradient_product(dlogits.t(), hidden[rows].t(), torch.float32, dweight)

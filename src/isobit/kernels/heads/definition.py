@@ -74,13 +74,13 @@ def attention_inputs_backward(
     )
     if heads.norms is None:
         return torch.cat((dq, dk, dv), dim=1), None, None
-    found = []
+    weight_gradients = []
     for dx, x, weight in zip(
         (dq, dk), qkv.split((dq.shape[1], dk.shape[1], dv.shape[1]), dim=1), heads.norms
     ):
         rows = x.reshape(-1, x.shape[-1])
         _, summed, rstd = ops.rms_norm(rows, weight, heads.eps)
         dx, dweight = ops.rms_norm_backward(dx.reshape(rows.shape), summed, weight, rstd)
-        found.append((dx.view(x.shape), dweight))
-    (dq, dq_norm), (dk, dk_norm) = found
+        weight_gradients.append((dx.view(x.shape), dweight))
+    (dq, dq_norm), (dk, dk_norm) = weight_gradients
     return torch.cat((dq, dk, dv), dim=1), dq_norm, dk_norm

@@ -86,8 +86,7 @@ def writes(kv: QuantSpec) -> bool:
 
 
 def _kind_of_write(k: Tensor, v: Tensor, store: KVStore) -> int | None:
-    """Return the kind of keys and values that C++ writes into this store; None where it does
-    not."""
+    """Return the kind of keys and values that C++ writes into this store, or None."""
     native = store.k.dtype == k.dtype if store.kv is None else writes(store.kv)
     return PLAIN.get(k.dtype) if native and v.dtype == k.dtype else None
 

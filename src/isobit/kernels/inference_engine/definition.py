@@ -128,8 +128,8 @@ def _of_tokens(logprobs: Tensor, tokens: Tensor) -> Tensor:
 
 def _scale_of(x: QTensor, column: int) -> Tensor:
     """Return the scale of every row for the block that `column` is in: [rows, 1]."""
-    one = x.scale[:, column // x.block[1]].unsqueeze(1)
-    return expand_scale(one, (x.block[0], 1), (x.shape[0], 1))
+    column_scale = x.scale[:, column // x.block[1]].unsqueeze(1)
+    return expand_scale(column_scale, (x.block[0], 1), (x.shape[0], 1))
 
 
 class InferenceEngineOps(ReferenceOps):

@@ -46,9 +46,9 @@ class NativeInferenceEngineOps(NativeOps):
             return super().prepare(weight, into)
         if not (is_packed(weight) and _turns(weight)):
             return weight
-        kept = into if isinstance(into, Packed) else None
-        packed = self._products.prepare(_turned(weight), kept)
-        return kept or Packed(weight, packed.panels)
+        previous = into if isinstance(into, Packed) else None
+        packed = self._products.prepare(_turned(weight), previous)
+        return previous or Packed(weight, packed.panels)
 
     def product(
         self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = _BF16

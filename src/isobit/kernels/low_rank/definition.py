@@ -87,10 +87,10 @@ def add_low_rank(
     dtype: torch.dtype,
 ) -> Tensor:
     values = plain(x, dtype)
-    for one, (start, stop) in zip(adapters, pairwise(offsets.tolist())):
-        places = rows[start:stop]
-        sums, own = total[places], values[places]
-        for part in one.parts:
-            add_part(ops, sums, own, part, one.scale)
-        total[places] = sums
+    for factors, (start, stop) in zip(adapters, pairwise(offsets.tolist())):
+        index = rows[start:stop]
+        sums, inputs = total[index], values[index]
+        for block in factors.parts:
+            add_part(ops, sums, inputs, block, factors.scale)
+        total[index] = sums
     return total.to(dtype)

@@ -53,11 +53,11 @@ def product(
         return ops.grouped_product(x, weights, offsets, out, rows), []
     total = ops.grouped_product(x, weights, offsets, torch.float32, rows)
     values, us = plain(x, out), list[Tensor]()
-    for one in factors:
-        u = ops.grouped_product(values, one.a, offsets, out, rows)
-        delta = ops.grouped_product(u, one.b, offsets, torch.float32)
+    for pair in factors:
+        u = ops.grouped_product(values, pair.a, offsets, out, rows)
+        delta = ops.grouped_product(u, pair.b, offsets, torch.float32)
         # two operations: one that fuses them would round once
-        total[:, one.lo : one.hi] += delta.mul_(one.scale)
+        total[:, pair.lo : pair.hi] += delta.mul_(pair.scale)
         us.append(u)
     return total.to(out), us
 
@@ -75,15 +75,15 @@ def backward(
     """Return (what the factors add to dx [R, K], float32, or None; of each of the factors dA of
     every expert and then dB of every expert, float32, None where an expert has no rows), of dy [R,
     N] and the rows x [R, K] as they were multiplied."""
-    values, dx, found = plain(x, dy.dtype), None, list[Tensor | None]()
-    for one, u in zip(factors, us):
-        part = dy[:, one.lo : one.hi].contiguous()
-        wide = ops.grouped_product(part, one.b.transpose(), offsets, torch.float32)
-        du = wide.mul_(one.scale).to(dy.dtype)
-        found += ops.grouped_weight_gradient(du, values, offsets, None, name)
-        of_b = ops.grouped_weight_gradient(part, u, offsets, None, name)
-        found += [None if db is None else db.mul_(one.scale) for db in of_b]
+    values, dx, gradients = plain(x, dy.dtype), None, list[Tensor | None]()
+    for pair, u in zip(factors, us):
+        slice_ = dy[:, pair.lo : pair.hi].contiguous()
+        wide = ops.grouped_product(slice_, pair.b.transpose(), offsets, torch.float32)
+        du = wide.mul_(pair.scale).to(dy.dtype)
+        gradients += ops.grouped_weight_gradient(du, values, offsets, None, name)
+        of_b = ops.grouped_weight_gradient(slice_, u, offsets, None, name)
+        gradients += [None if db is None else db.mul_(pair.scale) for db in of_b]
         if needs_input:
-            more = ops.grouped_product(du, one.a.transpose(), offsets, torch.float32)
+            more = ops.grouped_product(du, pair.a.transpose(), offsets, torch.float32)
             dx = more if dx is None else dx.add_(more)
-    return dx, found
+    return dx, gradients

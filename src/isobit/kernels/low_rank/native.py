@@ -36,9 +36,9 @@ def prepare_factors(
 ) -> Factors:
     if ops.ordered is None or any(a.dtype != torch.bfloat16 for a, *_ in parts):
         return definition.prepare_factors(ops, parts, scale)
-    struct, kept = ops.ordered.low_rank_factors(parts, scale)
-    plain = tuple(Part(*part) for part in parts)
-    return PackedFactors(plain, scale, struct, kept)
+    struct, memory = ops.ordered.low_rank_factors(parts, scale)
+    plain = tuple(Part(*block) for block in parts)
+    return PackedFactors(plain, scale, struct, memory)
 
 
 def adapted_product(
@@ -53,8 +53,8 @@ def adapted_product(
 ) -> Tensor:
     packed = adapters if isinstance(adapters, Tensor) else _packed(ops, adapters, dtype)
     if packed is None or not computes(x, weight_of(weight)):
-        given = (x, weight, bias, adapters, rows, offsets, dtype)
-        return definition.adapted_product(ops, *given)
+        arguments = (x, weight, bias, adapters, rows, offsets, dtype)
+        return definition.adapted_product(ops, *arguments)
     assert ops.ordered is not None
     return ops.ordered.adapted_product(x, weight, bias, packed, rows, offsets)
 
@@ -78,6 +78,6 @@ def add_low_rank(
 
 def _packed(ops: NativeBase, adapters: Sequence[Factors], dtype: torch.dtype) -> Tensor | None:
     """Return the addresses of adapters that are packed, all of them."""
-    packed = [one.address for one in adapters if isinstance(one, PackedFactors)]
+    packed = [lora.address for lora in adapters if isinstance(lora, PackedFactors)]
     fits = ops.ordered is not None and dtype == torch.bfloat16 and len(packed) == len(adapters)
     return torch.tensor(packed, dtype=torch.int64) if fits else None

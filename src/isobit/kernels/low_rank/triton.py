@@ -66,8 +66,8 @@ def _rows_of(pick_ptr, tile_ptr, tiles, BLOCK_T: tl.constexpr):
     there are, where they stand)."""
     tile = tl.program_id(0)
     t = tl.load(tile_ptr + tiles + tile) + tl.arange(0, BLOCK_T)
-    own = t < tl.load(tile_ptr + 2 * tiles + tile)
-    return tl.load(tile_ptr + tile), t, own, tl.load(pick_ptr + t, mask=own, other=0)
+    mask = t < tl.load(tile_ptr + 2 * tiles + tile)
+    return tl.load(tile_ptr + tile), t, mask, tl.load(pick_ptr + t, mask=mask, other=0)
 
 
 @triton.jit
@@ -84,9 +84,9 @@ def shrink(
 ):  # fmt: skip
     """Compute sums [chunks, parts, rows, width] float32 of A [r, INNER] · x at `pick`: of every
     chunk where they are APART, or of all of K. RANKS: tiles along r."""
-    adapter, t, own, at = _rows_of(pick_ptr, tile_ptr, tiles, BLOCK_T)
-    part, chunk = tl.program_id(1) // RANKS, tl.program_id(2)
-    record = record_ptr + (adapter * parts + part) * FIELDS
+    adapter, t, mask, at = _rows_of(pick_ptr, tile_ptr, tiles, BLOCK_T)
+    block, chunk = tl.program_id(1) // RANKS, tl.program_id(2)
+    record = record_ptr + (adapter * parts + block) * FIELDS
     rank, steps = tl.load(record + 2).to(tl.int32), tl.load(record + 5).to(tl.int32)
     lowest = tl.program_id(1) % RANKS * BLOCK_R
     STEPS: tl.constexpr = (INNER + BLOCK_K - 1) // BLOCK_K
@@ -108,14 +108,14 @@ def shrink(
                 acc = tl.zeros((BLOCK_R, BLOCK_T), tl.float32)
         inside = k < INNER - step * BLOCK_K
         a = tl.load(a_tile, mask=(r < rank)[:, None] & inside[None, :], other=0.0)
-        x = tl.load(x_tile, mask=own[None, :] & inside[:, None], other=0.0)
+        x = tl.load(x_tile, mask=mask[None, :] & inside[:, None], other=0.0)
         acc = numbers.dot(a, x, acc)
         a_tile += BLOCK_K
         x_tile += BLOCK_K
     if IN_CHUNKS:  # one chunk is not added to zero, which would change the sign of another
         acc = tl.where(steps < STEPS, total + acc, acc)
-    to = ((chunk * parts + part).to(tl.int64) * rows + t)[:, None] * width + r[None, :]
-    tl.store(sum_ptr + to, tl.trans(acc), mask=own[:, None] & (r < rank)[None, :])
+    to = ((chunk * parts + block).to(tl.int64) * rows + t)[:, None] * width + r[None, :]
+    tl.store(sum_ptr + to, tl.trans(acc), mask=mask[:, None] & (r < rank)[None, :])
 
 
 @triton.jit(do_not_specialize=["tiles", "rows", "parts"])
@@ -127,9 +127,9 @@ def expand(
     """Compute total [T, columns] float32, at `pick`: plus scale · (B · u), u the sums of `shrink`
     in BF16, where they are APART added in ascending order. STEPS: those of K in `shrink`. EIGHTS:
     every rank is a multiple of 8."""
-    adapter, t, own, at = _rows_of(pick_ptr, tile_ptr, tiles, BLOCK_T)
-    part = tl.program_id(2)
-    record = record_ptr + (adapter * parts + part) * FIELDS
+    adapter, t, mask, at = _rows_of(pick_ptr, tile_ptr, tiles, BLOCK_T)
+    block = tl.program_id(2)
+    record = record_ptr + (adapter * parts + block) * FIELDS
     rank, low = tl.load(record + 2).to(tl.int32), tl.load(record + 3)
     high, steps = tl.load(record + 4).to(tl.int32), tl.load(record + 5).to(tl.int32)
     if tl.program_id(1) * BLOCK_N >= high:
@@ -137,14 +137,14 @@ def expand(
     n, k = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     pitch = tl.multiple_of(rank, 8) if EIGHTS else rank
     b_tile = _factor(record + 1) + n.to(tl.int64)[:, None] * pitch + k[None, :]
-    u_tile = sum_ptr + (tl.cast(part, tl.int64) * rows + t)[None, :] * width + k[:, None]
+    u_tile = sum_ptr + (tl.cast(block, tl.int64) * rows + t)[None, :] * width + k[:, None]
     size = tl.cast(parts, tl.int64) * rows * width
     chunks = (STEPS + steps - 1) // steps if APART else 1
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for step in range(numbers.steps((rank + BLOCK_K - 1) // BLOCK_K)):
         inside = k < rank - step * BLOCK_K
         b = tl.load(b_tile, mask=(n < high)[:, None] & inside[None, :], other=0.0)
-        there = inside[:, None] & own[None, :]
+        there = inside[:, None] & mask[None, :]
         u = tl.load(u_tile, mask=there, other=0.0)
         if APART:  # one chunk is not added to zero, which would change the sign of another
             u = tl.where(chunks > 1, 0.0 + u, u)
@@ -155,7 +155,7 @@ def expand(
         u_tile += BLOCK_K
     scale = tl.load(record + 6).to(tl.int32).to(tl.float32, bitcast=True)
     to = total_ptr + at[:, None] * columns + low + n[None, :]
-    there = own[:, None] & (n < high)[None, :]
+    there = mask[:, None] & (n < high)[None, :]
     tl.store(to, tl.load(to, mask=there, other=0.0) + tl.trans(acc) * scale, mask=there)
 
 
@@ -173,7 +173,7 @@ def prepare_factors(
         chunk = blocks * (BLOCK // _STEP)
         record.append([a.data_ptr(), b.data_ptr(), len(a), lo, hi - lo, chunk, bits])
     return AddressedFactors(
-        tuple(Part(*part) for part in parts), scale,
+        tuple(Part(*block) for block in parts), scale,
         torch.tensor(record, dtype=torch.int64, device=parts[0][0].device),
         max(len(a) for a, *_ in parts), max(hi - lo for *_, lo, hi in parts), max(splits),
         all(len(a) % 8 == 0 for a, *_ in parts),
@@ -183,7 +183,7 @@ def prepare_factors(
 def _addressable(parts: Sequence[tuple[Tensor, Tensor, int, int]]) -> bool:
     """Return whether the kernels take these factors."""
     rows = sorted((lo, hi) for *_, lo, hi in parts)
-    apart = all(one[1] <= other[0] for one, other in pairwise(rows))
+    apart = all(upper[1] <= lower[0] for upper, lower in pairwise(rows))
     plain = all(a.dtype == b.dtype == torch.bfloat16 for a, b, *_ in parts)
     return bool(parts) and plain and apart and all(a.shape[0] <= MOST_RANK for a, *_ in parts)
 
@@ -203,11 +203,11 @@ def add_low_rank(
     offsets: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    found = [one for one in adapters if isinstance(one, AddressedFactors)]
-    if dtype != torch.bfloat16 or len(found) != len(adapters):
+    addressed = [lora for lora in adapters if isinstance(lora, AddressedFactors)]
+    if dtype != torch.bfloat16 or len(addressed) != len(adapters):
         return definition.add_low_rank(ops, total, x, adapters, rows, offsets, dtype)
     if len(rows):
-        _add(total, plain(x, dtype).contiguous(), found, rows, offsets)
+        _add(total, plain(x, dtype).contiguous(), addressed, rows, offsets)
     return total.to(dtype)
 
 
@@ -216,26 +216,26 @@ def _add(
 ) -> None:
     """Add to `total` [T, N] float32 what adapters make of their rows of x [T, K] BF16."""
     tiles, height = _tiles(offsets, x.device)
-    parts, inner = max(len(one.parts) for one in adapters), x.shape[1]
-    width, records = -(-max(one.rank for one in adapters) // 16) * 16, _records(adapters, parts)
-    splits, count, ranks = max(one.splits for one in adapters), tiles.shape[1], -(-width // _HIGH)
+    blocks, inner = max(len(lora.parts) for lora in adapters), x.shape[1]
+    width, records = -(-max(lora.rank for lora in adapters) // 16) * 16, _records(adapters, blocks)
+    splits, count, ranks = max(lora.splits for lora in adapters), tiles.shape[1], -(-width // _HIGH)
     # for a B200 Triton 3.6 does not compile BF16 chunks in one program
-    few = count * parts <= PROCESSORS or target().matrix == "tensor"
+    few = count * blocks <= PROCESSORS or target().matrix == "tensor"
     apart = splits > 1 and few
     chunks = splits if apart else 1
-    sums = torch.empty((chunks, parts, len(rows), width), dtype=torch.float32, device=x.device)
-    given = rows, tiles, records
-    sizes = count, len(rows), parts, width
+    sums = torch.empty((chunks, blocks, len(rows), width), dtype=torch.float32, device=x.device)
+    schedule = rows, tiles, records
+    sizes = count, len(rows), blocks, width
     launch(
-        shrink, (count, parts * ranks, chunks), x, *given, sums, *sizes, num_warps=_WARPS,
+        shrink, (count, blocks * ranks, chunks), x, *schedule, sums, *sizes, num_warps=_WARPS,
         num_stages=_STAGES, INNER=inner, RANKS=ranks, FIELDS=_FIELDS, BLOCK_R=_HIGH,
         BLOCK_T=height, BLOCK_K=_STEP, IN_CHUNKS=splits > 1 and not apart, APART=apart,
     )  # fmt: skip
-    widest = max(one.rows for one in adapters)
+    widest = max(lora.rows for lora in adapters)
     launch(
-        expand, (count, -(-widest // _HIGH), parts), sums, *given, total, *sizes, total.shape[1],
+        expand, (count, -(-widest // _HIGH), blocks), sums, *schedule, total, *sizes, total.shape[1],
         num_warps=_WARPS, num_stages=2, STEPS=-(-inner // _STEP), FIELDS=_FIELDS, BLOCK_N=_HIGH,
-        BLOCK_T=height, BLOCK_K=_STEP, EIGHTS=all(one.eights for one in adapters), APART=apart,
+        BLOCK_T=height, BLOCK_K=_STEP, EIGHTS=all(lora.eights for lora in adapters), APART=apart,
     )  # fmt: skip
 
 
@@ -247,8 +247,8 @@ def _records(adapters: Sequence[AddressedFactors], parts: int) -> Tensor:
     change, so they are stacked again only where a weight's adapters are others than the last
     time."""
     known, stacked = _stacked.get(adapters[0], ((), None))
-    if stacked is None or [each() for each in known] != list(adapters):
-        missing = [parts - len(one.parts) for one in adapters]
+    if stacked is None or [reference() for reference in known] != list(adapters):
+        missing = [parts - len(lora.parts) for lora in adapters]
         padded = [functional.pad(x.record, (0, 0, 0, n)) for x, n in zip(adapters, missing)]
         stacked = torch.stack(padded)
         _stacked[adapters[0]] = tuple(map(weakref.ref, adapters)), stacked
@@ -266,12 +266,12 @@ def _tiles(offsets: Tensor, device: torch.device) -> tuple[Tensor, int]:
         bounds = list(pairwise(offsets.tolist()))
         most = max(stop - start for start, stop in bounds)
         height = _HEIGHTS[most > _HEIGHTS[0]]
-        found = [
+        tiled = [
             (index, first, stop)
             for index, (start, stop) in enumerate(bounds)
             for first in range(start, stop, height)
         ]
-        table = torch.tensor(found, dtype=torch.int32).t().contiguous()
+        table = torch.tensor(tiled, dtype=torch.int32).t().contiguous()
         _made[offsets] = table.to(device, non_blocking=True), height
     table, height = _made[offsets]
     return table, height

@@ -42,8 +42,8 @@ class Arena:
         itself, where it has none."""
         if not x.numel():
             return x
-        place = self._take(_extent(x))
-        return torch.from_numpy(place).view(x.dtype).as_strided(x.shape, x.stride())
+        memory = self._take(_extent(x))
+        return torch.from_numpy(memory).view(x.dtype).as_strided(x.shape, x.stride())
 
     def holds(self, x: Tensor) -> bool:
         """Return whether x lies in the arena."""
@@ -56,8 +56,8 @@ class Arena:
         if chunk is None:
             return x
         start = x.data_ptr() - chunk.ctypes.data
-        part = torch.from_numpy(chunk)[start : start + _extent(x)]
-        return part.view(x.dtype).as_strided(x.shape, x.stride())
+        view = torch.from_numpy(chunk)[start : start + _extent(x)]
+        return view.view(x.dtype).as_strided(x.shape, x.stride())
 
     def _chunk_of(self, x: Tensor) -> NDArray[np.uint8] | None:
         if x.is_mkldnn or not x.numel():
@@ -78,11 +78,11 @@ class Arena:
             index = self._grow(size)
         chunk, start, stop = self._free[index]
         self._free[index : index + 1] = [(chunk, start + size, stop)] if start + size < stop else []
-        place = self._chunks[chunk][start : start + size]
+        memory = self._chunks[chunk][start : start + size]
         # a tensor may be freed at any moment, by any thread: its place is only noted then
         noted = self._released.append
-        weakref.finalize(place, noted, (chunk, start, start + size)).atexit = False
-        return place
+        weakref.finalize(memory, noted, (chunk, start, start + size)).atexit = False
+        return memory
 
     def _grow(self, size: int) -> int:
         """Return a new chunk of at least `size` bytes: its index in the free list."""
@@ -100,10 +100,10 @@ class Arena:
         while self._released:
             insort(self._free, self._released.popleft())
         joined = list[tuple[int, int, int]]()
-        for place in self._free:
-            if joined and joined[-1][0] == place[0] and joined[-1][2] == place[1]:
-                place = (place[0], joined.pop()[1], place[2])
-            joined.append(place)
+        for region in self._free:
+            if joined and joined[-1][0] == region[0] and joined[-1][2] == region[1]:
+                region = (region[0], joined.pop()[1], region[2])
+            joined.append(region)
         self._free[:] = joined
 
 

@@ -95,9 +95,9 @@ def _opened() -> tuple[ctypes.CDLL, str]:
     keep_freed_memory()
     unusable = ""
     if not os.environ.get("CXX") and not os.environ.get("ISOBIT_CXXFLAGS"):
-        found = prebuilt_here(_features())
-        if found is not None:
-            level, path = found
+        library_path = prebuilt_here(_features())
+        if library_path is not None:
+            level, path = library_path
             try:
                 return load(path), f"prebuilt for {level}"
             except BuildFailed as error:
@@ -127,12 +127,12 @@ def prebuilt_here(features: frozenset[str], folder: Path = PREBUILT) -> tuple[st
     features, if it was made of the present sources; None in a checkout, whose sources change."""
     if not folder.is_dir():
         return None
-    places = {
+    folders = {
         level: prebuilt(level, folder)
         for level, needed in LEVELS.items()
         if features.issuperset(needed)
     }
-    return next(((level, path) for level, path in places.items() if path.is_file()), None)
+    return next(((level, path) for level, path in folders.items() if path.is_file()), None)
 
 
 def compiled(program: str, directory: Path, sources: Path = HERE) -> Path:
@@ -200,8 +200,7 @@ def clear_old(directory: Path) -> None:
 
 
 def _used(path: Path) -> float:
-    """Return the time when a file was made, or loaded last; now where another process has removed
-    it."""
+    """Return the time when a file was made, or loaded last; now if it was removed."""
     try:
         return path.stat().st_mtime
     except OSError:

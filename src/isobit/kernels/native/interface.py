@@ -60,24 +60,24 @@ def product_arguments(
     the call. Without panels right is read where it is, contiguous along its rows."""
     inner = 2 * right.shape[1] if right.dtype == torch.uint8 else right.shape[1]
     assert left.shape[1] == inner, f"product of {tuple(left.shape)} and {tuple(right.shape)}"
-    found = ProductArguments(
+    arguments = ProductArguments(
         KINDS[left.dtype], *result.shape, left.shape[1], left.data_ptr(), *left.stride(),
         KINDS[right.dtype], pointer(panels), None if bias is None else bias.data_ptr(),
         0 if bias is None else KINDS[bias.dtype], result.data_ptr(), KINDS[result.dtype],
         torch.get_num_threads(),
     )  # fmt: skip
-    found.b, found.b_column = right.data_ptr(), right.stride(1)
-    return found
+    arguments.b, arguments.b_column = right.data_ptr(), right.stride(1)
+    return arguments
 
 
 def nibble_arguments(
     left: Tensor, right: PackedFP4, bias: Tensor | None, result: Tensor
 ) -> ProductArguments:
     """Return the arguments of a product whose right is read as it is stored, with its scales."""
-    assert all(part.is_contiguous() for part in right.tensors)
-    found = product_arguments(left, right.codes, right.codes, bias, result)
-    found.small_scales, found.common = right.scales.data_ptr(), right.common.data_ptr()
-    return found
+    assert all(tensor.is_contiguous() for tensor in right.tensors)
+    arguments = product_arguments(left, right.codes, right.codes, bias, result)
+    arguments.small_scales, arguments.common = right.scales.data_ptr(), right.common.data_ptr()
+    return arguments
 
 
 def grid(x: QTensor) -> tuple[int, ...]:
@@ -272,9 +272,9 @@ def _layout_of(lib: ctypes.CDLL, name: str) -> dict[str, tuple[int, int]]:
     """Return the same as the library says."""
     function = getattr(lib, name)
     function.restype = ctypes.POINTER(_Field)
-    found, fields = {}, function()
+    layout, fields = {}, function()
     for field in fields:
-        found[field.name.decode() if field.name else "size"] = (field.offset, field.size)
+        layout[field.name.decode() if field.name else "size"] = (field.offset, field.size)
         if not field.name:
             break
-    return found
+    return layout

@@ -20,8 +20,8 @@ def keep_from_spinning() -> bool:
     or where PyTorch has not loaded GNU's OpenMP, which is Linux's (LLVM's has its names
     elsewhere)."""
     loaded = ctypes.CDLL(None)
-    said = "GOMP_SPINCOUNT" in os.environ or "OMP_WAIT_POLICY" in os.environ
-    if said or sys.platform != "linux" or not hasattr(loaded, "GOMP_parallel"):
+    configured = "GOMP_SPINCOUNT" in os.environ or "OMP_WAIT_POLICY" in os.environ
+    if configured or sys.platform != "linux" or not hasattr(loaded, "GOMP_parallel"):
         return False
     nothing = ctypes.cast(loaded.free, ctypes.c_void_p)  # of no memory: a function that returns
     loaded.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]

@@ -99,13 +99,13 @@ def compiler() -> str:
 def digest(*further: str, sources: Path = HERE) -> str:
     """Names a library after what it is made of: all files, the flags that never change, and what
     else is given."""
-    found = hashlib.sha256()
+    digester = hashlib.sha256()
     for name in (*SOURCES, *HEADERS):
-        found.update((sources / name).read_bytes())
-    found.update(
+        digester.update((sources / name).read_bytes())
+    digester.update(
         "\n".join([*FLAGS, *(" ".join(flags) for flags in _PATHS.values()), *further]).encode()
     )
-    return found.hexdigest()[:24]
+    return digester.hexdigest()[:24]
 
 
 def prebuilt(level: str, folder: Path = PREBUILT) -> Path:
@@ -213,9 +213,9 @@ class _Compilers:
             process.wait()
         if process.returncode:
             lines = errors.splitlines()
-            said = [line for line in lines if "error:" in line] or lines[:1]
+            messages = [line for line in lines if "error:" in line] or lines[:1]
             ended = f"{command[0]} failed (exit {process.returncode})"
-            raise BuildFailed(": ".join([ended, *said[:1]]))
+            raise BuildFailed(": ".join([ended, *messages[:1]]))
 
     def _begin(self, command: list[str]) -> "subprocess.Popen[str]":
         if self._stopped:

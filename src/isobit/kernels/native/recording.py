@@ -58,7 +58,7 @@ class Recording:
         called to say how."""
         if self.refused:
             self._function()
-        elif any(part() for part in self._parts):
+        elif any(call() for call in self._parts):
             self._function()
             raise NonFiniteError("a captured step met NaN or infinity, and did not meet it again")
 
@@ -94,10 +94,10 @@ class _Recorder(TorchFunctionMode):
         """End the recording: the function has returned."""
         if not self._calls:
             return
-        words = [(ctypes.c_int64 * len(given))(*given) for _, given in self._calls]
+        words = [(ctypes.c_int64 * len(arguments))(*arguments) for _, arguments in self._calls]
         calls = (ctypes.c_int64 * (2 * len(words)))()
         calls[::2] = [function for function, _ in self._calls]
-        calls[1::2] = [ctypes.addressof(each) for each in words]
+        calls[1::2] = [ctypes.addressof(buffer) for buffer in words]
         self.kept += [words, calls]
         self.parts.append(partial(self._library.isobit_replay, ctypes.addressof(calls), len(words)))
         self._calls = []
@@ -111,39 +111,39 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", str(function))
-        found = function(*args, **kwargs)
+        result = function(*args, **kwargs)
         if self.refused:
-            return found
+            return result
         if name == "data_ptr" and not self._arena.holds(args[0]):
             self.kept.append(args[0])
         if name in _ALLOCATE:
-            return self._arena.like(found)
+            return self._arena.like(result)
         if _in_place(name, kwargs):
             self._constants -= {_storage(x) for x in tensors_of((args, kwargs))}
             self._repeat(function, args, kwargs, [])
-        elif not (results := tensors_of(found)):
+        elif not (results := tensors_of(result)):
             read = {_storage(x) for x in tensors_of((args, kwargs))}
             if name not in _DESCRIBE and not read <= self._constants:
                 self._refuse(f"{name} of a tensor")
         elif name == "tensor" and not tensors_of(args):
-            self._constants.add(_storage(found))
-            self.kept.append(found)
+            self._constants.add(_storage(result))
+            self.kept.append(result)
         else:
             sources = {_storage(x) for x in tensors_of((args, kwargs))}
             new = [_storage(x) not in sources for x in results]
             if all(new):
-                return self._computed(function, args, kwargs, found)
+                return self._computed(function, args, kwargs, result)
             if any(new):
                 self._refuse(name)
-        return found
+        return result
 
     def _computed(
         self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], found: Any
     ) -> Any:
         """Return what PyTorch has computed, in the arena, where it is computed again."""
-        kept = mapped(found, lambda x: self._arena.like(x).copy_(x))
-        self._repeat(function, args, kwargs, tensors_of(kept))
-        return kept
+        copies = mapped(found, lambda x: self._arena.like(x).copy_(x))
+        self._repeat(function, args, kwargs, tensors_of(copies))
+        return copies
 
     def _repeat(
         self,
@@ -160,8 +160,8 @@ class _Recorder(TorchFunctionMode):
             return
 
         def again() -> None:
-            found = function(*args, **kwargs)
-            for target, x in zip(targets, tensors_of(found) if targets else ()):
+            result = function(*args, **kwargs)
+            for target, x in zip(targets, tensors_of(result) if targets else ()):
                 assert target.shape == x.shape, f"{function}: a result of another shape"
                 target.copy_(x)
 
@@ -248,7 +248,7 @@ def tensors_of(found: Any) -> list[Tensor]:
     if isinstance(found, Mapping):
         found = list(found.values())
     if isinstance(found, (list, tuple)):
-        return [x for each in found for x in tensors_of(each)]
+        return [x for item in found for x in tensors_of(item)]
     return []
 
 
@@ -257,7 +257,7 @@ def mapped(found: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(found, Tensor):
         return change(found)
     if isinstance(found, Mapping):
-        return {key: mapped(each, change) for key, each in found.items()}
+        return {key: mapped(item, change) for key, item in found.items()}
     if isinstance(found, (list, tuple)) and not isinstance(found, torch.Size):
-        return type(found)([mapped(each, change) for each in found])
+        return type(found)([mapped(item, change) for item in found])
     return found

@@ -99,10 +99,10 @@ def inner(activation: Activation, gate: Tensor) -> tuple[Tensor, Tensor]:
 def dot(a: Tensor, b: Tensor, lanes: int) -> Tensor:
     """Sum of a · b over the last dimension, in lanes; the others broadcast."""
     missing = -a.shape[-1] % lanes
-    parts = [functional.pad(x, (0, missing)).unflatten(-1, (-1, lanes)) for x in (a, b)]
+    lanes_of = [functional.pad(x, (0, missing)).unflatten(-1, (-1, lanes)) for x in (a, b)]
     total = torch.zeros((), device=a.device)
-    for i in range(parts[0].shape[-2]):
-        total = fma(parts[0][..., i, :], parts[1][..., i, :], total)
+    for i in range(lanes_of[0].shape[-2]):
+        total = fma(lanes_of[0][..., i, :], lanes_of[1][..., i, :], total)
     return tree(total)
 
 
@@ -119,12 +119,12 @@ def blocked_sum(a: Tensor, b: Tensor) -> Tensor:
     multiply-adds from zero, and chains are added in ascending order to zero. Error as above, with
     γ(32 + ⌈n / 32⌉)."""
     missing = -a.shape[0] % CHAIN
-    parts = [
+    blocks = [
         torch.cat((x, x.new_zeros(missing, *x.shape[1:]))).unflatten(0, (-1, CHAIN)) for x in (a, b)
     ]
     chains = torch.zeros((), device=a.device)
     for i in range(CHAIN):
-        chains = fma(parts[0][:, i], parts[1][:, i], chains)
+        chains = fma(blocks[0][:, i], blocks[1][:, i], chains)
     total = torch.zeros(chains.shape[1:], device=a.device)
     for chain in chains:
         total = total + chain
@@ -145,8 +145,8 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     doubtful = ((words & _LOST) == _HALF) | (total.abs() < 2.0**-125)
     if doubtful.any():
         x, y, s = (t.expand_as(total)[doubtful] for t in (product, addend, total))
-        part = s - x
-        error = (x - (s - part)) + (y - part)  # of the sum in float64, exactly (Knuth)
+        difference = s - x
+        error = (x - (s - difference)) + (y - difference)  # of the sum in float64, exactly (Knuth)
         inexact = (error != 0) & torch.isfinite(error) & (words[doubtful] & 1 == 0)
         words[doubtful] += torch.where(inexact, torch.where((error > 0) == (s > 0), 1, -1), 0)
     return total.float()

@@ -66,8 +66,7 @@ def _norm(
     ops: NativeBase, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None,
     y: Tensor | None, to: QTensor | None, block: int = 1,
 ) -> tuple[int, Tensor, Tensor]:  # fmt: skip
-    """Return (1 where the result cannot be quantized, summed, rstd), the result in `y` or quantized
-    in `to`."""
+    """Return (1 if the result cannot be quantized, summed, rstd); the result in `y` or `to`."""
     x, weight = x.contiguous(), weight.contiguous()
     summed, rstd = x, torch.empty(x.shape[0])
     if residual is not None:

@@ -24,10 +24,11 @@ def round_stochastically(x: Tensor, seed: int, step: int, first: int) -> Tensor:
     """Return `isobit.kernels.ops.Ops.round_stochastically`. Numbers that would be infinite become
     the largest BF16 number; infinity stays, and NaN is 0x7fc0 with its sign."""
     check_stochastic(x, first)
-    parts = [
-        _rounded(part, seed, step, first + n * _AT_ONCE) for n, part in enumerate(x.split(_AT_ONCE))
+    chunks = [
+        _rounded(chunk, seed, step, first + n * _AT_ONCE)
+        for n, chunk in enumerate(x.split(_AT_ONCE))
     ]
-    return torch.cat(parts)
+    return torch.cat(chunks)
 
 
 def check_stochastic(x: Tensor, first: int) -> None:
@@ -50,8 +51,7 @@ def _rounded(x: Tensor, seed: int, step: int, first: int) -> Tensor:
 
 
 def noise(count: int, seed: int, step: int, first: int, device: torch.device) -> Tensor:
-    """Return the random bits of elements `first` to `first` + count, [count] int64 from 0 to
-    65,535."""
+    """Return the random bits of `count` elements from `first` on, int64 from 0 to 65,535."""
     element = torch.arange(first // 8, (first + count + 7) // 8, device=device)
     zero = torch.zeros((), dtype=torch.int64, device=device)
     words = philox(

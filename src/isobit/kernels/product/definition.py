@@ -42,13 +42,13 @@ def product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Te
     assert a.shape[1] == b.shape[1], f"operands of {a.shape[1]} and {b.shape[1]} columns"
     if isinstance(a, QTensor) and isinstance(b, QTensor):
         scale_a, scale_b = _row_scales(a), _row_scales(b)
-        parts = [(left, right) for left in _exact_parts(a) for right in _exact_parts(b)]
+        pairs = [(left, right) for left in _exact_parts(a) for right in _exact_parts(b)]
         total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64, device=scale_a.device)
         step = min(BLOCK, a.block[1], b.block[1])
         for start in range(0, a.shape[1], step):
             block = slice(start, start + step)
-            dot = parts[0][0][:, block] @ parts[0][1][:, block].t()
-            for left, right in parts[1:]:
+            dot = pairs[0][0][:, block] @ pairs[0][1][:, block].t()
+            for left, right in pairs[1:]:
                 dot += left[:, block] @ right[:, block].t()
             left_scale, right_scale = (
                 scale_a[:, start // a.block[1]],
@@ -105,8 +105,8 @@ def added_product(
     ops: Ops, a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None
 ) -> Tensor:
     """Compute `Ops.gradient_product` by the backend's `product`."""
-    found = ops.product(a, b, None, out)
-    return found if into is None else into.add_(found)
+    gradient = ops.product(a, b, None, out)
+    return gradient if into is None else into.add_(gradient)
 
 
 def input_gradient(ops: Ops, dy: Tensor, weight: StoredWeight, out: torch.dtype) -> Tensor:
@@ -115,5 +115,5 @@ def input_gradient(ops: Ops, dy: Tensor, weight: StoredWeight, out: torch.dtype)
     if not isinstance(weight, PackedFP4):
         return ops.gradient_product(dy, plain(weight, dy.dtype).t(), out)
     columns = panels(weight.shape[1], weight.shape[0])
-    parts = (plain(weight.part(columns=some), dy.dtype) for some in columns)
-    return torch.cat([ops.gradient_product(dy, part.t(), out) for part in parts], 1)
+    slices = (plain(weight.part(columns=some), dy.dtype) for some in columns)
+    return torch.cat([ops.gradient_product(dy, columns_of.t(), out) for columns_of in slices], 1)

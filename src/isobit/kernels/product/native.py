@@ -31,16 +31,16 @@ _ONEDNN_PACKS = hasattr(mkldnn, "_linear_pointwise") and mkldnn._is_mkldnn_bf16_
 
 
 def prepare(ops: NativeBase, weight: Operand, into: Prepared | None = None) -> Prepared:
-    kept = into if isinstance(into, Packed) else None
+    previous = into if isinstance(into, Packed) else None
     if ops.fast:
-        return _fast_prepare(ops, weight, kept)
+        return _fast_prepare(ops, weight, previous)
     if ops.ordered is not None and is_packed(weight):
-        return ops.ordered.prepare(weight, kept)
+        return ops.ordered.prepare(weight, previous)
     data = weight.data if isinstance(weight, QTensor) else weight
     if data.dtype not in _KINDS or (isinstance(weight, QTensor) and not _blocks_are_native(weight)):
         return weight
-    panels = _pack(ops, data, None if kept is None else kept.panels)
-    return kept or Packed(weight, panels)
+    panels = _pack(ops, data, None if previous is None else previous.panels)
+    return previous or Packed(weight, panels)
 
 
 def product(
@@ -101,8 +101,8 @@ def _product(
 ) -> Tensor:  # fmt: skip
     plain = [out] if bias is None else [out, bias.dtype]
     if a.dtype not in _KINDS or b.dtype not in _KINDS or any(dtype not in PLAIN for dtype in plain):
-        what = f"{a.dtype} by {b.dtype}"
-        return ops.falls_back("product", what).product(scales_a or a, scales_b or b, bias, out)
+        types = f"{a.dtype} by {b.dtype}"
+        return ops.falls_back("product", types).product(scales_a or a, scales_b or b, bias, out)
     result = torch.empty((a.shape[0], b.shape[0]), dtype=out)
     panels = _pack(ops, b) if panels is None else panels
     bias = None if bias is None else bias.contiguous()
@@ -160,13 +160,13 @@ def _pack(ops: NativeBase, b: Tensor, into: Tensor | None = None) -> Tensor:
 def _fast_prepare(ops: NativeBase, weight: Operand, kept: Packed | None) -> Prepared:
     """With BF16 values where the weight is quantized, and with oneDNN's blocked layout, which saves
     a quarter of the time of decoding."""
-    found = dequantize(ops, weight) if isinstance(weight, QTensor) else weight
-    if found.dtype != torch.bfloat16 or (found is weight and not _ONEDNN_PACKS):
+    matrix = dequantize(ops, weight) if isinstance(weight, QTensor) else weight
+    if matrix.dtype != torch.bfloat16 or (matrix is weight and not _ONEDNN_PACKS):
         return weight
-    panels = _reordered(found) if _ONEDNN_PACKS else None
+    panels = _reordered(matrix) if _ONEDNN_PACKS else None
     if kept is None:
-        return Packed(weight, panels, None if found is weight else found)
-    for old, new in ((kept.panels, panels), (kept.values, found)):
+        return Packed(weight, panels, None if matrix is weight else matrix)
+    for old, new in ((kept.panels, panels), (kept.values, matrix)):
         if old is not None and new is not None:
             old.copy_(new)
     return kept

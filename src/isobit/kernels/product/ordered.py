@@ -59,15 +59,14 @@ def computes(a: Operand, b: StoredWeight) -> bool:
 
 def rounded(weight: QTensor | PackedFP4) -> Tensor:
     """Codes times scales, rounded to float32 and then to BF16, without subnormal numbers."""
-    part = weight.part() if isinstance(weight, PackedFP4) else weight
-    if part.scale.min() >= 2 * _SMALLEST:  # the smallest code is 0.5
-        return part.dequantize().bfloat16()
-    return flushed(replace(part, scale=flushed(part.scale)).dequantize()).bfloat16()
+    matrix = weight.part() if isinstance(weight, PackedFP4) else weight
+    if matrix.scale.min() >= 2 * _SMALLEST:  # the smallest code is 0.5
+        return matrix.dequantize().bfloat16()
+    return flushed(replace(matrix, scale=flushed(matrix.scale)).dequantize()).bfloat16()
 
 
 def has_block_scales(a: Operand, b: Operand) -> bool:
-    """Return whether scales are applied to the sums of blocks; else they are part of the
-    operands."""
+    """Return whether scales are applied to the sums of blocks, not to the operands."""
     if _is_bf16(a) and _is_bf16(b):
         return False
     return all(isinstance(x, QTensor) and x.block[1] in (BLOCK, x.shape[1]) for x in (a, b))
@@ -102,9 +101,9 @@ def ordered_sums(left: Tensor, right: Tensor, order: str) -> Tensor:
     """Return the sums of left [M, K] · right [N, K]ᵀ: [M, N]; BF16 numbers and float32 results,
     held as float64."""
     if order == TDP32:  # chains side by side, and the places that one goes through
-        size, chains, places = _DEPTH, 2, [[2 * i, 2 * i + 1] for i in range(16)]
+        size, chains, lanes = _DEPTH, 2, [[2 * i, 2 * i + 1] for i in range(16)]
     else:
-        size, chains, places = (
+        size, chains, lanes = (
             BLOCK,
             1,
             [[i ^ 1] for i in range(BLOCK)],
@@ -112,7 +111,7 @@ def ordered_sums(left: Tensor, right: Tensor, order: str) -> Tensor:
     groups = -(-left.shape[1] // size)
     missing = groups * size - left.shape[1]
     last = size - missing // _DEPTH * _DEPTH  # places of the last group
-    parts = [
+    operands = [
         functional.pad(x, (0, missing)).view(x.shape[0], groups, size).permute(2, 1, 0).contiguous()
         for x in (left, right)
     ]
@@ -121,16 +120,16 @@ def ordered_sums(left: Tensor, right: Tensor, order: str) -> Tensor:
     step = max(1, _CHUNK // (chains * groups * right.shape[0] + 1))
     for start in range(0, left.shape[0], step):
         rows = total[start : start + step]
-        found = left.new_zeros(chains, groups, *rows.shape)
-        for place in places:
-            x, y = parts[0][place, :, start : start + step], parts[1][place]
-            have = groups - (max(place) >= last)  # a zero more would turn a chain of -0 into 0
-            found[:, :have] = add(
-                found[:, :have], x.unsqueeze(3)[:, :have], y.unsqueeze(2)[:, :have]
+        sums_of = left.new_zeros(chains, groups, *rows.shape)
+        for lane in lanes:
+            x, y = operands[0][lane, :, start : start + step], operands[1][lane]
+            have = groups - (max(lane) >= last)  # a zero more would turn a chain of -0 into 0
+            sums_of[:, :have] = add(
+                sums_of[:, :have], x.unsqueeze(3)[:, :have], y.unsqueeze(2)[:, :have]
             )
-        sums = found[0] if chains == 1 else found[0] + found[1]
-        for one in flushed(sums.float()).double():
-            rows.copy_(flushed((rows + one).float()))
+        sums = sums_of[0] if chains == 1 else sums_of[0] + sums_of[1]
+        for chain in flushed(sums.float()).double():
+            rows.copy_(flushed((rows + chain).float()))
     return total
 
 
@@ -168,8 +167,8 @@ def fused(products: Tensor, addend: Tensor) -> Tensor:
     halfway = (words & _LOST) == (_LOST + 1) // 2
     if halfway.any():
         x, y, s = (t.expand_as(total)[halfway] for t in (products, addend, total))
-        part = s - x
-        error = (x - (s - part)) + (y - part)  # of the sum in float64, exactly (Knuth)
+        difference = s - x
+        error = (x - (s - difference)) + (y - difference)  # of the sum in float64, exactly (Knuth)
         words[halfway] += torch.where(error == 0, 0, torch.where((error > 0) == (s > 0), 1, -1))
     single = total.float().double()
     tiny = total.abs() < _SMALLEST
@@ -193,5 +192,5 @@ def _values(x: Operand) -> Tensor:
 
 def _scale_of(x: QTensor, column: int) -> Tensor:
     """Return the scale of every row for the block that `column` is in: float32 [rows, 1]."""
-    one = flushed(x.scale[:, column // x.block[1]].unsqueeze(1))
-    return expand_scale(one, (x.block[0], 1), (x.shape[0], 1))
+    column_scale = flushed(x.scale[:, column // x.block[1]].unsqueeze(1))
+    return expand_scale(column_scale, (x.block[0], 1), (x.shape[0], 1))

@@ -133,13 +133,13 @@ class OrderedProducts:
     ) -> Tensor:
         """Compute `Ops.grouped_product`, of rows bounds[e] to bounds[e + 1], in one call."""
         result = torch.empty((a.shape[0], weights.shape[1]), dtype=out)
-        given = [
+        calls = [
             self._arguments(rows_of(a, start, stop), weight, bias, result[start:stop])
             for weight, bias, (start, stop) in zip(*weights.each, pairwise(bounds))
             if stop > start
         ]
-        each = (ProductArguments * len(given))(*(arguments for arguments, _ in given))
-        self._lib.isobit_ordered_products(ctypes.byref(each), len(given), torch.get_num_threads())
+        args = (ProductArguments * len(calls))(*(arguments for arguments, _ in calls))
+        self._lib.isobit_ordered_products(ctypes.byref(args), len(calls), torch.get_num_threads())
         return result
 
     def summed(
@@ -156,10 +156,10 @@ class OrderedProducts:
         result = torch.empty(shape) if into is None else into
         assert result.shape == shape
         assert result.is_contiguous()
-        given = [self._arguments(a, b, None, result) for a, b in pairs]
-        each = (ProductArguments * len(given))(*(arguments for arguments, _ in given))
+        calls = [self._arguments(a, b, None, result) for a, b in pairs]
+        args = (ProductArguments * len(calls))(*(arguments for arguments, _ in calls))
         begins = _ADDS if into is not None else _FROM_ZERO if from_zero else _REPLACES
-        self._lib.isobit_ordered_sum(ctypes.byref(each), len(given), begins)
+        self._lib.isobit_ordered_sum(ctypes.byref(args), len(calls), begins)
         return result
 
     def low_rank_factors(
@@ -174,17 +174,17 @@ class OrderedProducts:
         # in the order in which a step reads them
         together = _FACTORS.empty(sum(map(len, packs)), torch.bfloat16)
         torch.cat(packs, out=together)
-        places = together.split([len(each) for each in packs])[2:]
-        each = (LowRankPartArguments * len(parts))(
+        panels = together.split([len(pack) for pack in packs])[2:]
+        pack = (LowRankPartArguments * len(parts))(
             *(
-                LowRankPartArguments(place.data_ptr(), b.shape[1], lo, hi)
-                for place, (_, b, lo, hi) in zip(places, parts)
+                LowRankPartArguments(panel.data_ptr(), b.shape[1], lo, hi)
+                for panel, (_, b, lo, hi) in zip(panels, parts)
             )
         )
-        found = LowRankFactorsArguments(
-            together.data_ptr(), ranks, whole, ctypes.addressof(each), len(parts), scale
+        struct = LowRankFactorsArguments(
+            together.data_ptr(), ranks, whole, ctypes.addressof(pack), len(parts), scale
         )
-        return found, (together, each)
+        return struct, (together, pack)
 
     def adapted_product(
         self,

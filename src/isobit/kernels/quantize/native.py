@@ -58,20 +58,20 @@ def quantize_along_tokens(ops: NativeBase, x: Operand, spec: QuantSpec, name: st
 def error_sums(ops: NativeBase, x: Operand, quantized: QTensor) -> ErrorSums:
     coded = x if isinstance(x, QTensor) and _is_native(x) else None
     plain = x if isinstance(x, Tensor) and x.dtype in PLAIN else None
-    given = coded.data if coded is not None else plain
-    if given is None or not _is_native(quantized):
+    numbers = coded.data if coded is not None else plain
+    if numbers is None or not _is_native(quantized):
         return definition.error_sums(x, quantized)
-    given = given.detach().contiguous()
+    numbers = numbers.detach().contiguous()
     counts = torch.empty(2, dtype=torch.float64)
-    squares = torch.empty((2, -(-given.shape[0] // _BLOCK_ROWS)), dtype=torch.float64)
+    squares = torch.empty((2, -(-numbers.shape[0] // _BLOCK_ROWS)), dtype=torch.float64)
     ops.lib.isobit_error_sums(
-        KINDS[given.dtype], given.data_ptr(), None if coded is None else coded.scale.data_ptr(),
+        KINDS[numbers.dtype], numbers.data_ptr(), None if coded is None else coded.scale.data_ptr(),
         *((1, 1) if coded is None else coded.block), quantized.data.data_ptr(),
         quantized.scale.data_ptr(),
         *quantized.block, *quantized.shape, counts.data_ptr(), squares.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
-    return ErrorSums(given.numel(), counts, squares)
+    return ErrorSums(numbers.numel(), counts, squares)
 
 
 def dequantize(ops: NativeBase, x: QTensor) -> Tensor:

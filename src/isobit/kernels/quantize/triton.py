@@ -149,20 +149,20 @@ def _tiles(
         old = old_ptr + (first + i) * old_row + (across * WIDE // OLD_BLOCK).to(tl.int64) * old_step
         x = from_e4m3(x) * tl.load(old, mask=row < rows, other=0.0)[:, None]
     if GRANULARITY == "1x128":
-        found = _by_rows(x, scale_ptr, flag_ptr, row, across, rows, ACROSS, BESIDE, UE8M0)
+        coded = _by_rows(x, scale_ptr, flag_ptr, row, across, rows, ACROSS, BESIDE, UE8M0)
     elif GRANULARITY == "128x1":
         flat: tl.constexpr = TRANSPOSED and not BESIDE
-        found = _by_columns(
+        coded = _by_columns(
             x, scale_ptr, flag_ptr, column, down, (rows + HIGH - 1) // HIGH, COLUMNS, flat, UE8M0
         )
     else:
         scale = scale_or_flag(tl.max(largest(x, 1), 0), flag_ptr, UE8M0)
         tl.store(scale_ptr + tile, scale)
-        found = codes(x, scale, UE8M0)
+        coded = codes(x, scale, UE8M0)
     if TRANSPOSED:
-        _save_turned(found, data_ptr, down * HIGH, across * WIDE, pitch, COLUMNS)
+        _save_turned(coded, data_ptr, down * HIGH, across * WIDE, pitch, COLUMNS)
     else:
-        _save(found, data_ptr, down * HIGH, across * WIDE, rows, COLUMNS, x_ptr.dtype.element_ty)
+        _save(coded, data_ptr, down * HIGH, across * WIDE, rows, COLUMNS, x_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -177,13 +177,13 @@ def save_both_ways(
     first, start = down * BLOCK, across * BLOCK
     i = tl.arange(0, BLOCK)
     STEPS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
-    found = _by_rows(x, scale_ptr, flag_ptr, first + i, across, rows, STEPS, BESIDE, UE8M0)
-    _save(found, data_ptr, first, start, rows, COLUMNS, LIKE)
-    found = _by_columns(
+    tile = _by_rows(x, scale_ptr, flag_ptr, first + i, across, rows, STEPS, BESIDE, UE8M0)
+    _save(tile, data_ptr, first, start, rows, COLUMNS, LIKE)
+    tile = _by_columns(
         x, turned_scale_ptr, flag_ptr, start + i, down, (rows + BLOCK - 1) // BLOCK, COLUMNS,
         not TURNED_BESIDE, UE8M0,
     )  # fmt: skip
-    _save_turned(found, turned_ptr, first, start, pitch, COLUMNS)
+    _save_turned(tile, turned_ptr, first, start, pitch, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -348,8 +348,7 @@ def quantize_both_ways(x: Tensor, spec: QuantSpec, flag: Tensor) -> tuple[QTenso
 def empty_both_ways(
     rows: int, columns: int, spec: QuantSpec, device: torch.device
 ) -> tuple[QTensor, QTensor]:
-    """Return what `quantize` and `quantize_along_tokens` give of a matrix [rows, columns], still to
-    be written."""
+    """Return the unwritten results of `quantize` and `quantize_along_tokens`."""
     assert supported(spec), f"no kernel quantizes to {spec}"
     along, pitch = along_rows(spec).transpose(), -(-rows // _ALIGNED) * _ALIGNED
     return empty(rows, columns, spec, device), empty(columns, rows, along, device, pitch)

@@ -106,10 +106,10 @@ def product_sums(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) 
     step = max(1, _CHUNK // a.shape[1])
     for rows in _tiles(error_a, error_b):
         tile = total[rows]
-        places = undecided(tile, error_a[rows, None] * error_b, dtype)
-        for i, j in (chunk.unbind(1) for chunk in places.split(step)):
-            found = tree_sum(left[rows][i] * right[j])
-            tile[i, j] = found if bias is None else found + bias[j].double()
+        unsure = undecided(tile, error_a[rows, None] * error_b, dtype)
+        for i, j in (chunk.unbind(1) for chunk in unsure.split(step)):
+            sums = tree_sum(left[rows][i] * right[j])
+            tile[i, j] = sums if bias is None else sums + bias[j].double()
     return total.add_(0.0)  # -0 becomes 0
 
 
@@ -149,7 +149,6 @@ def _grid(x: Tensor) -> Tensor:
 
 
 def norm_bound(x: Tensor) -> Tensor:
-    """Return a bound of the Euclidean norm over the last dimension: 0 for zeros, else at least
-    2^-66."""
+    """Return a bound of the Euclidean norm over the last dimension: 0, or at least 2^-66."""
     norm = torch.linalg.vector_norm(x, dim=-1)
     return norm.mul_(1 + 2.0**-20).add_(norm.sign(), alpha=2.0**-66)

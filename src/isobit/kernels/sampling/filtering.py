@@ -62,11 +62,11 @@ class Context:
         first, last = self.first[rows], self.last[rows]
         mask = torch.zeros(len(first), vocabulary, dtype=torch.bool, device=self.tokens.device)
         for start in first.unique().tolist():
-            own = first == start
-            places = torch.arange(start, int(last[own].max()) + 1, device=self.tokens.device)
-            earliest = places.new_full((vocabulary,), torch.iinfo(torch.int64).max)
-            earliest.scatter_reduce_(0, self.tokens[places], places, "amin")
-            mask[own] = earliest <= last[own].unsqueeze(1)
+            mine = first == start
+            indices = torch.arange(start, int(last[mine].max()) + 1, device=self.tokens.device)
+            earliest = indices.new_full((vocabulary,), torch.iinfo(torch.int64).max)
+            earliest.scatter_reduce_(0, self.tokens[indices], indices, "amin")
+            mask[mine] = earliest <= last[mine].unsqueeze(1)
         return mask
 
 
@@ -108,12 +108,12 @@ def filter_around(logits: Tensor, tokens: Tensor, temperature: float, cut: Cut) 
 
     A drawn token is in its row's support by construction; where the weights have moved since, it is
     added to it, so that its log-probability is finite."""
-    own = logits.gather(1, tokens.unsqueeze(1))
+    token_logits = logits.gather(1, tokens.unsqueeze(1))
     if cut == (0, 1, 0):
         return logits
     for rows in logits.split(max(1, LOGITS_AT_ONCE // logits.shape[1])):
         rows.copy_(filter_logits(rows, of_rows(temperature, rows), _limits(cut, rows)))
-    return logits.scatter_(1, tokens.unsqueeze(1), own)
+    return logits.scatter_(1, tokens.unsqueeze(1), token_logits)
 
 
 def of_rows(temperature: float, rows: Tensor) -> Temperature:

@@ -17,9 +17,9 @@ def token_logprobs(
     logits, tokens = logits.contiguous(), tokens.contiguous()
     logprobs = torch.empty(logits.shape[0])
     entropy = torch.empty(logits.shape[0])
-    each = _each(temperature)
+    temperatures = _each(temperature)
     outside = ops.lib.isobit_token_logprobs(
-        logits.data_ptr(), tokens.data_ptr(), *logits.shape, each.data_ptr(), int(each.ndim),
+        logits.data_ptr(), tokens.data_ptr(), *logits.shape, temperatures.data_ptr(), int(temperatures.ndim),
         logprobs.data_ptr(),
         entropy.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
@@ -38,9 +38,9 @@ def sample(ops: NativeBase, logits: Tensor, keys: Tensor, temperature: Temperatu
     if logits.dtype != torch.float32:
         return ops.falls_back("sample", logits.dtype).sample(logits, keys, temperature)
     logits, keys = logits.contiguous(), keys.contiguous()
-    tokens, each = torch.empty(logits.shape[0], dtype=torch.int64), _each(temperature)
+    tokens, temperatures = torch.empty(logits.shape[0], dtype=torch.int64), _each(temperature)
     ops.lib.isobit_sample(
-        logits.data_ptr(), keys.data_ptr(), *logits.shape, each.data_ptr(), int(each.ndim),
+        logits.data_ptr(), keys.data_ptr(), *logits.shape, temperatures.data_ptr(), int(temperatures.ndim),
         tokens.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip

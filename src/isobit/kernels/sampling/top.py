@@ -17,8 +17,8 @@ def likeliest(logits: Tensor, count: int) -> Tensor:
     """Return the `count` tokens of the largest logits [V], fewer where others have no probability
     (-inf): int64, in descending order, ties to the lower."""
     least = logits.topk(min(count, logits.shape[0])).values[-1]
-    places = ((logits >= least) & (logits > -torch.inf)).nonzero().flatten()
-    return places[logits[places].sort(descending=True, stable=True).indices[:count]]
+    candidates = ((logits >= least) & (logits > -torch.inf)).nonzero().flatten()
+    return candidates[logits[candidates].sort(descending=True, stable=True).indices[:count]]
 
 
 def top_logprobs(
@@ -36,12 +36,12 @@ def top_logprobs(
     or a cap, so they are of logits that are held also where the head's own operators are others."""
     tokens = likeliest(logits[0], count)
     times = tokens.shape[0]
-    each = float(temperature)
+    heat = float(temperature)
     if ops.fused_head and not changed:
-        found = ops.head_logprobs(hidden.expand(times, -1), weight, tokens, each)[0]
+        logprobs = ops.head_logprobs(hidden.expand(times, -1), weight, tokens, heat)[0]
     else:
-        found = ops.token_logprobs(logits.expand(times, -1).contiguous(), tokens, each)[0]
-    return list(zip(tokens.tolist(), found.tolist()))
+        logprobs = ops.token_logprobs(logits.expand(times, -1).contiguous(), tokens, heat)[0]
+    return list(zip(tokens.tolist(), logprobs.tolist()))
 
 
 def top_of_rows(

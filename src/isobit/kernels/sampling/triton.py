@@ -95,8 +95,8 @@ def _winner(z, noise):
     score = z + noise
     score = tl.where(score == score, score, -float("inf"))
     best = tl.max(score, 0)
-    place = tl.broadcast_to(tl.arange(0, z.shape[0])[:, None], z.shape)
-    return best, tl.min(tl.where(score == best[None, :], place, z.shape[0]), 0)
+    row = tl.broadcast_to(tl.arange(0, z.shape[0])[:, None], z.shape)
+    return best, tl.min(tl.where(score == best[None, :], row, z.shape[0]), 0)
 
 
 @triton.jit
@@ -136,8 +136,8 @@ def summarize(
         tl.store(to_race + STRIDE, chosen.to(tl.float32), mask=inside)
     else:
         chosen = (tl.load(tokens_ptr + rows, mask=inside, other=0) - part * SIZE).to(tl.int32)
-    place = tl.arange(0, SIZE)[:, None]
-    value = tl.sum(tl.where(place == chosen[None, :], z, 0.0), 0)
+    row = tl.arange(0, SIZE)[:, None]
+    value = tl.sum(tl.where(row == chosen[None, :], z, 0.0), 0)
     tl.store(to + 3 * STRIDE, value, mask=inside & (chosen >= 0) & (chosen < SIZE))
 
 
@@ -151,9 +151,9 @@ def _merge(
     sum of exp(z - largest)."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < num_rows
-    part = tl.arange(0, BLOCK)[None, :]
-    filled = inside[:, None] & (part < COUNT)
-    at = partial_ptr + (rows * (4 * STRIDE))[:, None] + part
+    slot = tl.arange(0, BLOCK)[None, :]
+    filled = inside[:, None] & (slot < COUNT)
+    at = partial_ptr + (rows * (4 * STRIDE))[:, None] + slot
     largest = tl.load(at, mask=filled, other=-float("inf"))
     total = tl.load(at + STRIDE, mask=filled, other=0.0)
     energy = tl.load(at + 2 * STRIDE, mask=filled, other=0.0)
@@ -165,10 +165,10 @@ def _merge(
     all_energy = tl.sum(tl.where(weight > 0, weight * (energy + total * gap), 0.0), 1)
     if race != 0:
         scores = race_ptr + rows * (2 * STRIDE)
-        score = tl.load(scores[:, None] + part, mask=filled, other=-float("inf"))
-        winner = tl.min(tl.where(filled & (score == tl.max(score, 1)[:, None]), part, COUNT - 1), 1)
-        place = tl.load(scores + STRIDE + winner, mask=inside, other=0.0).to(tl.int64)
-        tl.store(tokens_ptr + rows, winner.to(tl.int64) * SIZE + place, mask=inside)
+        score = tl.load(scores[:, None] + slot, mask=filled, other=-float("inf"))
+        winner = tl.min(tl.where(filled & (score == tl.max(score, 1)[:, None]), slot, COUNT - 1), 1)
+        token = tl.load(scores + STRIDE + winner, mask=inside, other=0.0).to(tl.int64)
+        tl.store(tokens_ptr + rows, winner.to(tl.int64) * SIZE + token, mask=inside)
     else:
         winner = (tl.load(tokens_ptr + rows, mask=inside, other=0) // SIZE).to(tl.int32)
     known = inside & (winner >= 0) & (winner < COUNT)
@@ -193,15 +193,15 @@ def _logit_chunks(
     """Stage one of logits [rows, VOCABULARY] in memory: a chunk of ROWS rows a program."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < num_rows
-    part = tl.program_id(1)
-    token = part * SIZE + tl.arange(0, SIZE)[:, None]
+    chunk = tl.program_id(1)
+    token = chunk * SIZE + tl.arange(0, SIZE)[:, None]
     filled = inside[None, :] & (token < VOCABULARY)
     logits = tl.load(
         logits_ptr + (rows * VOCABULARY)[None, :] + token, mask=filled, other=-float("inf")
     )
     z = scaled(logits, temperature)
     summarize(
-        z, part, rows, inside, tokens_ptr, keys_ptr, partial_ptr, race_ptr, race, SIZE, STRIDE
+        z, chunk, rows, inside, tokens_ptr, keys_ptr, partial_ptr, race_ptr, race, SIZE, STRIDE
     )
 
 
@@ -253,14 +253,14 @@ def summarize_logits(
     assert logits.dtype == torch.float32
     size = min(CHUNK, max(16, triton.next_power_of_2(logits.shape[1])))
     rows, vocabulary = logits.shape
-    parts = VocabularyParts(rows, vocabulary, size, race, logits.device)
+    partials = VocabularyParts(rows, vocabulary, size, race, logits.device)
     launch(
-        _logit_chunks, (triton.cdiv(rows, ROWS), parts.count), logits, given, given, parts.partial,
-        parts.scores,
+        _logit_chunks, (triton.cdiv(rows, ROWS), partials.count), logits, given, given, partials.partial,
+        partials.scores,
         rows, float(temperature), int(race), num_warps=8,
-        VOCABULARY=vocabulary, SIZE=size, STRIDE=parts.stride, ROWS=ROWS,
+        VOCABULARY=vocabulary, SIZE=size, STRIDE=partials.stride, ROWS=ROWS,
     )  # fmt: skip
-    return parts
+    return partials
 
 
 def token_logprobs(

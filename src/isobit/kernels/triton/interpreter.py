@@ -31,8 +31,7 @@ def _dot_in_place_of(own: Any) -> Any:
 
 
 def values_of(x: Any) -> np.ndarray:
-    """Return an operand's values in float64, of the bits that the interpreter keeps for BF16 and
-    E4M3."""
+    """Return an operand's values in float64, of the interpreter's bits for BF16 and E4M3."""
     if x.dtype == interpreter.tl.bfloat16:
         return (x.data.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     if x.dtype == interpreter.tl.float8e4nv:

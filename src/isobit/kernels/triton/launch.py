@@ -44,8 +44,7 @@ _target = HOPPER
 
 
 def target() -> Architecture:
-    """Return the architecture that kernels are compiled for: an H100's, unless a GPU of another was
-    opened."""
+    """Return the architecture that kernels are compiled for: an H100's, or the opened GPU's."""
     return _target
 
 
@@ -90,9 +89,9 @@ def _does_not_fit(kernel: Any, error: Exception) -> str | None:
     for another error."""
     if type(error).__name__ != "OutOfResources":
         return None
-    needed, limit, what = (getattr(error, name, "?") for name in ("required", "limit", "name"))
+    needed, limit, resource = (getattr(error, name, "?") for name in ("required", "limit", "name"))
     return (
-        f"this GPU cannot run {kernel.__name__.strip('_')}, which needs {needed} of {what}, and has "
+        f"this GPU cannot run {kernel.__name__.strip('_')}, which needs {needed} of {resource}, and has "
         f"{limit}: the model is too wide for it in this precision; use precision: fp8 or "
         "bf16, or backend: native"
     )
@@ -102,11 +101,11 @@ def _does_not_fit(kernel: Any, error: Exception) -> str | None:
 def record_launches() -> Iterator[list[KernelLaunch]]:
     """Inside, launches are added to the list instead of run; outputs stay unwritten."""
     global _recorded
-    before, _recorded = _recorded, []
+    previous, _recorded = _recorded, []
     try:
         yield _recorded
     finally:
-        _recorded = before
+        _recorded = previous
 
 
 class Faults:
@@ -129,14 +128,13 @@ class Faults:
         return self._flags[index * self._STRIDE :]
 
     def raise_first(self) -> None:
-        """Wait for the GPU; raise NonFiniteError for the first name that has a flag, and clear
-        all."""
+        """Wait for the GPU; raise NonFiniteError for the first name with a flag, and clear all."""
         if self._flags.is_meta:  # launches are recorded, and nothing has run
             return
         raised = self._flags.nonzero()[:, 0].tolist()
         if not raised:
             return
         self._flags.zero_()
-        found = (key for key, i in self._names.items() if i == raised[0] // self._STRIDE)
-        name, form = next(found, ("a tensor", E4M3))
+        keys = (key for key, i in self._names.items() if i == raised[0] // self._STRIDE)
+        name, form = next(keys, ("a tensor", E4M3))
         raise NonFiniteError(nonfinite_message(name, QuantSpec(form)))

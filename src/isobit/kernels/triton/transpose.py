@@ -34,8 +34,7 @@ def _transpose(x_ptr, y_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: t
 
 
 def contiguous_bytes(x: Tensor) -> Tensor:
-    """Return uint8 [E, R, C] in contiguous storage: itself, or a copy; of transposed matrices by
-    tiles."""
+    """Return uint8 [E, R, C] in contiguous storage; transposed matrices by tiles."""
     back = x.transpose(1, 2)
     if x.is_contiguous() or not back.is_contiguous() or x.numel() == 0:
         return x.contiguous()

@@ -59,8 +59,8 @@ class Projection(NamedTuple):
     def expert(self) -> tuple[str, int] | None:
         """The name of an expert's matrix for all experts, and the expert's number:
         (`layers.3.experts.gate_proj`, number); None for a matrix that is not an expert's."""
-        layer, found, rest = self.name.partition(".experts.")
-        if not found:
+        layer, separator, rest = self.name.partition(".experts.")
+        if not separator:
             return None
         number, _, role = rest.partition(".")
         return f"{layer}.experts.{role}", int(number)
@@ -100,30 +100,30 @@ class Adapter:
 
     @cached_property
     def _by_weight(self) -> dict[str, list[Projection]]:
-        found: dict[str, list[Projection]] = {}
-        for one in self.projections:
-            found.setdefault(one.weight, []).append(one)
-        return found
+        groups: dict[str, list[Projection]] = {}
+        for proj in self.projections:
+            groups.setdefault(proj.weight, []).append(proj)
+        return groups
 
     @cached_property
     def experts(self) -> dict[str, int]:
         """The number of experts that have factors, by names such as `layers.3.experts.gate_proj`:
         all of a layer's."""
-        return Counter(one.expert[0] for one in self.projections if one.expert is not None)
+        return Counter(proj.expert[0] for proj in self.projections if proj.expert is not None)
 
     def __str__(self) -> str:
-        names = dict.fromkeys(one.name.rpartition(".")[2] for one in self.projections)
+        names = dict.fromkeys(proj.name.rpartition(".")[2] for proj in self.projections)
         by = " (rsLoRA)" if self.rslora else ""
         return f"adapter of rank {self.rank}, alpha {self.alpha:g}{by}, on {', '.join(names)}"
 
 
 def factor_shapes(projections: Sequence[Projection], rank: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of A [rank, inputs] and B [outputs, rank] of projections, by name."""
-    found: dict[str, tuple[int, ...]] = {}
-    for one in projections:
-        a, b = one.masters
-        found |= {a: (rank, one.inputs), b: (one.hi - one.lo, rank)}
-    return found
+    shapes: dict[str, tuple[int, ...]] = {}
+    for proj in projections:
+        a, b = proj.masters
+        shapes |= {a: (rank, proj.inputs), b: (proj.hi - proj.lo, rank)}
+    return shapes
 
 
 def product(
@@ -133,8 +133,8 @@ def product(
     if not weight.adapters:
         return ops.product(x, weight.prepared, weight.bias, dtype), ()
     total = ops.product(x, weight.prepared, weight.bias, torch.float32)
-    kept = add(total, x, weight.adapters, ops, dtype)
-    return total.to(dtype), kept
+    us = add(total, x, weight.adapters, ops, dtype)
+    return total.to(dtype), us
 
 
 def add(
@@ -145,9 +145,9 @@ def add(
     values = plain(x, dtype)
     return tuple(
         add_part(
-            ops, total, values, Part(one.a.prepared, one.b.prepared, one.lo, one.hi), one.scale
+            ops, total, values, Part(pair.a.prepared, pair.b.prepared, pair.lo, pair.hi), pair.scale
         )
-        for one in adapters
+        for pair in adapters
     )
 
 
@@ -156,18 +156,18 @@ def backward(
 ) -> tuple[Tensor | None, list[Tensor]]:
     """Return (what the adapters add to dx [T, K], float32, or None; dA and dB of each adapter in
     turn, float32) for dy [T, N]."""
-    values, dx, found = plain(x, dy.dtype), None, list[Tensor]()
-    for one, u in zip(weight.adapters, kept):
-        part = dy[:, one.lo : one.hi].contiguous()
-        a, b = (plain(factor.working, dy.dtype) for factor in (one.a, one.b))
-        du = ops.gradient_product(part, b.t(), torch.float32).mul_(one.scale).to(dy.dtype)
+    values, dx, gradients = plain(x, dy.dtype), None, list[Tensor]()
+    for lora, u in zip(weight.adapters, kept):
+        slice_ = dy[:, lora.lo : lora.hi].contiguous()
+        a, b = (plain(factor.working, dy.dtype) for factor in (lora.a, lora.b))
+        du = ops.gradient_product(slice_, b.t(), torch.float32).mul_(lora.scale).to(dy.dtype)
         da = ops.gradient_product(du.t(), values.t(), torch.float32)
-        db = ops.gradient_product(part.t(), u.t(), torch.float32).mul_(one.scale)
-        found += [da, db]
+        db = ops.gradient_product(slice_.t(), u.t(), torch.float32).mul_(lora.scale)
+        gradients += [da, db]
         if needs_input:
             more = ops.gradient_product(du, a.t(), torch.float32)
             dx = more if dx is None else dx.add_(more)
-    return dx, found
+    return dx, gradients
 
 
 def update_norm(adapters: Iterable[LowRank], ops: Ops) -> float:
@@ -175,28 +175,27 @@ def update_norm(adapters: Iterable[LowRank], ops: Ops) -> float:
     square of an adapter's is the sum over (Bᵀ·B) ∘ (A·Aᵀ), whose factors are [r, r]. For a layer's
     experts, which are all among the adapters, it is computed for all at once."""
     squares, seen = [], set[int]()
-    for one in adapters:
-        if one.together is None:
-            a, b = plain(one.a.working, torch.float32), plain(one.b.working, torch.float32).t()
+    for lora in adapters:
+        if lora.together is None:
+            a, b = plain(lora.a.working, torch.float32), plain(lora.b.working, torch.float32).t()
             grams = [
                 ops.gradient_product(factor, factor, torch.float32).double() for factor in (a, b)
             ]
-        elif id(one.together) in seen:
+        elif id(lora.together) in seen:
             continue
         else:
-            seen.add(id(one.together))
-            first, second = one.together
-            grams = [_grams(each, ops) for each in (first.data, second.data.transpose(1, 2))]
-        squares.append(block_sum(grams[0] * grams[1]) * one.scale**2)
+            seen.add(id(lora.together))
+            first, second = lora.together
+            grams = [_grams(matrix, ops) for matrix in (first.data, second.data.transpose(1, 2))]
+        squares.append(block_sum(grams[0] * grams[1]) * lora.scale**2)
     total = math.fsum(torch.stack(squares).tolist()) if squares else 0.0
     return math.sqrt(max(total, 0.0))
 
 
 def _grams(factors: Tensor, ops: Ops) -> Tensor:
-    """Compute the products of the rows of each matrix [E, r, K] with each other: [E r, r],
-    float64."""
+    """Compute the products of each matrix's rows [E, r, K] with each other: [E r, r], float64."""
     count, rank, inputs = factors.shape
-    own = factors.contiguous()
-    offsets = torch.arange(count + 1, device=own.device) * rank
-    rows = own.view(count * rank, inputs)
-    return ops.grouped_product(rows, Stacked(own), offsets, torch.float32).double()
+    matrix = factors.contiguous()
+    offsets = torch.arange(count + 1, device=matrix.device) * rank
+    rows = matrix.view(count * rank, inputs)
+    return ops.grouped_product(rows, Stacked(matrix), offsets, torch.float32).double()

@@ -54,20 +54,20 @@ class Rows:
         return self._chosen[known]
 
     def _split(self, known: tuple[bool, ...]) -> "tuple[Rows, Tensor]":
-        kept, others = list[tuple[Any, Tensor]](), list[Tensor]()
+        groups, rest = list[tuple[Any, Tensor]](), list[Tensor]()
         bounds = pairwise(self.offsets.tolist())
         for number, (start, stop), chosen in zip(self.numbers, bounds, known):
-            part = self.rows[start:stop]
+            group_rows = self.rows[start:stop]
             if chosen:
-                kept.append((number, part))
+                groups.append((number, group_rows))
             else:
-                others.append(part)
+                rest.append(group_rows)
         none = self.rows[:0]
-        ends = torch.tensor([0, *(len(part) for _, part in kept)]).cumsum(0)
-        found = Rows(
-            tuple(number for number, _ in kept), torch.cat([none, *(p for _, p in kept)]), ends
+        ends = torch.tensor([0, *(len(group_rows) for _, group_rows in groups)]).cumsum(0)
+        selected = Rows(
+            tuple(number for number, _ in groups), torch.cat([none, *(p for _, p in groups)]), ends
         )
-        return found, torch.cat([none, *others])
+        return selected, torch.cat([none, *rest])
 
 
 class _Adapter:
@@ -75,8 +75,8 @@ class _Adapter:
     int64 (`Factors.address`)."""
 
     def __init__(self, found: Sequence[Factors | None]) -> None:
-        self.factors = {place: each for place, each in enumerate(found) if each is not None}
-        self.addresses = np.array([0 if each is None else each.address for each in found], np.int64)
+        self.factors = {index: pair for index, pair in enumerate(found) if pair is not None}
+        self.addresses = np.array([0 if pair is None else pair.address for pair in found], np.int64)
 
 
 class Assignment:
@@ -103,17 +103,16 @@ class Assignment:
         order, starts, present = _sorted(numbers)
         adapters = [None if n < 0 else self._serving.adapter(n) for n in present]
         self._of, self._by_adapter, self._by_expert = numbers, None, None
-        self.adapters = {n: one for n, one in zip(present, adapters) if one is not None}
+        self.adapters = {n: lora for n, lora in zip(present, adapters) if lora is not None}
         self._rows[: len(order)] = order
         self._offsets[: len(starts)], self._offsets[len(starts) :] = starts, len(order)
         self._addresses[len(starts) :] = 0
-        for group, one in enumerate(adapters):
-            self._addresses[group] = 0 if one is None else one.addresses
+        for group, lora in enumerate(adapters):
+            self._addresses[group] = 0 if lora is None else lora.addresses
 
     @contextmanager
     def of(self, numbers: Numbers) -> Iterator[None]:
-        """Fill it for the time inside, and hold nothing afterwards: removing an adapter frees its
-        factors."""
+        """Fill it for the time inside, and hold nothing afterwards."""
         self.fill(numbers)
         try:
             yield
@@ -125,15 +124,15 @@ class Assignment:
         """Return a weight's addresses, rows and offsets. How many adapters there are is not said,
         since the next forward of as many rows may have more of them."""
         rows, offsets, addresses = self._tensors
-        for one in self.adapters.values():
-            assert one.addresses[place] or place not in one.factors, "factors without an address"
+        for lora in self.adapters.values():
+            assert lora.addresses[place] or place not in lora.factors, "factors without an address"
         groups = min(self._groups, len(self._of))
         return addresses[:groups, place], rows[: len(self._of)], offsets[: groups + 1]
 
     def factors(self, number: int, place: int) -> Factors | None:
         """Return an adapter's factors of a weight, None without any."""
-        one = self.adapters.get(number)
-        return None if one is None else one.factors.get(place)
+        lora = self.adapters.get(number)
+        return None if lora is None else lora.factors.get(place)
 
     def by_adapter(self, device: torch.device) -> Rows:
         """Return the forward's rows. Their numbers are read from a tensor, so that a recorder sees
@@ -157,12 +156,12 @@ class Assignment:
             new = np.ones(len(keys), dtype=bool)
             new[1:] = (keys[1:] != keys[:-1]).any(1)
             starts = np.flatnonzero(new)
-            found = Rows(
+            rows = Rows(
                 tuple(map(tuple, keys[starts].tolist())),
                 torch.from_numpy(order).to(token.device),
                 torch.from_numpy(np.append(starts, len(keys))),
             )
-            self._by_expert = token, found
+            self._by_expert = token, rows
         return self._by_expert[1]
 
 
@@ -198,7 +197,7 @@ class MultiLora:
         return len(self._weights)
 
     def of(self, weight: str) -> "AdapterRows":
-        """Return what multiplies rows by a weight, for all adapters that will ever be served."""
+        """Fill it for the time inside, and hold nothing afterwards."""
         return self._weights.setdefault(weight, AdapterRows(self, len(self._weights)))
 
     def enter(self, name: str, factors: Callable[[str], Factors | None]) -> None:
@@ -230,41 +229,41 @@ class MultiLora:
         is not served."""
         if name is None:
             return -1
-        found = self.names.get(name)
-        if found is None:
+        number = self.names.get(name)
+        if number is None:
             raise _left(name)
-        return found
+        return number
 
     def adapter(self, number: int) -> _Adapter:
         """Raises IsobitError for one that is not served any more."""
-        found = self._adapters.get(number)
-        if found is None:
+        adapter = self._adapters.get(number)
+        if adapter is None:
             raise _left(next(name for name, used in self._used.items() if used == number))
-        return found
+        return adapter
 
     def assignment(self, numbers: Numbers) -> Assignment:
         """For one forward, of rows with these numbers. Raises IsobitError for an adapter that is
         not served."""
-        found = Assignment(self, len(numbers), len(np.unique(numbers)))
-        found.fill(numbers)
-        return found
+        assignment = Assignment(self, len(numbers), len(np.unique(numbers)))
+        assignment.fill(numbers)
+        return assignment
 
     @property
     def present(self) -> Assignment:
         """The assignment of the forward that this thread computes."""
-        found = self._present.assignment
-        assert found is not None
-        return found
+        assignment = self._present.assignment
+        assert assignment is not None
+        return assignment
 
     @contextmanager
     def forward(self, rows: int, assignment: Assignment | None) -> Iterator[None]:
         """Set this thread's assignment for a forward of `rows` rows; None: they are the base's."""
-        before = self._present.assignment
+        previous = self._present.assignment
         self._present.assignment = assignment or self.assignment(np.full(rows, -1))
         try:
             yield
         finally:
-            self._present.assignment = before
+            self._present.assignment = previous
 
 
 def _left(name: str) -> IsobitError:
@@ -282,19 +281,19 @@ class AdapterRows:
 
     def product(self, x: Operand, weight: Weight, ops: Ops, dtype: torch.dtype) -> Tensor:
         """Return y [T, N] in `dtype` of x [T, K], each row by its own adapter."""
-        present, given = self.serving.present, (x, weight.prepared, weight.bias)
+        present, operands = self.serving.present, (x, weight.prepared, weight.bias)
         if dtype == torch.bfloat16 and ops.rounds_last(x, weight.prepared):
-            return ops.adapted_product(*given, *present.table(self.place), dtype)
+            return ops.adapted_product(*operands, *present.table(self.place), dtype)
         adapted = present.by_adapter(ops.device)
-        found = [present.factors(number, self.place) for number in adapted.numbers]
-        known = tuple(each is not None for each in found)
+        pairs = [present.factors(number, self.place) for number in adapted.numbers]
+        known = tuple(pair is not None for pair in pairs)
         if not any(known):
             return product(x, weight, ops, dtype)[0]
-        own, others = (adapted, None) if all(known) else adapted.choose(known)
-        factors = [each for each in found if each is not None]
-        y = ops.adapted_product(*given, factors, own.rows, own.offsets, dtype)
-        if not (others is None or dtype == torch.float32):
-            y[others] = product(picked(x, others), weight, ops, dtype)[0]
+        served, rest = (adapted, None) if all(known) else adapted.choose(known)
+        factors = [pair for pair in pairs if pair is not None]
+        y = ops.adapted_product(*operands, factors, served.rows, served.offsets, dtype)
+        if not (rest is None or dtype == torch.float32):
+            y[rest] = product(picked(x, rest), weight, ops, dtype)[0]
         return y
 
     def product_of_experts(
@@ -309,19 +308,21 @@ class AdapterRows:
     ) -> Tensor:
         """Return y [R, N] in `dtype` of x [R, K] sorted by expert, each row by its own adapter and
         its expert's weight; token and offsets as of `Assignment.by_expert`."""
-        owners = [each.several for each in weights if isinstance(each.several, AdapterRows)]
-        present, places = self.serving.present, [owner.place for owner in owners]
-        if not any(place in one.factors for one in present.adapters.values() for place in places):
+        owners = [item.several for item in weights if isinstance(item.several, AdapterRows)]
+        present, indices = self.serving.present, [owner.place for owner in owners]
+        if not any(
+            index in lora.factors for lora in present.adapters.values() for index in indices
+        ):
             return ops.grouped_product(x, stacked, offsets, dtype)
         adapted = present.by_expert(token, offsets)
-        found = [present.factors(number, places[expert]) for expert, number in adapted.numbers]
-        known = tuple(each is not None for each in found)
+        pairs = [present.factors(number, indices[expert]) for expert, number in adapted.numbers]
+        known = tuple(item is not None for item in pairs)
         if not any(known):
             return ops.grouped_product(x, stacked, offsets, dtype)
-        own, others = (adapted, None) if all(known) else adapted.choose(known)
-        factors = [each for each in found if each is not None]
+        served, rest = (adapted, None) if all(known) else adapted.choose(known)
+        factors = [item for item in pairs if item is not None]
         y = ops.grouped_product(x, stacked, offsets, torch.float32)
-        y = ops.add_low_rank(y, x, factors, own.rows, own.offsets, dtype)
-        if not (others is None or dtype == torch.float32 or ops.rounds_last(x, stacked.each[0][0])):
-            y[others] = ops.grouped_product(x, stacked, offsets, dtype)[others]
+        y = ops.add_low_rank(y, x, factors, served.rows, served.offsets, dtype)
+        if not (rest is None or dtype == torch.float32 or ops.rounds_last(x, stacked.each[0][0])):
+            y[rest] = ops.grouped_product(x, stacked, offsets, dtype)[rest]
         return y

@@ -102,9 +102,9 @@ def check_served(directory: Path, base: Path | None) -> None:
     named = read_json(directory / CONFIG).get("base_model_name_or_path")
     if base is None or not isinstance(named, str) or not named or not exists(Path(named)):
         return
-    other = Path(named)
-    if other.resolve() != base.resolve() and not _same_weights(other, base):
-        raise IsobitError(f"adapter {directory}: of the model {other}, whose weights are not "
+    named_base = Path(named)
+    if named_base.resolve() != base.resolve() and not _same_weights(named_base, base):
+        raise IsobitError(f"adapter {directory}: of the model {named_base}, whose weights are not "
             f"those of {base}; "
                           "serve each beside its own")  # fmt: skip
 
@@ -139,11 +139,11 @@ def read_peft(directory: Path, config: ModelConfig, base: str = "") -> Adapter:
     form, together = form_of(values, directory / CONFIG), held_together(config)
     with open_weights(directory, name=WEIGHTS) as opened:
         weights = _of_language_model(opened, config, directory)
-        experts = [one for one in projections(config) if form.roles and one.expert is not None]
-        own = {one: _own_keys(one) for one in experts}
-        shapes, read = apart(weights, own, rank, form, together, _PREFIX)
+        experts = [proj for proj in projections(config) if form.roles and proj.expert is not None]
+        keys = {proj: _own_keys(proj) for proj in experts}
+        shapes, read = apart(weights, keys, rank, form, together, _PREFIX)
         chosen = _adapted(shapes, config, rank, directory)
-        tensors = {name: read(key) for one in chosen for name, key in _keys(one).items()}
+        tensors = {name: read(key) for proj in chosen for name, key in _keys(proj).items()}
     return Adapter(
         rank,
         alpha,
@@ -163,13 +163,13 @@ def _of_language_model(weights: Weights, config: ModelConfig, directory: Path) -
     addition to them. Raises IsobitError for other names of two classes, and for names inside
     another model where the base is a language model alone."""
     factors: dict[str, dict[str, str]] = {}  # by how names begin: names alone, and in the folder
-    others: list[str] = []
+    outside: list[str] = []
     for key in weights.shapes:
         name = key.removeprefix(_PREFIX)
         if key.startswith(_PREFIX) and (prefix := prefix_of(name)):
             factors.setdefault(prefix, {})[_PREFIX + renamed(name, ALONE)] = key
         else:
-            others.append(key)
+            outside.append(key)
     if not factors:
         return weights
     classes = classes_of(config.wrapped, FAMILIES[config.family])
@@ -187,7 +187,7 @@ def _of_language_model(weights: Weights, config: ModelConfig, directory: Path) -
                 f"{brief(min(copy.values()))} are named as of two classes of models; expected those "
                 f"of the base's own class, {_PREFIX}{classes[0]}layers..."
             )
-    chosen = {key: name for name, key in first.items()} | {key: key for key in others}
+    chosen = {key: name for name, key in first.items()} | {key: key for key in outside}
     return weights.renamed(chosen)
 
 
@@ -206,19 +206,19 @@ def write_peft(
     """Write an adapter's two files; each rank writes the rows of the `masters` that it keeps, and
     the first rank the rest. Raises OSError if a file cannot be written."""
     shards = Shards.of(adapter.shapes, ranks)
-    parts = {} if adapter.together is None else joined(adapter, masters, shards, _PREFIX)
-    for one in _apart_in_files(adapter):
-        for name, key in _keys(one).items():
+    tensors = {} if adapter.together is None else joined(adapter, masters, shards, _PREFIX)
+    for proj in _apart_in_files(adapter):
+        for name, key in _keys(proj).items():
             lo = shards.own(name)[0] if shards.owned(name) else 0
             start = lo * shards.width(name)
-            parts[key] = Part(torch.float32, shards.shapes[name], masters.get(name), start)
-    parts = {
+            tensors[key] = Part(torch.float32, shards.shapes[name], masters.get(name), start)
+    tensors = {
         _PREFIX + renamed(key.removeprefix(_PREFIX), prefix): factor
         for prefix in adapter.classes
-        for key, factor in parts.items()
+        for key, factor in tensors.items()
     }
     ranks.on_first(lambda: write_json(directory / CONFIG, _config(adapter)))
-    write_file(directory / WEIGHTS, parts, ranks)
+    write_file(directory / WEIGHTS, tensors, ranks)
 
 
 def _config(adapter: Adapter) -> dict[str, Any]:
@@ -246,16 +246,16 @@ def _config(adapter: Adapter) -> dict[str, Any]:
 def _apart_in_files(adapter: Adapter) -> list[Projection]:
     """Return the matrices whose factors are separate tensors in a folder."""
     together = adapter.together is not None
-    return [one for one in adapter.projections if not together or one.expert is None]
+    return [proj for proj in adapter.projections if not together or proj.expert is None]
 
 
 def _by_parameter(adapter: Adapter) -> list[Projection]:
     """Return the matrices outside the experts that PEFT would take for the experts' own, by the
     ends of their names. Named by their parameter they have the same factors."""
     return [
-        one
-        for one in _apart_in_files(adapter)
-        if adapter.renamed and one.name.rpartition(".")[2] in _OF_EXPERTS
+        proj
+        for proj in _apart_in_files(adapter)
+        if adapter.renamed and proj.name.rpartition(".")[2] in _OF_EXPERTS
     ]
 
 
@@ -266,9 +266,9 @@ def _target_modules(adapter: Adapter) -> list[str]:
     apart = _apart_in_files(adapter)
     if adapter.together is not None:
         beside = set(_by_parameter(adapter))
-        apart = [one for one in apart if one not in beside]
-    for one in apart:
-        layers.setdefault(one.name.rpartition(".")[2], set()).add(one.name.split(".")[1])
+        apart = [proj for proj in apart if proj not in beside]
+    for proj in apart:
+        layers.setdefault(proj.name.rpartition(".")[2], set()).add(proj.name.split(".")[1])
     if not apart:
         return []
     if (
@@ -276,11 +276,13 @@ def _target_modules(adapter: Adapter) -> list[str]:
     ):  # PEFT asks for ends, and takes them for the experts' own
         return list(layers)
     most = max(map(len, layers.values()))
-    found = (one.name.rpartition(".")[2] for one in apart)
-    beside_experts = any(".shared." in one.name for one in apart)
-    if all(len(each) == most for each in layers.values()) and not beside_experts:
-        return list(dict.fromkeys(found))
-    return [one.module.removeprefix("" if adapter.classes == (ALONE,) else ALONE) for one in apart]
+    modules = (proj.name.rpartition(".")[2] for proj in apart)
+    beside_experts = any(".shared." in proj.name for proj in apart)
+    if all(len(names) == most for names in layers.values()) and not beside_experts:
+        return list(dict.fromkeys(modules))
+    return [
+        proj.module.removeprefix("" if adapter.classes == (ALONE,) else ALONE) for proj in apart
+    ]
 
 
 def _keys(one: Projection) -> dict[str, str]:
@@ -300,9 +302,9 @@ def _settings(values: Mapping[str, Any], path: Path) -> tuple[int, float, bool]:
         raise IsobitError(
             f"{path}: peft_type is {brief(repr(values.get('peft_type')))}; only LORA is read"
         )
-    for key, what in _REFUSED.items():
+    for key, kind in _REFUSED.items():
         if values.get(key):
-            raise IsobitError(f"{path}: {key}: {what} cannot be read; only plain LoRA adapters are")
+            raise IsobitError(f"{path}: {key}: {kind} cannot be read; only plain LoRA adapters are")
     if values.get("bias", "none") != "none":
         raise IsobitError(f"{path}: bias: trained biases cannot be read; only bias: none is")
     if str(values.get("init_lora_weights", True)).lower().startswith(_CHANGES_BASE):
@@ -326,23 +328,23 @@ def _adapted(shapes: Shapes, config: ModelConfig, rank: int, directory: Path) ->
     """Return the projections whose factors these tensors are. Raises IsobitError for tensors that
     are not factors, and for factors that do not fit."""
     chosen, known = [], set[str]()
-    for one in projections(config):
-        a, b = _keys(one).values()
+    for proj in projections(config):
+        a, b = _keys(proj).values()
         if a not in shapes and b not in shapes:
             continue
-        for key, shape in ((a, (rank, one.inputs)), (b, (one.hi - one.lo, rank))):
+        for key, shape in ((a, (rank, proj.inputs)), (b, (proj.hi - proj.lo, rank))):
             if key not in shapes:
                 raise IsobitError(f"{directory}: tensor {key} is missing; A and B belong together")
             if shapes[key] != shape:
                 raise IsobitError(f"{directory}: tensor {key} has shape {shapes[key]}, but the "
                     "model and r ask for "
                                   f"{shape}")  # fmt: skip
-        chosen.append(one)
+        chosen.append(proj)
         known |= {a, b}
     _check_experts(chosen, config, directory)
-    if others := shapes.keys() - known:
+    if unknown := shapes.keys() - known:
         raise IsobitError(
-            f"{directory}: tensor {brief(min(others))} is no factor of a linear layer of this "
+            f"{directory}: tensor {brief(min(unknown))} is no factor of a linear layer of this "
             f"{config.family} model; adapters of embeddings, heads and routers are not read"
         )
     if not chosen:
@@ -353,7 +355,7 @@ def _adapted(shapes: Shapes, config: ModelConfig, rank: int, directory: Path) ->
 def _check_experts(chosen: Sequence[Projection], config: ModelConfig, directory: Path) -> None:
     """Raise IsobitError unless all experts of a layer have factors of the same matrices."""
     wanted = 0 if config.experts is None else config.experts.count
-    counts = Counter(one.expert[0] for one in chosen if one.expert is not None)
+    counts = Counter(proj.expert[0] for proj in chosen if proj.expert is not None)
     for group, count in counts.items():
         if count != wanted:
             raise IsobitError(

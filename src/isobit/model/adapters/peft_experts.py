@@ -46,27 +46,27 @@ class Form(NamedTuple):
 def form_of(values: Mapping[str, Any], path: Path) -> Form:
     """Return the form of an adapter_config.json. Raises IsobitError for parameters that are not
     experts', and for ranks and alphas that differ otherwise."""
-    given = values.get("target_parameters") or []
-    given = given if isinstance(given, list) else [""]
+    parameters = values.get("target_parameters") or []
+    parameters = parameters if isinstance(parameters, list) else [""]
     # of a linear layer named by its weight the factors are the layer's
-    found = {str(n).rpartition(".")[2] for n in given if not str(n).endswith("_proj.weight")}
-    if others := found - {*_ROLES}:
+    targets = {str(n).rpartition(".")[2] for n in parameters if not str(n).endswith("_proj.weight")}
+    if foreign := targets - {*_ROLES}:
         raise IsobitError(
-            f"{path}: target_parameters: {brief(repr(min(others)))} cannot be read; experts' "
+            f"{path}: target_parameters: {brief(repr(min(foreign)))} cannot be read; experts' "
             f"{' and '.join(_ROLES)} can"
         )
-    roles = [role for role in _ROLES if role in found]
+    roles = [role for role in _ROLES if role in targets]
     alpha = sqrt(2) if values.get("use_rslora") else 2
     both = bool(values.get("rank_pattern")) == bool(values.get("alpha_pattern"))
-    for key, what, number, factor in (
+    for key, meaning, number, factor in (
         ("rank_pattern", "ranks", "r", 2),
         ("alpha_pattern", "alphas", "lora_alpha", alpha),
     ):
-        given = values.get(key)
-        wide = both and _ROLES[0] in roles and _all_are(given, values.get(number), factor)
-        if given and not wide:
+        parameters = values.get(key)
+        wide = both and _ROLES[0] in roles and _all_are(parameters, values.get(number), factor)
+        if parameters and not wide:
             raise IsobitError(
-                f"{path}: {key}: {what} that differ cannot be read, but for experts' gates and ups "
+                f"{path}: {key}: {meaning} that differ cannot be read, but for experts' gates and ups "
                 "twice the others', where PEFT has joined them"
             )
     return Form(roles, bool(values.get("rank_pattern")))
@@ -88,25 +88,27 @@ def config_of(adapter: Adapter, beside: Sequence[Projection] = ()) -> dict[str, 
     """Return the keys of adapter_config.json that describe experts' factors held together;
     `beside`: other matrices that are named by their parameter too."""
     roles = _roles_of(adapter)
-    modules = dict.fromkeys(_module(one) for one in adapter.projections if one.expert is not None)
+    modules = dict.fromkeys(
+        _module(proj) for proj in adapter.projections if proj.expert is not None
+    )
     names = [f"{module}.{role}" for role in roles for module in modules]
-    names += [f"{one.module}.weight" for one in beside]
+    names += [f"{proj.module}.weight" for proj in beside]
     if not names:
         return {}
     inside = dict.fromkeys(name.split(".", 3)[3] for name in names)  # behind model.layers.0
-    found: dict[str, Any] = {"target_parameters": list(inside)}
+    keys: dict[str, Any] = {"target_parameters": list(inside)}
     if _ROLES[0] in roles:
         alpha = adapter.alpha * (sqrt(2) if adapter.rslora else 2)
-        found |= {
+        keys |= {
             "rank_pattern": {_PATTERN: 2 * adapter.rank},
             "alpha_pattern": {_PATTERN: int(alpha) if alpha == int(alpha) else alpha},
         }
-    return found
+    return keys
 
 
 def _roles_of(adapter: Adapter) -> list[str]:
-    found = {_role(one) for one in adapter.projections if one.expert is not None}
-    return [role for role in _ROLES if role in found]
+    roles = {_role(proj) for proj in adapter.projections if proj.expert is not None}
+    return [role for role in _ROLES if role in roles]
 
 
 def _role(one: Projection) -> str:
@@ -135,7 +137,7 @@ class _Group(NamedTuple):
 
     @property
     def rows(self) -> int:
-        return max(one.hi for one in self.members[: self.parts])
+        return max(member.hi for member in self.members[: self.parts])
 
     def rows_of(self, one: Projection, part: int, packing: Packing | None) -> slice:
         """Return the rows of B that are those of a member, its expert's part number `part`."""
@@ -145,16 +147,16 @@ class _Group(NamedTuple):
 
 
 def _groups(experts: Iterable[Projection], roles: Sequence[str], prefix: str) -> list[_Group]:
-    found: dict[tuple[str, str], list[Projection]] = {}
-    for one in experts:
-        if _role(one) in roles:
-            found.setdefault((one.name.split(".")[1], _role(one)), []).append(one)
+    groups_: dict[tuple[str, str], list[Projection]] = {}
+    for proj in experts:
+        if _role(proj) in roles:
+            groups_.setdefault((proj.name.split(".")[1], _role(proj)), []).append(proj)
     groups = []
-    for (_, role), members in found.items():
+    for (_, role), members in groups_.items():
         inside = "" if role == roles[-1] else ".base_layer"
         module = f"{prefix}{_module(members[0])}{inside}"
-        parts = sum(one.weight == members[0].weight for one in members)
-        groups.append(_Group(members, parts, f"{module}.lora_A.weight", f"{module}.lora_B.weight"))
+        count = sum(proj.weight == members[0].weight for proj in members)
+        groups.append(_Group(members, count, f"{module}.lora_A.weight", f"{module}.lora_B.weight"))
     return groups
 
 
@@ -169,7 +171,7 @@ def apart(
     """Return (the shapes of all factors, a function that reads a factor by its name) of `weights`,
     whose experts' factors are together, as if each of the `experts` had its own, by the names of A
     and B here. Raises IsobitError for factors that are missing or do not fit."""
-    shapes, places = dict(weights.shapes), dict[str, Callable[[], Tensor]]()
+    shapes, readers = dict(weights.shapes), dict[str, Callable[[], Tensor]]()
     read = lru_cache(2)(weights.rows)
     for group in _groups(experts, form.roles, prefix):
         wide = form.wide and group.parts > 1
@@ -180,17 +182,17 @@ def apart(
             (group.b, (group.rows, ranks * count)),
         ):
             if weights.shapes.get(key) != shape:
-                found = f"is {weights.shapes[key]}" if key in weights.shapes else "is missing"
-                raise IsobitError(f"target_parameters: {key} {found}: expected {shape}")
+                problem = f"is {weights.shapes[key]}" if key in weights.shapes else "is missing"
+                raise IsobitError(f"target_parameters: {key} {problem}: expected {shape}")
             del shapes[key]
-        for place, one in enumerate(group.members):
-            expert, part = divmod(place, group.parts)
-            mine = slice(part * rank, (part + 1) * rank) if wide else slice(None)
-            own, (a, b) = group.rows_of(one, part, packing), experts[one]
-            places[a] = partial(_of_a, read, group.a, expert, ranks, mine)
-            places[b] = partial(_of_b, read, group.b, expert, ranks, mine, own)
-            shapes |= {a: (rank, one.inputs), b: (one.hi - one.lo, rank)}
-    return shapes, lambda name: places[name]() if name in places else weights.rows(name)
+        for index, member in enumerate(group.members):
+            expert, half = divmod(index, group.parts)
+            mine = slice(half * rank, (half + 1) * rank) if wide else slice(None)
+            rows, (a, b) = group.rows_of(member, half, packing), experts[member]
+            readers[a] = partial(_of_a, read, group.a, expert, ranks, mine)
+            readers[b] = partial(_of_b, read, group.b, expert, ranks, mine, rows)
+            shapes |= {a: (rank, member.inputs), b: (member.hi - member.lo, rank)}
+    return shapes, lambda name: readers[name]() if name in readers else weights.rows(name)
 
 
 def _of_a(read: Read, name: str, expert: int, ranks: int, mine: slice) -> Tensor:
@@ -201,14 +203,14 @@ def _of_a(read: Read, name: str, expert: int, ranks: int, mine: slice) -> Tensor
 def _of_b(read: Read, name: str, expert: int, ranks: int, mine: slice, rows: slice) -> Tensor:
     """Return some rows of an expert's B [N, r]. Raises IsobitError where the other columns are not
     0."""
-    own = read(name)[rows].reshape(-1, ranks, read(name).shape[1] // ranks)[:, :, expert]
-    found = own[:, mine].clone()
-    if int(torch.count_nonzero(own)) != int(torch.count_nonzero(found)):
+    factors = read(name)[rows].reshape(-1, ranks, read(name).shape[1] // ranks)[:, :, expert]
+    result = factors[:, mine].clone()
+    if int(torch.count_nonzero(factors)) != int(torch.count_nonzero(result)):
         raise IsobitError(
             f"target_parameters: {name}: gates and ups share factors of twice the rank, and here "
             "each has its own"
         )
-    return found
+    return result
 
 
 def joined(
@@ -217,11 +219,11 @@ def joined(
     """Return the tensors of a file that hold experts' factors together. On one rank, each is made
     when it is written; of several ranks the first makes and writes them, from the rows that all
     have sent."""
-    experts = [one for one in adapter.projections if one.expert is not None]
-    found: dict[str, Part] = {}
+    experts = [proj for proj in adapter.projections if proj.expert is not None]
+    parts_by_name: dict[str, Part] = {}
     for group in _groups(experts, _roles_of(adapter), prefix):
         ranks, count = adapter.rank * group.parts, group.experts
-        names = [[one.masters[place] for one in group.members] for place in (0, 1)]
+        names = [[proj.masters[index] for proj in group.members] for index in (0, 1)]
         shapes = (count * ranks, group.members[0].inputs), (group.rows, ranks * count)
         for key, shape, wanted, make in zip(
             (group.a, group.b), shapes, names, (_joined_a, _joined_b)
@@ -229,14 +231,14 @@ def joined(
             whole = whole_masters(masters, wanted, torch.float32, shards)
             made = partial(make, [whole[name] for name in wanted], group, adapter, shape)
             mine = made if shards.ranks.size == 1 else made() if shards.ranks.first else None
-            found[key] = Part(torch.float32, shape, mine)
-    return found
+            parts_by_name[key] = Part(torch.float32, shape, mine)
+    return parts_by_name
 
 
 def _joined_a(
     own: Sequence[Tensor], group: _Group, adapter: Adapter, shape: tuple[int, int]
 ) -> Tensor:
-    return torch.cat([each.detach().float().cpu() for each in own]).view(shape)
+    return torch.cat([tensor.detach().float().cpu() for tensor in own]).view(shape)
 
 
 def _joined_b(
@@ -244,8 +246,8 @@ def _joined_b(
 ) -> Tensor:
     rank = adapter.rank
     out = torch.zeros(shape[0], rank * group.parts, group.experts)
-    for place, (one, values) in enumerate(zip(group.members, own)):
-        expert, part = divmod(place, group.parts)
-        rows = group.rows_of(one, part, adapter.together)
-        out[rows, part * rank : (part + 1) * rank, expert] = values.detach().float().cpu()
+    for index, (member, values) in enumerate(zip(group.members, own)):
+        expert, half = divmod(index, group.parts)
+        rows = group.rows_of(member, half, adapter.together)
+        out[rows, half * rank : (half + 1) * rank, expert] = values.detach().float().cpu()
     return out.view(shape)

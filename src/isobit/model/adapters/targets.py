@@ -36,9 +36,8 @@ class NewAdapter:
 
 
 def projections(config: ModelConfig) -> list[Projection]:
-    """Return the matrices that may have adapters: those of attention, MLPs and experts, where PEFT
-    takes them."""
-    found = []
+    """Return the matrices of attention, MLPs and experts that may have adapters in PEFT."""
+    known = []
     for weight, tensors in parts(config):
         if weight.rpartition(".")[2] not in LINEAR_LAYERS or _is_beside_peft(weight, config):
             continue
@@ -46,9 +45,9 @@ def projections(config: ModelConfig) -> list[Projection]:
         for name, (rows, inputs) in tensors:
             module = name.removesuffix(".weight")
             short = f"{weight.rpartition('.')[0]}.{module.rpartition('.')[2]}"
-            found.append(Projection(short, module, weight, lo, lo + rows, inputs))
+            known.append(Projection(short, module, weight, lo, lo + rows, inputs))
             lo += rows
-    return found
+    return known
 
 
 def _is_beside_peft(weight: str, config: ModelConfig) -> bool:
@@ -60,8 +59,7 @@ def _is_beside_peft(weight: str, config: ModelConfig) -> bool:
 
 
 def held_together(config: ModelConfig) -> Packing | None:
-    """Return how PEFT holds the factors of a layer's experts in one tensor, or None where it does
-    not."""
+    """Return how PEFT holds the factors of a layer's experts in one tensor, or None."""
     mixtures = FAMILIES[config.family].mixtures
     if mixtures is None or config.experts is None:
         return None
@@ -81,21 +79,23 @@ def targeted(config: ModelConfig, targets: Sequence[str]) -> tuple[Projection, .
     known = projections(config)
     if ALL_LINEAR in targets:
         return tuple(known)
-    found = tuple(one for one in known if one.name.rpartition(".")[2] in targets)
-    missing = [name for name in targets if not any(one.name.endswith(f".{name}") for one in found)]
+    chosen = tuple(proj for proj in known if proj.name.rpartition(".")[2] in targets)
+    missing = [
+        name for name in targets if not any(proj.name.endswith(f".{name}") for proj in chosen)
+    ]
     if missing:
         raise IsobitError(
             f"adapter.targets: {missing[0]} is no matrix of a {config.family} model; targets may be "
             f"{', '.join(_names(known))}"
         )
-    experts = {one.name.rpartition(".")[2] for one in found if one.expert is not None}
+    experts = {proj.name.rpartition(".")[2] for proj in chosen if proj.expert is not None}
     for pair in JOINED:
         if len(alone := experts & {*pair}) == 1:
             raise IsobitError(
                 f"adapter.targets: {min(alone)} without {min({*pair} - alone)}: of experts both have "
                 "adapters, or neither: PEFT adapts them together"
             )
-    return found
+    return chosen
 
 
 def new_adapter(config: ModelConfig, given: NewAdapter, base: str = "") -> Adapter:
@@ -127,20 +127,20 @@ def beyond_use(config: ModelConfig, rank: int, targets: Sequence[str]) -> str | 
     have, or None. Such a rank is not refused: with matrices of several sizes a rank is often chosen
     by the large ones, and PEFT and its folders have no limit."""
     smaller: dict[str, tuple[int, int]] = {}
-    for one in targeted(config, targets):
-        shape = one.hi - one.lo, one.inputs
+    for proj in targeted(config, targets):
+        shape = proj.hi - proj.lo, proj.inputs
         if min(shape) < rank:
-            smaller.setdefault(one.name.rpartition(".")[2], shape)
+            smaller.setdefault(proj.name.rpartition(".")[2], shape)
     if not smaller:
         return None
-    found = ", ".join(f"{name} [{rows}, {inputs}]" for name, (rows, inputs) in smaller.items())
+    listed = ", ".join(f"{name} [{rows}, {inputs}]" for name, (rows, inputs) in smaller.items())
     enough = max(map(min, smaller.values()))
     return (
-        f"adapter.rank {rank} is above the smaller side of {found}: no change of these has a "
+        f"adapter.rank {rank} is above the smaller side of {listed}: no change of these has a "
         "rank above that, and what "
         f"the factors have beyond takes memory and time; {enough} is enough for them"
     )
 
 
 def _names(known: Sequence[Projection]) -> list[str]:
-    return list(dict.fromkeys(one.name.rpartition(".")[2] for one in known))
+    return list(dict.fromkeys(proj.name.rpartition(".")[2] for proj in known))

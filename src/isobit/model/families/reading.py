@@ -48,8 +48,7 @@ def optional_whole(
 
 
 def real(values: Mapping[str, Any], key: str, where: str, default: float) -> float:
-    """Return a number with a decimal point, finite and not negative; IsobitError for anything
-    else."""
+    """Return a number with a decimal point, finite and not negative, or raise IsobitError."""
     value = values.get(key, default)
     if not isinstance(value, float) or not 0 <= value < float("inf"):
         raise IsobitError(

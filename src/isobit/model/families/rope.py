@@ -78,7 +78,7 @@ class Rope:
         for two sections that say different things.
         """
         read = []
-        own = _Own(theta, max_positions, partial, original, more, kinds)
+        settings = _Own(theta, max_positions, partial, original, more, kinds)
         for key in ("rope_scaling", "rope_parameters"):
             section = values.get(key)
             if section is not None and not isinstance(section, dict):
@@ -86,12 +86,12 @@ class Rope:
                     f"{where}: {key} has the wrong type: expected an object, got {section!r:.80}"
                 )
             if section:
-                read.append(_read(section, values, where, own))
+                read.append(_read(section, values, where, settings))
         if len(read) == 2 and read[0] != read[1]:
             raise IsobitError(
                 f"{where}: rope_scaling and rope_parameters say different things; keep one of them"
             )
-        return read[0] if read else _read({}, values, where, own)
+        return read[0] if read else _read({}, values, where, settings)
 
     @staticmethod
     def of(theta: float, partial: float) -> "Rope":
@@ -104,13 +104,13 @@ class Rope:
         where one that is left out would be `partial`. longrope has the original length and the part
         next to its section, and the keys that transformers 4 takes in a Phi-3."""
         values: dict[str, Any] = {"rope_theta": self.theta}
-        own: dict[str, Any] = {} if partial is None else {_PARTIAL: 1.0}
-        own |= {key: list(v) if key in _LISTS else v for key, v in self.parameters}
+        keys: dict[str, Any] = {} if partial is None else {_PARTIAL: 1.0}
+        keys |= {key: list(v) if key in _LISTS else v for key, v in self.parameters}
         if self.kind == "longrope":
-            values |= {key: own.pop(key) for key in (_ORIGINAL, _PARTIAL) if key in own}
-            values["rope_scaling"] = {"type": self.kind, **own}
-        elif self.kind != "default" or scaled or {partial, own.get(_PARTIAL, 1.0)} - {None, 1.0}:
-            values["rope_scaling"] = {"rope_type": self.kind, **own}
+            values |= {key: keys.pop(key) for key in (_ORIGINAL, _PARTIAL) if key in keys}
+            values["rope_scaling"] = {"type": self.kind, **keys}
+        elif self.kind != "default" or scaled or {partial, keys.get(_PARTIAL, 1.0)} - {None, 1.0}:
+            values["rope_scaling"] = {"rope_type": self.kind, **keys}
         return values
 
     def section(self) -> dict[str, Any]:
@@ -155,13 +155,13 @@ class Rope:
     def of_part(self, rotated: int, head_dim: int) -> "Rope":
         """Return the same where a head of `head_dim` has this many rotated dimensions, and a
         config.json speaks of these alone (multi-head latent attention)."""
-        part = (_PARTIAL, (rotated + 0.5) / head_dim)  # rounded down to `rotated`
-        return replace(self, parameters=tuple(sorted((*self.whole.parameters, part))))
+        partial = (_PARTIAL, (rotated + 0.5) / head_dim)  # rounded down to `rotated`
+        return replace(self, parameters=tuple(sorted((*self.whole.parameters, partial))))
 
     @property
     def whole(self) -> "Rope":
         """The same without a part: the inverse of `of_part`."""
-        rest = tuple(each for each in self.parameters if each[0] != _PARTIAL)
+        rest = tuple(item for item in self.parameters if item[0] != _PARTIAL)
         return replace(self, parameters=rest)
 
     @property
@@ -195,8 +195,8 @@ class Rope:
 
     def factor(self, context: int) -> float:
         """Return the factor of a scaling; longrope's default is that of the context."""
-        given = dict(self.parameters).get("factor")
-        return context / self.original_positions if given is None else float(given)
+        factor = dict(self.parameters).get("factor")
+        return context / self.original_positions if factor is None else float(factor)
 
     def _frequencies(self, head_dim: int, context: int) -> tuple[Tensor, float]:
         inverse = self.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
@@ -248,7 +248,7 @@ def make_tables(
     ropes: Iterable[Turned], num_positions: int, context: int, device: torch.device
 ) -> Tables:
     """Return the tables of these, on a device; `context` as of `Rope.tables`."""
-    found: Tables = {}
+    tables: Tables = {}
     for rope, head_dim in ropes:
         shape = num_positions, head_dim // 2
         cos, sin = (
@@ -257,10 +257,10 @@ def make_tables(
             else rope.tables(num_positions, head_dim, context)
         )
         growth = None if rope is None else rope.growth(num_positions)
-        found[rope, head_dim] = Table(
+        tables[rope, head_dim] = Table(
             cos.to(device), sin.to(device), None if growth is None else growth.to(device)
         )
-    return found
+    return tables
 
 
 def _read(section: Mapping[str, Any], values: Mapping[str, Any], where: str, family: _Own) -> Rope:
@@ -292,18 +292,18 @@ def _read(section: Mapping[str, Any], values: Mapping[str, Any], where: str, fam
     base = _number({"rope_theta": family.theta, **values, **section}, "rope_theta", where)
     if base <= 1:
         raise IsobitError(f"{where}: rope_theta must be above 1, got {base}")
-    own = {
+    settings = {
         _ORIGINAL: family.max_positions,
         **section,
         **({} if family.original is None else {_ORIGINAL: family.original}),
         **{key: values[key] for key in values if key == _ORIGINAL},
     }
-    given: dict[str, Any] = {} if partial == 1.0 else {_PARTIAL: partial}
-    given |= _parameters(own, kind, where, family)
-    made = Rope(float(base), kind, tuple(sorted(given.items())))
+    keys: dict[str, Any] = {} if partial == 1.0 else {_PARTIAL: partial}
+    keys |= _parameters(settings, kind, where, family)
+    made = Rope(float(base), kind, tuple(sorted(keys.items())))
     context = family.max_positions
     try:
-        width = 2 * len(given[_LISTS[made.is_long(context)]]) if kind == "longrope" else _SOME_DIM
+        width = 2 * len(keys[_LISTS[made.is_long(context)]]) if kind == "longrope" else _SOME_DIM
         inverse, factor = made._frequencies(width, context)
         usable = math.isfinite(factor) and bool(torch.isfinite(inverse).all())
     except (
@@ -314,47 +314,49 @@ def _read(section: Mapping[str, Any], values: Mapping[str, Any], where: str, fam
         usable = False
     if not usable:
         raise IsobitError(
-            f"{where}: rope scaling {kind} has no angles with these parameters: {given!s:.200}"
+            f"{where}: rope scaling {kind} has no angles with these parameters: {keys!s:.200}"
         )
     return made
 
 
 def _parameters(own: Mapping[str, Any], kind: str, where: str, family: _Own) -> dict[str, Any]:
     """Return the parameters of a kind of scaling, and the family's own."""
-    given: dict[str, Any] = {}
+    parameters: dict[str, Any] = {}
     for key in _NEEDED[kind]:
         if key not in own:
             raise IsobitError(f"{where}: rope scaling {kind} needs {key}")
         ratio = kind == "yarn" and key == "factor" and own[key] is None
         taken = _ORIGINAL if ratio else key
-        found = _number(own, taken, where)
-        if found <= 0:
-            raise IsobitError(f"{where}: rope scaling {kind}: {taken} must be above 0, got {found}")
-        given[key] = family.max_positions / found if ratio else found
+        number = _number(own, taken, where)
+        if number <= 0:
+            raise IsobitError(
+                f"{where}: rope scaling {kind}: {taken} must be above 0, got {number}"
+            )
+        parameters[key] = family.max_positions / number if ratio else number
     for key in _OPTIONAL.get(kind, ()):
         if own.get(key) is not None:
-            given[key] = _number(own, key, where)
+            parameters[key] = _number(own, key, where)
     if kind == "longrope":
-        given |= {key: _factors(own, key, where) for key in _LISTS}
+        parameters |= {key: _factors(own, key, where) for key in _LISTS}
     for key in family.more:
         if own.get(key) is None:
             raise IsobitError(f"{where}: rope scaling {kind} needs {key} in this architecture")
-        given[key] = _number(own, key, where)
-    if kind == "llama3" and given["high_freq_factor"] <= given["low_freq_factor"]:
+        parameters[key] = _number(own, key, where)
+    if kind == "llama3" and parameters["high_freq_factor"] <= parameters["low_freq_factor"]:
         raise IsobitError(
             f"{where}: rope scaling llama3: high_freq_factor must be above low_freq_factor"
         )
     if kind == "yarn" and "truncate" in own:
-        given["truncate"] = bool(own["truncate"])
-    return given
+        parameters["truncate"] = bool(own["truncate"])
+    return parameters
 
 
 def _factors(own: Mapping[str, Any], key: str, where: str) -> tuple[float, ...]:
     """Return a list of longrope's. How many there must be, `Rope.check` says."""
-    found = own.get(key)
-    if not isinstance(found, list) or not found:
+    numbers = own.get(key)
+    if not isinstance(numbers, list) or not numbers:
         raise IsobitError(f"{where}: rope scaling longrope needs {key}, a list of numbers above 0")
-    factors = tuple(_number({key: factor}, key, where) for factor in found)
+    factors = tuple(_number({key: factor}, key, where) for factor in numbers)
     if min(factors) <= 0:
         raise IsobitError(
             f"{where}: rope scaling longrope: the numbers of {key} must be above 0, got "

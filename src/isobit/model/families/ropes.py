@@ -27,7 +27,7 @@ def by_layer_type(theta: float, sliding_theta: float, sliding_key: str | None = 
 
     def read(values: Mapping[str, Any], where: str, max_positions: int) -> tuple[Rope, Rope]:
         sections = values.get("rope_parameters")
-        given = [{key: v for key, v in values.items() if not key.startswith("rope_")}] * 2
+        by_type = [{key: v for key, v in values.items() if not key.startswith("rope_")}] * 2
         if not sections:
             if (
                 sliding_key is None and values.get("rope_theta", theta) != theta
@@ -36,12 +36,12 @@ def by_layer_type(theta: float, sliding_theta: float, sliding_key: str | None = 
                     f"{where}: rope_theta other than {theta}: give rope_parameters of each "
                     "layer type"
                 )
-            other = (
+            theta_of_others = (
                 {}
                 if sliding_key is None
                 else {"rope_theta": values.get(sliding_key, sliding_theta)}
             )
-            given = [dict(values), {**given[1], **other}]
+            by_type = [dict(values), {**by_type[1], **theta_of_others}]
         elif not isinstance(sections, dict) or not all(
             isinstance(sections.get(kind), dict) for kind in _KINDS
         ):
@@ -53,12 +53,12 @@ def by_layer_type(theta: float, sliding_theta: float, sliding_key: str | None = 
                 f"{where}: rope_scaling or rope_theta stand beside rope_parameters; keep the latter"
             )
         else:
-            given = [
-                {**rest, "rope_parameters": sections[kind]} for rest, kind in zip(given, _KINDS)
+            by_type = [
+                {**rest, "rope_parameters": sections[kind]} for rest, kind in zip(by_type, _KINDS)
             ]
         full, sliding = (
-            Rope.from_hf(one, where, theta=own, max_positions=max_positions)
-            for one, own in zip(given, (theta, sliding_theta))
+            Rope.from_hf(section, where, theta=default, max_positions=max_positions)
+            for section, default in zip(by_type, (theta, sliding_theta))
         )
         return _checked(full, sliding, where)
 
@@ -101,11 +101,11 @@ def by_sections(full: Rope, sliding: Rope) -> RopeKinds:
             Rope.from_hf(
                 {"rope_parameters": sections[kind]},
                 where,
-                theta=own.theta,
+                theta=default.theta,
                 max_positions=max_positions,
                 kinds=(*KINDS, PROPORTIONAL),
             )
-            for kind, own in zip(_KINDS, (full, sliding))
+            for kind, default in zip(_KINDS, (full, sliding))
         )
         return _checked(first, second, where)
 

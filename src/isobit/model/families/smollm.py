@@ -20,7 +20,7 @@ def _unrotated(values: Mapping[str, Any], where: str, layers: int) -> tuple[int,
     if (
         not isinstance(listed, list)
         or len(listed) < layers
-        or not all(type(one) is int and one in (0, 1) for one in listed)
+        or not all(type(entry) is int and entry in (0, 1) for entry in listed)
     ):
         raise IsobitError(
             f"{where}: no_rope_layers must say 0 or 1 for each of {layers} layers, got "

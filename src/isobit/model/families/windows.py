@@ -62,8 +62,8 @@ def windows_of(
         slides = [kind == "sliding_attention" for kind in kinds] or rule.slides(
             values, where, layers
         )
-    found = tuple(window if one else None for one in slides)
-    return found if any(found) else ()
+    windows = tuple(window if slide else None for slide in slides)
+    return windows if any(windows) else ()
 
 
 def windows_to_hf(windows: Sequence[int | None], rule: Windows, layers: int) -> dict[str, Any]:

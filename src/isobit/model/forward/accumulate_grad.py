@@ -54,9 +54,9 @@ class TiedGradient:
         """Add the gradient of the rows of the tokens [T, C], after the head's."""
         gradient = self._master.grad
         assert gradient is not None
-        found = ops.embedding_backward(dy, self._places, len(self._rows))
-        found = gradient[self._rows].add_(found)
-        gradient[self._rows] = found if self._aside is None else found.add_(self._aside)
+        rows = ops.embedding_backward(dy, self._places, len(self._rows))
+        rows = gradient[self._rows].add_(rows)
+        gradient[self._rows] = rows if self._aside is None else rows.add_(self._aside)
 
 
 @contextmanager
@@ -95,5 +95,5 @@ def added_to(master: Tensor) -> Tensor | None:
 def tied_gradient(master: Tensor) -> TiedGradient | None:
     """Return the collector of the gradients of a master that is output head and embedding, in the
     place of autograd."""
-    found: TiedGradient | None = getattr(master, _TIED, None)
-    return found
+    tied: TiedGradient | None = getattr(master, _TIED, None)
+    return tied

@@ -116,9 +116,9 @@ class _Attend(Function):
         if to is None:
             out, lse = ops.attention(*arguments)
         else:
-            kept, quantized, lse = ops.attention_quantized(*arguments, *to, True)
-            assert kept is not None
-            out = kept
+            plain, quantized, lse = ops.attention_quantized(*arguments, *to, True)
+            assert plain is not None
+            out = plain
             codes.append(quantized)
         ctx.given, ctx.ops = given, ops
         ctx.save_for_backward(qkv, out, lse)
@@ -127,20 +127,22 @@ class _Attend(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        (qkv, out, lse), given, ops = ctx.saved_tensors, ctx.given, ctx.ops
-        store = given.temporary()
-        q, dout = _queries(qkv, given, store, unwatched(ops)), dout.contiguous()
+        (qkv, out, lse), attended, ops = ctx.saved_tensors, ctx.given, ctx.ops
+        store = attended.temporary()
+        q, dout = _queries(qkv, attended, store, unwatched(ops)), dout.contiguous()
         gradients = ops.attention_backward(
-            dout, q, out, lse, store, given.layout, given.scale, given.window
+            dout, q, out, lse, store, attended.layout, attended.scale, attended.window
         )
-        if (keys := given.layout.keys) is not None:
+        if (keys := attended.layout.keys) is not None:
             dq, dk, dv = gradients
             gradients = dq, keys.copies.added(dk, ops), keys.copies.added(dv, ops)
-        found = ops.attention_inputs_backward(gradients, qkv, given.heads, given.layout.positions)
+        gradients_of = ops.attention_inputs_backward(
+            gradients, qkv, attended.heads, attended.layout.positions
+        )
         dsinks = None
-        if ctx.needs_input_grad[3] and given.sinks is not None:
-            dsinks = ops.sinks_backward(dout, out, lse, given.sinks.working)
-        return (*found, dsinks, None, None, None, None)
+        if ctx.needs_input_grad[3] and attended.sinks is not None:
+            dsinks = ops.sinks_backward(dout, out, lse, attended.sinks.working)
+        return (*gradients_of, dsinks, None, None, None, None)
 
 
 _Given = tuple[Tensor, KVStore, Layout, float, int | None, Tensor | None, Format | None]

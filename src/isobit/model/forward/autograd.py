@@ -72,10 +72,9 @@ def rms_norm(
 
 
 def unweighted_norm(x: Tensor, width: int, eps: float, ops: Ops) -> Tensor:
-    """Return x [R, n · width], each `width` of its numbers normed by themselves, without a
-    weight."""
-    one = Vector("", FROZEN, torch.ones(width, dtype=x.dtype, device=x.device))
-    return rms_norm(x.contiguous().view(-1, width), None, one, eps, ops)[0].view(x.shape)
+    """Return x [R, n · width], each `width` of its numbers normed, without a weight."""
+    ones_ = Vector("", FROZEN, torch.ones(width, dtype=x.dtype, device=x.device))
+    return rms_norm(x.contiguous().view(-1, width), None, ones_, eps, ops)[0].view(x.shape)
 
 
 def norm_linear(
@@ -119,8 +118,7 @@ def gated_linear(
 
 
 def multiplied(x: Operand, weight: Weight, ops: Ops, dtype: torch.dtype) -> Tensor:
-    """Return x [T, K], rounded for the product, times the weight and adapters, without a gradient:
-    [T, N]."""
+    """Return x [T, K] times the weight and adapters, without a gradient: [T, N]."""
     if weight.several is not None:
         return weight.several.product(x, weight, ops, dtype)
     return low_rank.product(x, weight, ops, dtype)[0]
@@ -152,10 +150,10 @@ class _Linear(Function):
         ctx.weight, ctx.ops, ctx.kept, ctx.dtype = weight, ops, kept, x.dtype
         operand = _quantized(x.to(dtype), weight, ops) if given is None else given
         y, us = low_rank.product(operand, weight, ops, dtype)
-        found: tuple[Tensor, ...] = ()
+        factors: tuple[Tensor, ...] = ()
         if weight.keeps_inputs:
-            found = (x,) if kept else parts(_multiplied(x.to(dtype), operand, weight, ops))
-        ctx.save_for_backward(*us, *found)
+            factors = (x,) if kept else parts(_multiplied(x.to(dtype), operand, weight, ops))
+        ctx.save_for_backward(*us, *factors)
         return y
 
     @staticmethod
@@ -256,11 +254,11 @@ class _NormLinear(Function):
             _normed_again(summed, norm, ctx.eps, weight, ctx.ops) if weight.keeps_inputs else None
         )
         if operand is not None and ctx.codes is not None and ctx.codes.found is not None:
-            found = backward_of_codes(ctx.codes, operand, weight, ctx.ops, dy.dtype)
+            gradients = backward_of_codes(ctx.codes, operand, weight, ctx.ops, dy.dtype)
         else:
             needed = (True, *ctx.needs_input_grad[3:5])
-            found = linear_backward(ctx, dy, operand, us, needed)
-        dnormed, dw, db, *adapters = found
+            gradients = linear_backward(ctx, dy, operand, us, needed)
+        dnormed, dw, db, *adapters = gradients
         del operand
         assert dnormed is not None
         dx, dnorm = ctx.ops.rms_norm_backward_added(dnormed, summed, norm.working, rstd, dsummed)

@@ -99,11 +99,11 @@ class _Convolved(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        found = ctx.ops.short_convolution_backward(
+        gradients = ctx.ops.short_convolution_backward(
             dy.contiguous(), x, ctx.weight.working, ctx.layout, ctx.bias
         )
-        dbias = found[2] if len(found) == 3 else None
-        return found[0], found[1], dbias, None, None, None, None
+        dbias = gradients[2] if len(gradients) == 3 else None
+        return gradients[0], gradients[1], dbias, None, None, None, None
 
 
 class _Recurrence(Function):
@@ -125,5 +125,7 @@ class _Recurrence(Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         qkv, gates = ctx.saved_tensors
-        found = ctx.ops.delta_rule_backward(dout.contiguous(), qkv, gates, ctx.heads, ctx.layout)
-        return (*found[:2], None, None, None, *found[2:])
+        gradients = ctx.ops.delta_rule_backward(
+            dout.contiguous(), qkv, gates, ctx.heads, ctx.layout
+        )
+        return (*gradients[:2], None, None, None, *gradients[2:])

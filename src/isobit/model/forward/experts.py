@@ -54,10 +54,10 @@ def through_experts(
 
 def _adapter_masters(weights: Sequence[Weight]) -> Iterator[Tensor]:
     """Yield each adapter's A of every expert, then its B of every expert."""
-    for place in range(len(weights[0].adapters)):
-        own = [weight.adapters[place] for weight in weights]
-        yield from (each.a.master for each in own)
-        yield from (each.b.master for each in own)
+    for index in range(len(weights[0].adapters)):
+        factors = [weight.adapters[index] for weight in weights]
+        yield from (factor.a.master for factor in factors)
+        yield from (factor.b.master for factor in factors)
 
 
 def mlp(x: Tensor, layer: Mlp, ops: Ops) -> Tensor:
@@ -79,37 +79,37 @@ class _Experts(Function):
         again: bool,
         *masters: Tensor | None,
     ) -> Tensor:
-        total, places, results = _forward(x, gates, chosen, layer, ops)
+        total, position, results = _forward(x, gates, chosen, layer, ops)
         ctx.layer, ctx.ops, ctx.again = layer, ops, again
         inputs = (
             (x,) if again or layer.experts[0].gate_up.keeps_inputs else ()
         )  # the router keeps it too
-        kept = () if again else (results.gate_up, results.down, *results.us)
+        saved = () if again else (results.gate_up, results.down, *results.us)
         ctx.has_inputs = bool(inputs)
-        ctx.save_for_backward(gates, *places, *inputs, *kept)
+        ctx.save_for_backward(gates, *position, *inputs, *saved)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         layer, ops, count = ctx.layer, ctx.ops, len(ctx.layer.experts)
-        gates, rows, place, offsets, *kept = ctx.saved_tensors
-        first, x = layer.experts[0], kept.pop(0) if ctx.has_inputs else None
+        gates, rows, position, offsets, *saved = ctx.saved_tensors
+        first, x = layer.experts[0], saved.pop(0) if ctx.has_inputs else None
         up, down, activation = first.gate_up, first.down, first.activation
         needed = ctx.needs_input_grad[6:]
         if ctx.again:
             assert x is not None
             results = _results(x, rows, offsets, layer, unwatched(ops))
         else:
-            results = Results(kept[0], kept[1], kept[2:])
+            results = Results(saved[0], saved[1], saved[2:])
         gate_up, bound = results.gate_up, len(layer.up_factors)
-        dy, dgates = ops.sum_of_rows_backward(dtotal.contiguous(), results.down, place, gates)
+        dy, dgates = ops.sum_of_rows_backward(dtotal.contiguous(), results.down, position, gates)
         hidden = None
         if any(needed[count : 2 * count]) or layer.down_factors:
-            own = has_own_copy(down)
+            own_copy = has_own_copy(down)
             hidden = (
                 activated(activation, gate_up, ops)
-                if own
+                if own_copy
                 else _gated(gate_up, layer, unwatched(ops))
             )
         downs = _Backward(dy, hidden, [e.down for e in layer.experts], offsets, ops)
@@ -130,7 +130,7 @@ class _Experts(Function):
         dbias += _bias_gradients(dy, offsets, needed[3 * count : 4 * count], ops)
         dx = None
         if drows is not None:  # in the order of the experts
-            dx = ops.sum_of_rows(drows, place.sort(1).values, None)
+            dx = ops.sum_of_rows(drows, position.sort(1).values, None)
         return dx, dgates, None, None, None, None, *dup, *ddown, *dbias, *of_up, *of_down
 
 
@@ -170,17 +170,17 @@ class _Backward(NamedTuple):
         wanted: bool = True,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """Return (dx [R, K] in dy's type, if it is `wanted`; the gradients of the factors)."""
-        given = self.dy, stacked, self.weights_of[0], self.offsets, self.ops
+        arguments = self.dy, stacked, self.weights_of[0], self.offsets, self.ops
         if not factors:
-            return _input_gradient(*given, self.dy.dtype) if wanted else None, []
+            return _input_gradient(*arguments, self.dy.dtype) if wanted else None, []
         assert self.x is not None
         name = _name(self.weights_of[0])
-        dx, found = low_rank.backward(
+        dx, gradients = low_rank.backward(
             self.ops, self.dy, self.x, us, factors, self.offsets, name, wanted
         )
         if dx is None:
-            return None, found
-        return dx.add_(_input_gradient(*given, torch.float32)).to(self.dy.dtype), found
+            return None, gradients
+        return dx.add_(_input_gradient(*arguments, torch.float32)).to(self.dy.dtype), gradients
 
 
 Places = tuple[Tensor, Tensor, Tensor]
@@ -192,14 +192,13 @@ def _forward(
     x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops
 ) -> tuple[Tensor, Places, Results]:
     """Return (sums [T, H], places, what the sorted rows give)."""
-    rows, place, offsets = ops.by_expert(chosen, len(layer.experts))
+    rows, position, offsets = ops.by_expert(chosen, len(layer.experts))
     results = _results(x, rows, offsets, layer, ops)
-    return ops.sum_of_rows(results.down, place, gates), (rows, place, offsets), results
+    return ops.sum_of_rows(results.down, position, gates), (rows, position, offsets), results
 
 
 def _results(x: Tensor, rows: Tensor, offsets: Tensor, layer: Mixture, ops: Ops) -> Results:
-    """Compute the experts' results of the rows of x [T, H] at these places, which are sorted by
-    expert."""
+    """Compute the experts' results of the rows of x [T, H] at these sorted places."""
     first, inputs = layer.experts[0], _inputs(x, layer.experts[0].gate_up, ops)
     if first.gate_up.several is not None:
         return _of_several(picked(inputs, rows), x.dtype, rows, offsets, layer, ops)
@@ -215,12 +214,12 @@ def _of_several(
     x: Operand, dtype: torch.dtype, rows: Tensor, offsets: Tensor, layer: Mixture, ops: Ops
 ) -> Results:
     """Return `_results` where rows are of several adapters, of x [T k, H] sorted by expert."""
-    given = rows, offsets, ops, dtype
+    arguments = rows, offsets, ops, dtype
 
     def product(x: Operand, weights: Sequence[Weight], stacked: Stacked) -> Tensor:
         first = weights[0].several
         assert first is not None
-        return first.product_of_experts(x, weights, stacked, *given)
+        return first.product_of_experts(x, weights, stacked, *arguments)
 
     gate_up = product(x, [e.gate_up for e in layer.experts], layer.gate_up)
     hidden = _gated(gate_up, layer, ops)
@@ -240,8 +239,7 @@ def _gated(gate_up: Tensor, layer: Mixture, ops: Ops) -> Operand:
 def _input_gradient(
     dy: Tensor, stacked: Stacked, weight: Weight, offsets: Tensor, ops: Ops, out: torch.dtype
 ) -> Tensor:
-    """Return dx [R, K] = dy [R, N] · W [N, K] of every row's expert, as of a linear layer, in
-    `out`."""
+    """Return dx [R, K] = dy [R, N] · W [N, K] of every row's expert, in `out`."""
     if weight.dgrad == "fp8" and stacked.spec is not None and weight.gradient is not None:
         quantized = ops.quantize(dy, weight.gradient, f"output gradient of {_name(weight)}")
         transposed = stacked.transpose()
@@ -267,23 +265,27 @@ def _weight_gradients(
     """Return dW [N, K] float32 of every expert that has rows and needs one, of dy [R, N] and the
     rows x [R, K] as they were multiplied; before they were quantized, where WGrad has copies of its
     own. None of what was added to a gradient."""
-    weight, masters = weights[0], [each.master for each in weights]
+    weight, masters = weights[0], [weight_.master for weight_ in weights]
     name, into = _name(weight), [added_to(master) for master in masters]
     if has_own_copy(weight) and isinstance(x, Tensor):
         assert weight.gradient is not None
         assert weight.activation is not None
-        found: list[Tensor | None] = [None] * len(needed)
+        gradients: list[Tensor | None] = [None] * len(needed)
         for expert, (start, stop) in enumerate(pairwise(offsets.tolist())):
             if stop > start:
                 copy = ops.quantize_along_tokens(x[start:stop], weight.activation, name)
                 gradient = ops.quantize_along_tokens(
                     dy[start:stop], weight.gradient, f"output gradient of {name}"
                 )
-                found[expert] = ops.gradient_product(gradient, copy, torch.float32, into[expert])
+                gradients[expert] = ops.gradient_product(
+                    gradient, copy, torch.float32, into[expert]
+                )
     else:
-        given = weight.gradient if weight.wgrad == "fp8" and isinstance(x, QTensor) else None
-        found = ops.grouped_weight_gradient(dy, x, offsets, given, name, into)
-    return [dw if wanted and old is None else None for dw, wanted, old in zip(found, needed, into)]
+        spec = weight.gradient if weight.wgrad == "fp8" and isinstance(x, QTensor) else None
+        gradients = ops.grouped_weight_gradient(dy, x, offsets, spec, name, into)
+    return [
+        dw if wanted and old is None else None for dw, wanted, old in zip(gradients, needed, into)
+    ]
 
 
 def _bias_gradients(
@@ -299,12 +301,14 @@ def _bias_gradients(
 
 def _one_by_one(x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops) -> Tensor:
     rows, slots = chosen.shape
-    token, place, offsets = ops.by_expert(chosen, len(layer.experts))
-    parts = x.index_select(0, token).split(offsets.diff().tolist())
-    found = [mlp(part, expert, ops) for part, expert in zip(parts, layer.experts) if part.shape[0]]
-    if not found:
+    token, position, offsets = ops.by_expert(chosen, len(layer.experts))
+    inputs = x.index_select(0, token).split(offsets.diff().tolist())
+    outputs = [
+        mlp(chunk, expert, ops) for chunk, expert in zip(inputs, layer.experts) if chunk.shape[0]
+    ]
+    if not outputs:
         return x.new_empty(0, x.shape[1])
-    results = torch.cat(found).index_select(0, place.flatten()).view(rows, slots, -1).float()
+    results = torch.cat(outputs).index_select(0, position.flatten()).view(rows, slots, -1).float()
     total = gates[:, :1] * results[:, 0]
     for slot in range(1, slots):
         total = total + gates[:, slot : slot + 1] * results[:, slot]

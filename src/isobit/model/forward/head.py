@@ -53,11 +53,11 @@ def head_logprobs(
     that holds logits keeps them for the backward, with the same bits."""
     if cap is not None and filtering is None:
         filtering = _ALL
-    given = head, targets, temperature, filtering, context, chunk, ops, cap
+    arguments = head, targets, temperature, filtering, context, chunk, ops, cap
     if torch.is_grad_enabled():
         keep = keep and filtering is None and head.master.requires_grad and not ops.fused_head
-        return _HeadLogprobs.apply(hidden, head.master, *given, keep)
-    return _chunked_logprobs(hidden, *given)
+        return _HeadLogprobs.apply(hidden, head.master, *arguments, keep)
+    return _chunked_logprobs(hidden, *arguments)
 
 
 def head_rows(vocab_size: int, host: bool) -> int:
@@ -126,9 +126,9 @@ class _HeadLogprobs(Function):
             dweight = torch.zeros(master.shape, device=hidden.device)
         if tied is not None and dweight is not None:
             tied.add_head(dweight, from_zero=ctx.kept is not None)
-        given = None if tied is not None or into is not None else dweight
+        gradient = None if tied is not None or into is not None else dweight
         ctx.kept = None
-        return dhidden, given, None, None, None, None, None, None, None, None, None
+        return dhidden, gradient, None, None, None, None, None, None, None, None, None
 
 
 def _by_chunks(
@@ -140,16 +140,16 @@ def _by_chunks(
     dhidden, dweight, ops = torch.empty_like(hidden), None, ctx.ops
     for start in range(0, hidden.shape[0], ctx.chunk):
         rows = slice(start, start + ctx.chunk)
-        given = (hidden[rows], weight, targets[rows], ctx.temperature)
+        inputs = (hidden[rows], weight, targets[rows], ctx.temperature)
         of_entropy = None if dentropy is None else dentropy[rows]
         if filtering is None:
-            found = ops.head_backward(dlogprobs[rows], *given, of_entropy, dweight, trained)
+            gradients = ops.head_backward(dlogprobs[rows], *inputs, of_entropy, dweight, trained)
         else:
             seen = _seen(ctx.context, rows, weight, filtering)
-            logits, slope = _kept(*given, filtering, seen, ops, ctx.cap, slopes_too=True)
+            logits, slope = _kept(*inputs, filtering, seen, ops, ctx.cap, slopes_too=True)
             more = (of_entropy, slope, dweight, trained)
-            found = head_gradients(ops, dlogprobs[rows], logits, *given, *more)
-        dhidden[rows], dweight = found
+            gradients = head_gradients(ops, dlogprobs[rows], logits, *inputs, *more)
+        dhidden[rows], dweight = gradients
     return dhidden, dweight
 
 
@@ -168,21 +168,23 @@ def _chunked_logprobs(
     """Return the log-probabilities of the targets, a chunk of rows at a time. `kept`: where to put
     the logits of each chunk."""
     assert isinstance(head.working, Tensor), "the output head stays in the compute format"
-    parts = []
-    for place, (rows, tokens) in enumerate(zip(hidden.split(chunk), targets.split(chunk))):
+    results = []
+    for index, (rows, tokens) in enumerate(zip(hidden.split(chunk), targets.split(chunk))):
         if kept is not None:
             kept.append(ops.product(rows, head.prepared, None, torch.float32))
-            parts.append(ops.token_logprobs(kept[-1], tokens, temperature))
+            results.append(ops.token_logprobs(kept[-1], tokens, temperature))
         elif filtering is None:
-            parts.append(ops.head_logprobs(rows, head.prepared, tokens, temperature))
+            results.append(ops.head_logprobs(rows, head.prepared, tokens, temperature))
         else:
             seen = _seen(
-                context, slice(place * chunk, (place + 1) * chunk), head.prepared, filtering
+                context, slice(index * chunk, (index + 1) * chunk), head.prepared, filtering
             )
-            given = (rows, head.prepared, tokens, temperature, filtering)
-            logits, _ = _kept(*given, seen, ops, cap, slopes_too=False)
-            parts.append(ops.token_logprobs(logits, tokens, of_rows(temperature, logits)))
-    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+            inputs = (rows, head.prepared, tokens, temperature, filtering)
+            logits, _ = _kept(*inputs, seen, ops, cap, slopes_too=False)
+            results.append(ops.token_logprobs(logits, tokens, of_rows(temperature, logits)))
+    return torch.cat([result[0] for result in results]), torch.cat(
+        [result[1] for result in results]
+    )
 
 
 def _kept(
@@ -206,8 +208,8 @@ def _kept(
     if seen is not None:
         penalty = torch.full((len(logits), 1), filtering[3], device=logits.device)
         if slopes_too:
-            own = slopes(logits, seen, penalty)
-            slope = own if slope is None else slope.mul_(own)
+            local_slopes = slopes(logits, seen, penalty)
+            slope = local_slopes if slope is None else slope.mul_(local_slopes)
         logits = penalize(logits, seen, penalty)
     return filter_around(logits, tokens, temperature, filtering[:3]), slope
 

@@ -54,9 +54,9 @@ def head_divergence(
 ) -> Tensor:
     """Compute the divergence of each row, [T] float32, from hidden [T, C], `chunk` rows of logits
     at a time; the logits are capped by `cap`."""
-    given = head, other, divergence, chunk, ops, cap
-    found: Tensor = _HeadDivergence.apply(hidden, head.master, *given)
-    return found
+    arguments = head, other, divergence, chunk, ops, cap
+    divergences: Tensor = _HeadDivergence.apply(hidden, head.master, *arguments)
+    return divergences
 
 
 class _HeadDivergence(Function):
@@ -74,28 +74,28 @@ class _HeadDivergence(Function):
     ) -> Tensor:
         ctx.given = head.prepared, other, divergence, chunk, ops, cap
         ctx.save_for_backward(hidden)
-        found = [
+        results = [
             divergence(logits_of(ops, hidden[rows], head.prepared, cap), theirs)
             for rows in _chunks(len(hidden), chunk)
             for theirs in (other.logits(rows),)
         ]
-        return torch.cat(found) if found else hidden.new_zeros(0, dtype=torch.float32)
+        return torch.cat(results) if results else hidden.new_zeros(0, dtype=torch.float32)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         (hidden,) = ctx.saved_tensors
-        weight, other, divergence, chunk, ops, cap = ctx.given
+        weight, teacher, divergence, chunk, ops, cap = ctx.given
         dhidden, trained = torch.empty_like(hidden), ctx.needs_input_grad[1]
         dweight = torch.zeros(weight.shape, device=hidden.device) if trained else None
         for rows in _chunks(len(hidden), chunk):
             logits = logits_of(ops, hidden[rows], weight, cap).requires_grad_()
             with torch.enable_grad():
-                found = divergence(logits, other.logits(rows))
-                (dlogits,) = torch.autograd.grad(found, logits, slope[rows])
+                gradients = divergence(logits, teacher.logits(rows))
+                (dlogits,) = torch.autograd.grad(gradients, logits, slope[rows])
             if cap is not None:
                 dlogits = dlogits * cap_slope(logits.detach(), cap)
-            del found, logits
+            del gradients, logits
             dlogits = dlogits.to(hidden.dtype)
             dhidden[rows] = ops.gradient_product(dlogits, values(weight).t(), hidden.dtype)
             if dweight is not None:

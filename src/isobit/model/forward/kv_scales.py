@@ -57,13 +57,14 @@ class AmaxRecorder:
         return _Recording(ops, self.batches[-1], layer, self.sides)
 
     def amax(self, percentile: float) -> Tensor:
-        """Return [layers, 2 or 3] on the CPU: the percentile over the forwards seen, interpolated
-        linearly."""
+        """Return [layers, 2 or 3] on the CPU: the percentile over the forwards, interpolated."""
         seen = torch.zeros(len(self.batches), self.num_layers, self.sides)
-        places = [(batch, *place) for batch, found in enumerate(self.batches) for place in found]
-        if places:
-            found = torch.stack([peak for batch in self.batches for peak in batch.values()]).cpu()
-            seen[torch.tensor(places).unbind(1)] = found
+        positions = [
+            (batch, *position) for batch, maxima in enumerate(self.batches) for position in maxima
+        ]
+        if positions:
+            maxima = torch.stack([peak for batch in self.batches for peak in batch.values()]).cpu()
+            seen[torch.tensor(positions).unbind(1)] = maxima
         return torch.quantile(seen, percentile / 100.0, dim=0)
 
 

@@ -24,8 +24,8 @@ def expanded_heads(
 ) -> Tensor:
     """Return rows [T, first + kv_rank + rotated], of qkv_a, to queries, keys and values [T, 3 H,
     D]."""
-    parts = (sizes.first_rows(heads), sizes.kv_rank, sizes.rotated)
-    q, latent, shared = (part.contiguous() for part in rows.split(parts, dim=1))
+    widths = (sizes.first_rows(heads), sizes.kv_rank, sizes.rotated)
+    q, latent, shared = (piece.contiguous() for piece in rows.split(widths, dim=1))
     if own.q_b is not None and own.q_a_norm is not None:
         q, _ = autograd.norm_linear(q, None, own.q_a_norm, EPS, own.q_b, ops)
     kv, _ = autograd.norm_linear(latent, None, own.kv_a_norm, EPS, own.kv_b, ops)

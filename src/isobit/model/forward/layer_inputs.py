@@ -37,10 +37,10 @@ def layer_embeddings(
 ) -> dict[int, Tensor]:
     """Return each layer's embeddings [T, P] of tokens [T] whose embeddings are x [T, H]."""
     width = config.inputs.embedded
-    found = autograd.embedding(tokens, own.table, width**0.5, ops)
+    embedded = autograd.embedding(tokens, own.table, width**0.5, ops)
     rows = autograd.linear(x, own.projection, ops) * config.hidden_size**-0.5
     normed = autograd.rms_norm(rows.view(-1, width), None, own.norm, config.rms_eps, ops)[0]
-    both = (normed.view(found.shape) + found) * 2**-0.5
+    both = (normed.view(embedded.shape) + embedded) * 2**-0.5
     return dict(enumerate(both.view(len(tokens), -1, width).unbind(1)))
 
 

@@ -87,26 +87,26 @@ class Pass:
         """Return the store of a layer's keys and values."""
         if self.stores is None:
             return self.temporary_store(index, layer)
-        found = self.stores[index]
-        assert isinstance(found, KVStore)
-        return found
+        store = self.stores[index]
+        assert isinstance(store, KVStore)
+        return store
 
     def states_of(self, index: int) -> StateStore | None:
         """Return the store of a layer's states, if it has one."""
-        found = None if self.stores is None else self.stores[index]
-        assert found is None or isinstance(found, StateStore)
-        return found
+        store = None if self.stores is None else self.stores[index]
+        assert store is None or isinstance(store, StateStore)
+        return store
 
     def temporary_store(self, index: int, layer: Layer) -> KVStore:
         """Return an empty one for a layer's keys and values of this forward alone."""
         flow, layout = layer.flow, self.layout
         scales = scales_of(self.scales)[index, :2] if flow.calibrated else None
         pages, device = layout.num_slots // layout.page_size, layout.positions.device
-        found = new_store(
+        store = new_store(
             self.config, index, flow, pages, layout.page_size, device, flow.kv, scales
         )
-        assert isinstance(found, KVStore)
-        return found
+        assert isinstance(store, KVStore)
+        return store
 
 
 def forward(tokens: Tensor, working: Working, ctx: Pass) -> Tensor:
@@ -138,8 +138,8 @@ def _layer(
         x = _added(x, layer.mlp_out_norm, ctx, ops)
     if layer.embedded is not None:
         assert residual is not None
-        given = ctx.embedded[index], layer.embedded, ctx.config, ops
-        x, residual = with_embedding(x, residual, *given)
+        embeddings = ctx.embedded[index], layer.embedded, ctx.config, ops
+        x, residual = with_embedding(x, residual, *embeddings)
     if layer.scalar is None:
         return x, residual
     assert residual is not None
@@ -178,8 +178,8 @@ def _mlp(
         return mixture(normed, residual, own, eps, ops, ctx.tape, again), residual
     weight, codes = own.gate_up, GradientCodes() if own.activation != RELU2 else None
     gate_up, residual = _norm_then_project(x, residual, norm, weight, eps, ops, codes)
-    given = residual.detach(), None, norm, weight, eps, unwatched(ops)
-    run = partial(_norm_then_project, *given) if again else None
+    arguments = residual.detach(), None, norm, weight, eps, unwatched(ops)
+    run = partial(_norm_then_project, *arguments) if again else None
     return autograd.gated_linear(gate_up, own.activation, own.down, ops, run, codes), residual
 
 
@@ -201,8 +201,7 @@ def _norm_then_project(
 
 
 def _added(x: Tensor, norm: Vector | None, ctx: Pass, ops: Ops) -> Tensor:
-    """Return what attention or MLP adds, normed if there is a norm, and times the architecture's
-    number."""
+    """Return what attention or MLP adds, normed if it is, times the architecture's number."""
     x = x if norm is None else autograd.rms_norm(x, None, norm, ctx.config.rms_eps, ops)[0]
     multipliers = ctx.config.multipliers
     return x if multipliers is None else x * multipliers.residual
@@ -211,20 +210,19 @@ def _added(x: Tensor, norm: Vector | None, ctx: Pass, ops: Ops) -> Tensor:
 def _linear_attention(
     x: Tensor, residual: Tensor | None, index: int, layer: Layer, own: Delta, ctx: Pass, ops: Ops
 ) -> tuple[Tensor, Tensor]:
-    """Return (linear attention and its output projection, the sum x + residual), both [T,
-    hidden]."""
+    """Return (linear attention, projected, the sum x + residual), both [T, hidden]."""
     assert layer.input_norm is not None
     assert ctx.config.linear is not None
     sizes, eps = ctx.config.linear, ctx.config.rms_eps
-    given = Recurrent(sizes, eps, ctx.layout, ctx.states_of(index))
+    recurrent = Recurrent(sizes, eps, ctx.layout, ctx.states_of(index))
     if own.gates is None:
         assert isinstance(sizes, Mamba)
         rows, residual = _norm_then_project(x, residual, layer.input_norm, own.qkv, eps, ops)
-        return mamba(rows, own, sizes, given, ops), residual
+        return mamba(rows, own, sizes, recurrent, ops), residual
     normed, residual = autograd.rms_norm(x, residual, layer.input_norm, eps, ops)
     qkvz = autograd.linear(normed, own.qkv, ops, kept=True)
     gates = autograd.linear(normed, own.gates, ops, kept=True, dtype=torch.float32)
-    return linear_attention(qkvz, gates, own, given, ops), residual
+    return linear_attention(qkvz, gates, own, recurrent, ops), residual
 
 
 def _attend(qkv: Tensor, index: int, layer: Layer, own: Attention, ctx: Pass, ops: Ops) -> Tensor:
@@ -242,11 +240,11 @@ def _attend(qkv: Tensor, index: int, layer: Layer, own: Attention, ctx: Pass, op
         norms = arranged_norm(norms[0], config, rotated), arranged_norm(norms[1], config, rotated)
     heads = qkv.view(len(qkv), qkv.shape[1] // dim, dim)
     masters = None if norms is None else (norms[0].master, norms[1].master)
-    given = _attended(norms, own.sinks, index, layer, ctx)
+    attended = _attended(norms, own.sinks, index, layer, ctx)
     heads = _grown(heads, config.num_heads, index, ctx)
     if gate is None:
-        return attend_linear(heads, masters, given, own.o, ops)
-    out = attend(heads, masters, given, ops)
+        return attend_linear(heads, masters, attended, own.o, ops)
+    out = attend(heads, masters, attended, ops)
     return autograd.gated_linear(torch.cat((gate, out.flatten(1)), 1), "sigmoid", own.o, ops)
 
 
@@ -259,8 +257,8 @@ def _with_keys(
     config, sizes = ctx.config, ctx.config.heads_of(index)
     k_norm = None if own.head_norms is None else own.head_norms[1]
     if (source := config.keys_of(index)) != index:
-        given = ctx.keys[source]
-        qkv, k_norm = torch.cat((qkv, given.rows), dim=1), given.norm
+        shared_keys = ctx.keys[source]
+        qkv, k_norm = torch.cat((qkv, shared_keys.rows), dim=1), shared_keys.norm
     elif config.norms_values:
         qkv = _with_normed_values(qkv, sizes, config.rms_eps, ops)
     if config.is_read(index):
@@ -318,9 +316,9 @@ def _grown(heads: Tensor, count: int, index: int, ctx: Pass) -> Tensor:
     growth = ctx.table_of(index).growth
     if growth is None:
         return heads
-    queries, others = heads.tensor_split((count,), dim=1)
+    queries, keys_and_values = heads.tensor_split((count,), dim=1)
     factors = growth[ctx.layout.positions]
-    return torch.cat(((queries.float() * factors).to(heads.dtype), others), dim=1)
+    return torch.cat(((queries.float() * factors).to(heads.dtype), keys_and_values), dim=1)
 
 
 def _rounding_of_queries(
@@ -335,8 +333,7 @@ def _rounding_of_queries(
 
 
 def _normed_heads(qkv: Tensor, norms: tuple[Vector, Vector], eps: float, ops: Ops) -> Tensor:
-    """Return qkv [T, (H + 2 KV) · D], its queries normed as one row of H · D, its keys as one of KV
-    · D."""
+    """Return qkv [T, (H + 2 KV) · D], its queries normed as one row, its keys as one."""
     width, kv_width = (norm.working.shape[0] for norm in norms)
     q, k, v = qkv.split((width, kv_width, kv_width), dim=1)
     q, k = (
@@ -348,9 +345,9 @@ def _normed_heads(qkv: Tensor, norms: tuple[Vector, Vector], eps: float, ops: Op
 def _with_normed_values(qkv: Tensor, sizes: LayerHeads, eps: float, ops: Ops) -> Tensor:
     """Return qkv [T, (H + 2 KV) · D] with its values normed, each head by itself and without a
     weight; where keys are values [T, (H + KV) · D] with values behind them."""
-    others, values = qkv.split((qkv.shape[1] - sizes.width, sizes.width), dim=1)
+    queries_and_keys, values = qkv.split((qkv.shape[1] - sizes.width, sizes.width), dim=1)
     normed = autograd.unweighted_norm(values, sizes.dim, eps, ops)
-    return torch.cat((qkv if sizes.joint else others, normed), dim=1)
+    return torch.cat((qkv if sizes.joint else queries_and_keys, normed), dim=1)
 
 
 def _recomputed_layer(
@@ -360,7 +357,9 @@ def _recomputed_layer(
     router's probabilities have a gradient, so they are among the results, as keys are that others
     read."""
     tape = ctx.tape if isinstance(layer.mlp, Mixture) else None
-    given = tape.given[:, len(tape.chosen)] if tape is not None and tape.given is not None else None
+    routes = (
+        tape.given[:, len(tape.chosen)] if tape is not None and tape.given is not None else None
+    )
     chosen: list[Tensor] = []
     source = ctx.config.keys_of(index)
     read = None if source == index else ctx.keys[source]
@@ -368,16 +367,18 @@ def _recomputed_layer(
     def run(
         x: Tensor, residual: Tensor | None, embedded: Tensor | None, rows: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        own = None if tape is None else RouteTape(None if given is None else given.unsqueeze(1))
+        layer_tape = (
+            None if tape is None else RouteTape(None if routes is None else routes.unsqueeze(1))
+        )
         keys = {} if read is None or rows is None else {source: read._replace(rows=rows)}
         inside = {} if embedded is None else {index: embedded}
-        again = replace(ctx, tape=own, embedded=inside, keys=keys)
+        again = replace(ctx, tape=layer_tape, embedded=inside, keys=keys)
         x, residual = _layer(x, residual, index, layer, again)
         handed = again.keys[index].rows if index in again.keys else None
-        if own is None:
+        if layer_tape is None:
             return x, residual, None, handed
-        chosen[:] = own.chosen
-        return x, residual, own.probabilities[0], handed
+        chosen[:] = layer_tape.chosen
+        return x, residual, layer_tape.probabilities[0], handed
 
     prefixes = f"layers.{index}.", f"layers.{source}.k_norm"
     masters = [master for name, master in ctx.masters.items() if name.startswith(prefixes)]

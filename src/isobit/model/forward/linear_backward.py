@@ -33,17 +33,17 @@ def linear_backward(
     rows, tokens = _quantized(dy, operand, weight, ops, of_inputs, of_weight)
     if weight.adapters:
         assert operand is not None
-        dx, found = low_rank.backward(dy, operand, us, weight, ops, of_inputs)
+        dx, factor_gradients = low_rank.backward(dy, operand, us, weight, ops, of_inputs)
         if dx is not None:
             dx = dx.add_(_dgrad(rows, weight, ops, torch.float32)).to(dy.dtype)
     else:
-        dx, found = _dgrad(rows, weight, ops, dy.dtype) if of_inputs else None, []
+        dx, factor_gradients = _dgrad(rows, weight, ops, dy.dtype) if of_inputs else None, []
     del rows
     dw = None
     if of_weight and operand is not None:
         dw = _wgrad(tokens, operand, weight, ops)
     db = dy.double().sum(0).float() if needed[2] else None
-    return dx, dw, db, *found
+    return dx, dw, db, *factor_gradients
 
 
 class GradientCodes:
@@ -68,8 +68,8 @@ class GradientCodes:
     def take(self) -> tuple[QTensor, QTensor]:
         """Return what was found; it is kept no longer."""
         assert self.found is not None
-        found, self.found = self.found, None
-        return found
+        codes, self.found = self.found, None
+        return codes
 
 
 def codes_wanted(weight: Weight, needed: Sequence[bool]) -> tuple[QuantSpec, str] | None:

@@ -133,15 +133,15 @@ def _routed(
     x: Tensor, logits: Tensor, layer: Mixture, ops: Ops, tape: RouteTape | None, again: bool
 ) -> Tensor:
     """Return x [T, H] through the experts that logits [T, E] choose."""
-    given = None if tape is None else tape.next_given(x.device)
+    routes = None if tape is None else tape.next_given(x.device)
     if layer.scoring is None or layer.balance is None:
-        probabilities, chosen, gates = route(logits, layer.per_token, layer.normalize, given, ops)
+        probabilities, chosen, gates = route(logits, layer.per_token, layer.normalize, routes, ops)
     else:
-        scores, chosen, gates = _by_score(logits, layer.balance.working, given, layer)
+        scores, chosen, gates = _by_score(logits, layer.balance.working, routes, layer)
         probabilities = scores / scores.sum(1, keepdim=True)
     if tape is not None:
         tape.follow(probabilities, chosen)
-    experts = chosen if given is None else given
+    experts = chosen if routes is None else routes
     if layer.beside is not None:
         gates = _scaled(gates, experts, layer.beside.expert_scale)
     return through_experts(x, gates, experts, layer, ops, again)
@@ -181,9 +181,9 @@ class _Scaled(Function):
         gates, experts, scale = ctx.saved_tensors
         dscale = None
         if ctx.needs_input_grad[1]:
-            each = gates.new_zeros(len(gates), len(scale), dtype=torch.float64)
-            each.scatter_add_(1, experts, dscaled.double() * gates)
-            dscale = each.sum(0).float()
+            terms = gates.new_zeros(len(gates), len(scale), dtype=torch.float64)
+            terms.scatter_add_(1, experts, dscaled.double() * gates)
+            dscale = terms.sum(0).float()
         return dscaled * scale.take(experts), dscale, None, None
 
 
@@ -224,8 +224,8 @@ class _Scored(Function):
     @once_differentiable
     def backward(ctx: Any, dscores: Tensor, _: Tensor, dgates: Tensor) -> tuple[Tensor | None, ...]:
         scores, experts = ctx.saved_tensors
-        found = by_score_backward(dscores, dgates, scores, experts, ctx.normalize, ctx.scoring)
-        return found, None, None, None
+        gradient = by_score_backward(dscores, dgates, scores, experts, ctx.normalize, ctx.scoring)
+        return gradient, None, None, None
 
 
 class _Route(Function):

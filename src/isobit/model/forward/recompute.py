@@ -56,12 +56,12 @@ class _Recomputed(Function):
             for r, gradient in zip(results, gradients)
             if r is not None and gradient is not None
         ]
-        found = iter(
+        computed = iter(
             torch.autograd.grad(
                 [result for result, _ in pairs],
-                [*(each for each in inputs if each is not None), *ctx.masters],
+                [*(leaf for leaf in inputs if leaf is not None), *ctx.masters],
                 [gradient for _, gradient in pairs],
                 allow_unused=True,  # an expert that no token chose
             )
         )
-        return None, None, *(None if each is None else next(found) for each in inputs), *found
+        return None, None, *(None if leaf is None else next(computed) for leaf in inputs), *computed

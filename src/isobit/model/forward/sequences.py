@@ -32,12 +32,12 @@ def token_sequences(
     if isinstance(sequences, str) or not isinstance(sequences, Sequence):
         raise IsobitError(f"{wanted}, got {sequences!r:.80}")
     checked: list[Sequence[int]] = []
-    for index, given in enumerate(sequences):
-        if isinstance(given, int):
+    for index, tokens in enumerate(sequences):
+        if isinstance(tokens, int):
             raise IsobitError(f"{wanted}, got one sequence; write [ids]")
-        sequence = given.tolist() if hasattr(given, "tolist") else given
+        sequence = tokens.tolist() if hasattr(tokens, "tolist") else tokens
         if isinstance(sequence, str) or not isinstance(sequence, Sequence):
-            raise IsobitError(f"{wanted}, and sequence {index} is {given!r:.80}")
+            raise IsobitError(f"{wanted}, and sequence {index} is {tokens!r:.80}")
         if len(sequence) > longest:
             raise IsobitError(
                 f"sequence {index} has {len(sequence)} tokens, more than the model's context of "

@@ -57,10 +57,10 @@ def model_folder(path: str | Path, what: str = "model") -> Path:
         )
         raise IsobitError(f"{what} {folder}: no such directory{hint}")
     if not folder.is_dir():
-        other = other_format(folder)
+        reason = other_format(folder)
         raise IsobitError(
             f"{what} {folder}: "
-            + (other or "a file; give the Hugging Face model directory that it is in")
+            + (reason or "a file; give the Hugging Face model directory that it is in")
         )
     return folder
 
@@ -79,16 +79,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """Read a text file of a model directory. Raises IsobitError if it is missing, not UTF-8 or far
-    too long."""
+    """Read a text file of a model directory. Raises IsobitError if it cannot be read."""
     try:
         return read_bytes(path, _MOST_TEXT_BYTES).decode("utf-8")
     except FileNotFoundError:
         exists(path)  # raises for a link whose target is gone
-        what = instead(path.parent) if path.name == "config.json" else ""
+        reason = instead(path.parent) if path.name == "config.json" else ""
         raise IsobitError(
             f"{path.parent}: {path.name} is "
-            f"missing{what or '; expected a Hugging Face model directory'}"
+            f"missing{reason or '; expected a Hugging Face model directory'}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise IsobitError(f"{path}: cannot be read: {reason_of(error)}") from None
@@ -115,8 +114,8 @@ class Weights:
         scales += [
             name + suffix for name in self._packed for suffix in (mxfp4.BLOCKS, mxfp4.SCALES)
         ]
-        kept = {key: each.shape for key, (_, each) in tensors.items() if key not in set(scales)}
-        self.shapes: Shapes = kept | self._packed
+        shapes = {key: t.shape for key, (_, t) in tensors.items() if key not in set(scales)}
+        self.shapes: Shapes = shapes | self._packed
 
     def check(self) -> None:
         """Raise IsobitError unless every tensor is of numbers that are read, and FP8 blocks have
@@ -136,9 +135,9 @@ class Weights:
             scale = self._tensors.get(f"{name}{_SCALES}")
             grid = tuple(-(-size // BLOCK) for size in tensor.shape)
             if scale is None or scale[1].shape != grid:
-                found = "no scales" if scale is None else f"scales of shape {scale[1].shape}"
+                problem = "no scales" if scale is None else f"scales of shape {scale[1].shape}"
                 raise IsobitError(
-                    f"{self._directory}: FP8 tensor {brief(name)} has {found}; expected "
+                    f"{self._directory}: FP8 tensor {brief(name)} has {problem}; expected "
                     f"{brief(name)}{_SCALES} {grid}"
                 )
 
@@ -161,12 +160,12 @@ class Weights:
         return values * scales[lo - first * BLOCK : hi - first * BLOCK]
 
     def _unpacked(self, name: str, lo: int, hi: int) -> Tensor:
-        parts = []
+        tensors = []
         for suffix in (mxfp4.BLOCKS, mxfp4.SCALES):
             path, tensor = self._tensors[name + suffix]
             with _reading(path):
-                parts.append(tensor[lo:hi])
-        return _finite(mxfp4.dequantized(*parts), path, name)
+                tensors.append(tensor[lo:hi])
+        return _finite(mxfp4.dequantized(*tensors), path, name)
 
     def _read(self, name: str, lo: int, hi: int) -> Tensor:
         path, tensor = self._tensors[name]
@@ -184,9 +183,9 @@ def _of_language_model(
     if not any(name.startswith(tuple(inside)) for name in tensors):
         return tensors
     return {
-        own + name.removeprefix(prefix): tensor
+        renamed + name.removeprefix(prefix): tensor
         for name, tensor in tensors.items()
-        for prefix, own in _LANGUAGE_MODEL.items()
+        for prefix, renamed in _LANGUAGE_MODEL.items()
         if name.startswith(prefix)
     }
 
@@ -293,8 +292,10 @@ def write_weights(
 
     Weights that the directory already holds are replaced, whichever of the two forms they have.
     """
-    parts = {name: t if isinstance(t, Part) else Part.whole(t) for name, t in tensors.items()}
-    shards = _shards(parts, shard_bytes)
+    tensors_by_name = {
+        name: t if isinstance(t, Part) else Part.whole(t) for name, t in tensors.items()
+    }
+    shards = _shards(tensors_by_name, shard_bytes)
     names = [
         f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         for number in range(1, len(shards) + 1)
@@ -306,7 +307,7 @@ def write_weights(
     def finish() -> None:
         written = {*names}
         if len(shards) > 1:
-            total = sum(part.nbytes for part in parts.values())
+            total = sum(tensor.nbytes for tensor in tensors_by_name.values())
             weight_map = {key: name for name, shard in zip(names, shards) for key in shard}
             write_json(
                 directory / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -321,16 +322,15 @@ def write_weights(
 
 
 def _shards(parts: Mapping[str, Part], shard_bytes: int) -> list[dict[str, Part]]:
-    """Return the parts in their order, in as few files as hold at most `shard_bytes`, or a single
-    part."""
+    """Return the parts in order, in as few files as hold at most `shard_bytes`, or one part."""
     shards: list[dict[str, Part]] = [{}]
     size = 0
-    for name, part in parts.items():
-        if shards[-1] and size + part.nbytes > shard_bytes:
+    for name, tensor in parts.items():
+        if shards[-1] and size + tensor.nbytes > shard_bytes:
             shards.append({})
             size = 0
-        shards[-1][name] = part
-        size += part.nbytes
+        shards[-1][name] = tensor
+        size += tensor.nbytes
     return shards
 
 

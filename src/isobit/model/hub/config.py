@@ -104,8 +104,8 @@ class ModelConfig:
                 raise IsobitError(
                     f"config.json: {key} must be at least 1, got {getattr(self, key)}"
                 )
-        own = LayerHeads(self.num_kv_heads, self.head_dim)
-        for heads in (own,) if self.global_heads is None else (own, self.global_heads):
+        usual = LayerHeads(self.num_kv_heads, self.head_dim)
+        for heads in (usual,) if self.global_heads is None else (usual, self.global_heads):
             if self.num_heads % heads.kv_heads:
                 raise IsobitError(
                     f"config.json: {self.num_heads} attention heads cannot share "
@@ -141,9 +141,9 @@ class ModelConfig:
         assert self.query_scalar is None or family.query_scalar is not None
         assert self.sliding_rope is None or family.ropes is not None
         assert not self.unrotated or family.unrotated is not None
-        given = (self.qkv_bias, self.o_bias, self.mlp_bias, self.qk_norm)
-        assert given in family.variants, (
-            f"a {self.family} of transformers has no such biases and norms: {given}"
+        switches = (self.qkv_bias, self.o_bias, self.mlp_bias, self.qk_norm)
+        assert switches in family.variants, (
+            f"a {self.family} of transformers has no such biases and norms: {switches}"
         )
 
     def heads_of(self, layer: int) -> LayerHeads:
@@ -171,8 +171,10 @@ class ModelConfig:
         """The layer whose keys and values are read, by each layer that reads another's: the last
         one of its kind that has its own. It is needed in every layer of a forward, so it is found
         once."""
-        last = {self.slides(one): one for one in range(self.num_stores)}
-        return {one: last[self.slides(one)] for one in range(self.num_stores, self.num_layers)}
+        last = {self.slides(layer): layer for layer in range(self.num_stores)}
+        return {
+            layer: last[self.slides(layer)] for layer in range(self.num_stores, self.num_layers)
+        }
 
     def keys_of(self, layer: int) -> int:
         """Return the layer whose keys and values a layer reads: itself or another."""
@@ -393,8 +395,7 @@ class ModelConfig:
         return _with_own_heads(config, values, where)
 
     def to_hf(self) -> dict[str, Any]:
-        """Return a config.json that `transformers` reads, in the keys that its versions 4 and 5
-        both know."""
+        """Return a config.json that `transformers` reads, in the keys of its versions 4 and 5."""
         family = FAMILIES[self.family]
         values: dict[str, Any] = {
             "architectures": [family.architecture],
@@ -448,8 +449,8 @@ class ModelConfig:
             del values["head_dim"]
             values |= self.latent.to_hf()
         if family.global_head_dim is not None:
-            own = self.global_heads or LayerHeads(self.num_kv_heads, self.head_dim)
-            values |= own.to_hf()
+            heads = self.global_heads or LayerHeads(self.num_kv_heads, self.head_dim)
+            values |= heads.to_hf()
         if family.capped_logits:
             values[_CAP] = self.logit_cap
         if family.layer_embeddings is not None:
@@ -465,9 +466,9 @@ def _with_own_heads(config: ModelConfig, values: Mapping[str, Any], where: str) 
     if (width := family.layer_embeddings) is not None:
         inputs = LayerInputs.from_hf(values, where, slides, width, config.vocab_size)
     if family.global_head_dim is not None:
-        others = LayerHeads(config.num_kv_heads, config.head_dim)
-        found = LayerHeads.from_hf(values, where, others, slides, family.global_head_dim)
-        heads = None if found == others else found
+        usual = LayerHeads(config.num_kv_heads, config.head_dim)
+        global_heads = LayerHeads.from_hf(values, where, usual, slides, family.global_head_dim)
+        heads = None if global_heads == usual else global_heads
     if family.capped_logits and values.get(_CAP) is not None:
         cap = number(values, _CAP, where, 1.0)
     return replace(config, global_heads=heads, logit_cap=cap, inputs=inputs)

@@ -144,8 +144,8 @@ def _shared(values: Mapping[str, Any], where: str, mixtures: Mixtures, size: int
 def _dense_layers(values: Mapping[str, Any], where: str, key: str, layers: int) -> tuple[int, ...]:
     """Return the layers that have one MLP, or none."""
     if key == PATTERN:
-        parts = kinds_from_hf(values, where)
-        return tuple(layer for layer in range(layers) if parts[layer] != EXPERTS)
+        layer_kinds = kinds_from_hf(values, where)
+        return tuple(layer for layer in range(layers) if layer_kinds[layer] != EXPERTS)
     if key == "first_k_dense_replace":
         return tuple(range(min(whole(values, key, where, 3, least=0), layers)))
     if key == "mlp_layer_types":

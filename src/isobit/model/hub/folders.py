@@ -36,9 +36,9 @@ def instead(folder: Path) -> str:
     if any(name.startswith(_CACHED) for name in _names(folder / "hub")):
         return instead(folder / "hub")
     if folder.name.startswith(_CACHED) or {"blobs", "refs", "snapshots"} <= {*names}:
-        found = _snapshot(folder)
+        snapshot = _snapshot(folder)
         return "; it is a model in the Hub's cache: " + (
-            f"give {found}" if found else "it has no snapshot yet"
+            f"give {snapshot}" if snapshot else "it has no snapshot yet"
         )
     if "checkpoints" in names and "config.yaml" in names:
         newest = _newest(folder / "checkpoints", _names(folder / "checkpoints"))
@@ -47,9 +47,9 @@ def instead(folder: Path) -> str:
         )
     if (inner := _newest(folder, names)) is not None:
         return f"; the model is in {inner}"
-    for ending, what in _OTHER_FORMATS.items():
+    for ending, format_name in _OTHER_FORMATS.items():
         if any(name.endswith(ending) for name in names):
-            return f"; it has {what}"
+            return f"; it has {format_name}"
     return ""
 
 
@@ -78,7 +78,7 @@ def _newest(folder: Path, names: list[str]) -> Path | None:
         for name in names
         if any((folder / name / f"{kind}.json").is_file() for kind in _MODELS)
     ]
-    steps = {int(found[1]): name for name in models if (found := _CHECKPOINT.fullmatch(name))}
+    steps = {int(match[1]): name for name in models if (match := _CHECKPOINT.fullmatch(name))}
     if steps:
         return folder / steps[max(steps)]
     return folder / models[0] if len(models) == 1 else None

@@ -66,11 +66,13 @@ class Latent:
     def from_hf(values: Mapping[str, Any], where: str, defaults: Mapping[str, int]) -> "Latent":
         """Read it from a config.json; `defaults` are the family's. IsobitError for a value of a
         wrong type."""
-        part = values.get("qk_rope_head_dim", defaults["qk_rope_head_dim"])
-        if values.get("head_dim", part) != part:  # transformers would rotate so much of a head
+        rotated = values.get("qk_rope_head_dim", defaults["qk_rope_head_dim"])
+        if (
+            values.get("head_dim", rotated) != rotated
+        ):  # transformers would rotate so much of a head
             raise IsobitError(
                 f"{where}: head_dim {values['head_dim']!r:.80} is not qk_rope_head_dim, "
-                f"{part!r:.80}; leave it out"
+                f"{rotated!r:.80}; leave it out"
             )
         sizes = {name: whole(values, key, where, defaults[key]) for name, key in _KEYS}
         q_rank = optional_whole(values, _Q_RANK, where, (_Q_RANK,), defaults[_Q_RANK])

@@ -42,17 +42,17 @@ class LayerHeads(NamedTuple):
         joint = flag(values, "attention_k_eq_v", where)
         if _BY_LAYER in values:  # null and {}: no layer differs
             by_layer = values[_BY_LAYER]
-            found = _by_layer({} if by_layer is None else by_layer, where, others, slides)
+            kinds = _by_layer({} if by_layer is None else by_layer, where, others, slides)
         else:
-            given = optional_whole(values, _GLOBAL_HEADS, where, (_GLOBAL_HEADS,), None)
-            heads = given if given is not None and joint else others.kv_heads
-            found = LayerHeads(heads, whole(values, "global_head_dim", where, dim))
-        if found.kv_heads != others.kv_heads and not joint:
+            global_heads = optional_whole(values, _GLOBAL_HEADS, where, (_GLOBAL_HEADS,), None)
+            heads = global_heads if global_heads is not None and joint else others.kv_heads
+            kinds = LayerHeads(heads, whole(values, "global_head_dim", where, dim))
+        if kinds.kv_heads != others.kv_heads and not joint:
             raise IsobitError(
-                f"{where}: {found.kv_heads} key/value heads in layers with full attention and "
+                f"{where}: {kinds.kv_heads} key/value heads in layers with full attention and "
                 f"{others.kv_heads} in the others: supported with attention_k_eq_v true alone"
             )
-        return found._replace(joint=joint)
+        return kinds._replace(joint=joint)
 
     def to_hf(self) -> dict[str, Any]:
         """Return the keys of config.json, as published models have them."""
@@ -72,18 +72,20 @@ def _by_layer(given: Any, where: str, others: LayerHeads, slides: Sequence[bool]
     layers = [str(layer) for layer in range(len(slides))]
     usual = dict(zip(_OVERRIDES, others[:2]))
     if not isinstance(given, dict) or not all(
-        key in layers and isinstance(own, dict) and own.keys() <= usual.keys()
-        for key, own in given.items()
+        key in layers and isinstance(changes, dict) and changes.keys() <= usual.keys()
+        for key, changes in given.items()
     ):
         raise IsobitError(
             f"{where}: per_layer_config is not supported but for {' and '.join(_OVERRIDES)} of "
             f"layers 0 to {len(slides) - 1}"
         )
-    each = [usual | given.get(layer, {}) for layer in layers]
-    heads, dims = ([whole(own, key, where) for own in each] for key in _OVERRIDES)
-    found = [LayerHeads(*sizes) for sizes in zip(heads, dims)]
-    full = {heads for heads, slide in zip(found, slides) if not slide}
-    if len(full) > 1 or any(slide and heads != others for heads, slide in zip(found, slides)):
+    settings = [usual | given.get(layer, {}) for layer in layers]
+    heads, dims = ([whole(changes, key, where) for changes in settings] for key in _OVERRIDES)
+    heads_by_layer = [LayerHeads(*sizes) for sizes in zip(heads, dims)]
+    full = {heads for heads, slide in zip(heads_by_layer, slides) if not slide}
+    if len(full) > 1 or any(
+        slide and heads != others for heads, slide in zip(heads_by_layer, slides)
+    ):
         raise IsobitError(
             f"{where}: per_layer_config is not supported where layers of one type have different "
             "heads"

@@ -37,9 +37,9 @@ class LayerInputs:
         of their kind has any, or layers might have embeddings and have none, and for embeddings of
         another vocabulary."""
         embedded = whole(values, _WIDTH, where, width, least=0)
-        if embedded and (own := whole(values, _VOCABULARY, where, 262144)) != vocabulary:
+        if embedded and (own_vocabulary := whole(values, _VOCABULARY, where, 262144)) != vocabulary:
             raise IsobitError(
-                f"{where}: {_VOCABULARY} {own:,} is not supported: it must be vocab_size, "
+                f"{where}: {_VOCABULARY} {own_vocabulary:,} is not supported: it must be vocab_size, "
                 f"{vocabulary:,}"
             )
         reading = whole(values, _READING, where, 0, least=0)

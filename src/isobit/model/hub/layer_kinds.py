@@ -21,14 +21,14 @@ _EARLIER = {"mamba": LINEAR, "attention": FULL}
 def kinds_from_hf(values: Mapping[str, Any], where: str) -> tuple[str, ...]:
     """Return each layer's kind, from a list, or a pattern with a letter for each. Raises
     IsobitError where there is neither, for another kind, or where two of them differ."""
-    found = {key: _listed(values[key], key, where) for key in _LISTS if values.get(key) is not None}
-    if not found and values.get(PATTERN) is not None:
-        found[PATTERN] = _spelled(values[PATTERN], where)
-    if not found:
+    lists = {key: _listed(values[key], key, where) for key in _LISTS if values.get(key) is not None}
+    if not lists and values.get(PATTERN) is not None:
+        lists[PATTERN] = _spelled(values[PATTERN], where)
+    if not lists:
         raise IsobitError(f"{where}: key '{PATTERN}' is missing, or {_LISTS[0]} in its place")
-    if len({*found.values()}) > 1:
-        raise IsobitError(f"{where}: {' and '.join(found)} name one list, but differ; keep one")
-    key, kinds = next(iter(found.items()))
+    if len({*lists.values()}) > 1:
+        raise IsobitError(f"{where}: {' and '.join(lists)} name one list, but differ; keep one")
+    key, kinds = next(iter(lists.items()))
     if not 1 <= len(kinds) <= MOST_LAYERS:
         raise IsobitError(
             f"{where}: {key} must name 1 to {MOST_LAYERS} layers, and names {len(kinds)}"

@@ -101,11 +101,11 @@ class LinearAttention:
                 f"{' or '.join(_KINDS)}, got {kinds!r:.80}"
             )
         sizes = {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128, "width": 4}
-        found = {
+        numbers = {
             name: whole(values, _KEYS[name], where, default) for name, default in sizes.items()
         }
         return LinearAttention(
-            tuple(layer for layer in range(num_layers) if kinds[layer] == _KINDS[0]), **found
+            tuple(layer for layer in range(num_layers) if kinds[layer] == _KINDS[0]), **numbers
         )
 
     def to_hf(self, num_layers: int) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Mamba(LinearAttention):
         """Read the sizes from config.json, for layers of these kinds. Raises IsobitError for a
         value of a wrong type."""
         sizes = {"key_heads": 8, "value_heads": 128, "key_dim": 128, "value_dim": 64, "width": 4}
-        found = {
+        numbers = {
             name: whole(values, _KEYS[name], where, default) for name, default in sizes.items()
         }
         least = values.get(_LEAST, 0.001)
@@ -65,7 +65,7 @@ class Mamba(LinearAttention):
                 f"{least!r:.80}"
             )
         layers = tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
-        return Mamba(layers, **found, least_step=least)
+        return Mamba(layers, **numbers, least_step=least)
 
     def to_hf(self, num_layers: int) -> dict[str, Any]:
         """Return the keys of config.json, without those of the kinds of layers."""

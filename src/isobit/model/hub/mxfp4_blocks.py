@@ -26,7 +26,7 @@ def shapes_of(
 ) -> dict[str, tuple[int, ...]]:
     """Name to shape of what is stored in MXFP4, by the tensors of files. Raises IsobitError for
     blocks without scales, scales without blocks, and either of another type or shape."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for key, (_, tensor) in tensors.items():
         if key.endswith(SCALES) and tensor.dtype == torch.uint8:
             partner = key.removesuffix(SCALES) + BLOCKS
@@ -59,8 +59,8 @@ def shapes_of(
             raise IsobitError(
                 f"{directory}: tensor {brief(name)} is there twice, in MXFP4 too; keep one of them"
             )
-        found[name] = (wanted[0], wanted[2] * 32, wanted[1])
-    return found
+        shapes[name] = (wanted[0], wanted[2] * 32, wanted[1])
+    return shapes
 
 
 def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -74,18 +74,18 @@ def split(
     """Return Hugging Face tensors, of which each rank writes the rows that it keeps of the masters;
     the inverse of `fuse`."""
     shards = Shards.of(parameter_shapes(config), ranks)
-    found: dict[str, Part] = {}
+    pieces: dict[str, Part] = {}
     packing = packing_of(config)
     for master, tensors in parts(config):
         if packing is not None and ".experts." in master:
             continue
-        found |= {name: Part(dtype, shape) for name, shape in tensors}
+        pieces |= {name: Part(dtype, shape) for name, shape in tensors}
         for piece in _pieces(tensors, shards.own(master)):
             mine = masters[master][piece.at : piece.at + piece.hi - piece.lo].reshape(
                 -1, *piece.shape[1:]
             )
-            found[piece.name] = Part(dtype, piece.shape, mine, piece.lo * shards.width(master))
-    return found | (_joined(masters, config, dtype, shards, packing) if packing else {})
+            pieces[piece.name] = Part(dtype, piece.shape, mine, piece.lo * shards.width(master))
+    return pieces | (_joined(masters, config, dtype, shards, packing) if packing else {})
 
 
 def _joined(
@@ -107,7 +107,7 @@ def _joined(
                 groups.setdefault(at.name, []).append((at, master, first, first + shape[0]))
                 shapes[name] = shape
             first += shape[0]
-    whole, found = in_files(shapes, packing), dict[str, Part]()
+    whole, views = in_files(shapes, packing), dict[str, Part]()
     for name, members in groups.items():
         values = whole_masters(
             masters, dict.fromkeys(member[1] for member in members), dtype, shards
@@ -115,24 +115,23 @@ def _joined(
         pieces = [(at, values[master][lo:hi]) for at, master, lo, hi in members]
         make = partial(joined, pieces, whole[name], dtype, packing)
         mine = make if shards.ranks.size == 1 else make() if shards.ranks.first else None
-        found[name] = Part(dtype, whole[name], mine)
-    return found
+        views[name] = Part(dtype, whole[name], mine)
+    return views
 
 
 def whole_masters(
     masters: Mapping[str, Tensor], wanted: Iterable[str], dtype: torch.dtype, shards: Shards
 ) -> Mapping[str, Tensor]:
-    """Return these masters with the rows that other ranks keep; where there are other ranks, as
-    `dtype`."""
+    """Return these masters with the rows of other ranks, if there are any, as `dtype`."""
     if shards.ranks.size == 1:
         return masters
     device = next(iter(masters.values())).device
-    found = {name: torch.empty(shards.shapes[name], dtype=dtype, device=device) for name in wanted}
-    for name, tensor in found.items():
+    whole = {name: torch.empty(shards.shapes[name], dtype=dtype, device=device) for name in wanted}
+    for name, tensor in whole.items():
         if shards.owned(name):
             tensor[slice(*shards.own(name))] = masters[name].detach().to(dtype)
-    share_rows([Stored(name, tensor) for name, tensor in found.items()], shards)
-    return found
+    share_rows([Stored(name, tensor) for name, tensor in whole.items()], shards)
+    return whole
 
 
 def packing_of(config: ModelConfig, shapes: Iterable[str] = ()) -> Packing | None:
@@ -213,10 +212,10 @@ def check_shapes(shapes: Shapes, config: ModelConfig, where: str) -> None:
     expected = {name: shape for _, names in parts(config) for name, shape in names}
     expected = expected if packing is None else in_files(expected, packing)
     tied = {"lm_head.weight"} if config.tie_embeddings else set()
-    given = {name for name in shapes if not _ignored(name, config)} - tied
+    present = {name for name in shapes if not _ignored(name, config)} - tied
     for problem, names in (
-        ("is missing", expected.keys() - given),
-        ("is not part of this architecture", given - expected.keys()),
+        ("is missing", expected.keys() - present),
+        ("is not part of this architecture", present - expected.keys()),
     ):
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
@@ -279,8 +278,8 @@ def parts(config: ModelConfig) -> Iterator[tuple[str, list[tuple[str, tuple[int,
         _, index, *inside, name = master.split(".")
         base = name if name in _BARE else name.removesuffix("_bias")
         suffix = ".bias" if base != name else "" if name in _BARE else ".weight"
-        linear, own = config.is_linear(int(index)), f"linear.{base}"
-        key = f"{inside[0]}.{base}" if inside else own if linear and own in modules else base
+        linear, alias = config.is_linear(int(index)), f"linear.{base}"
+        key = f"{inside[0]}.{base}" if inside else alias if linear and alias in modules else base
         if config.latent is not None and config.latent.q_rank is None:
             key = f"whole.{key}" if f"whole.{key}" in modules else key
         if key == "qkv" and int(index) >= config.num_stores:
@@ -323,13 +322,13 @@ def _heights(base: str, rows: int, config: ModelConfig, layer: int) -> tuple[int
     if layer >= config.num_stores:
         return (rows,)
     heads = config.heads_of(layer)
-    others = (heads.width,) if heads.joint else (heads.width, heads.width)
-    return rows - sum(others), *others
+    keys_and_values = (heads.width,) if heads.joint else (heads.width, heads.width)
+    return rows - sum(keys_and_values), *keys_and_values
 
 
 def layer_and_role(name: str) -> tuple[int, str]:
     """Return layer and role from a linear layer's name: (3, qkv) from `layers.3.qkv`, (3, experts
     down) from `layers.3.experts.7.down`, (3, shared down) from `layers.3.shared.down`."""
-    parts = name.split(".")
-    inside = f"{parts[2]} " if parts[2] in ("experts", "shared") else ""
-    return int(parts[1]), f"{inside}{parts[-1]}"
+    words = name.split(".")
+    inside = f"{words[2]} " if words[2] in ("experts", "shared") else ""
+    return int(words[1]), f"{inside}{words[-1]}"

@@ -34,45 +34,45 @@ class Place(NamedTuple):
 
 def place(name: str) -> Place | None:
     """Return the place of an expert's tensor; None for any other."""
-    found = _OWN.fullmatch(name)
-    if found is None:
+    match = _OWN.fullmatch(name)
+    if match is None:
         return None
-    experts, number, role, kind = found.groups()
-    part, parts, role = (0, 1, "down") if role == "down" else (int(role == "up"), 2, "gate_up")
+    experts, number, role, kind = match.groups()
+    half, halves, role = (0, 1, "down") if role == "down" else (int(role == "up"), 2, "gate_up")
     return Place(
-        f"{experts}.{role}_proj{'_bias' if kind == 'bias' else ''}", int(number), part, parts
+        f"{experts}.{role}_proj{'_bias' if kind == 'bias' else ''}", int(number), half, halves
     )
 
 
 def in_files(shapes: Mapping[str, tuple[int, ...]], packing: Packing) -> dict[str, tuple[int, ...]]:
     """Return the tensors of files, of those of single experts."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes_in_files: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         at = place(name)
         if at is None:
-            found[name] = shape
+            shapes_in_files[name] = shape
         else:
-            count = max(found.get(at.name, (0,))[0], at.expert + 1)
+            count = max(shapes_in_files.get(at.name, (0,))[0], at.expert + 1)
             rows, inner = (shape[0] * at.parts,), shape[1:]
-            found[at.name] = (
+            shapes_in_files[at.name] = (
                 (count, *inner, *rows) if packing == "columns" else (count, *rows, *inner)
             )
-    return found
+    return shapes_in_files
 
 
 def apart(read: Read, packing: Packing) -> Read:
     """Reads single experts' tensors by way of `read`, which reads those of files. The last expert
     read is kept, since its gates and ups are asked for one after the other."""
-    kept: dict[tuple[str, int], Tensor] = {}
+    packed: dict[tuple[str, int], Tensor] = {}
 
     def rows(name: str, lo: int, hi: int) -> Tensor:
         at = place(name)
         if at is None:
             return read(name, lo, hi)
-        if (at.name, at.expert) not in kept:
-            kept.clear()
-            kept[at.name, at.expert] = read(at.name, at.expert, at.expert + 1)[0]
-        return _own(kept[at.name, at.expert], at, packing)[lo:hi].contiguous()
+        if (at.name, at.expert) not in packed:
+            packed.clear()
+            packed[at.name, at.expert] = read(at.name, at.expert, at.expert + 1)[0]
+        return _own(packed[at.name, at.expert], at, packing)[lo:hi].contiguous()
 
     return rows
 

@@ -46,8 +46,8 @@ def _attention_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, .
     if config.linear is not None and config.is_linear(layer):
         return _own_shapes(config, layer, config.linear.shapes(config.hidden_size))
     if config.latent is not None:
-        own = config.latent.shapes(config.hidden_size, config.num_heads)
-        return _own_shapes(config, layer, own)
+        latent = config.latent.shapes(config.hidden_size, config.num_heads)
+        return _own_shapes(config, layer, latent)
     hidden, rows = config.hidden_size, config.qkv_rows(layer)
     kv_heads, dim, _ = config.heads_of(layer)
     heads, kv_heads = (config.num_heads, kv_heads) if config.norms_all_heads else (1, 1)
@@ -80,20 +80,20 @@ def _mlp_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     halves = 2 if config.gated else 1
     shapes: dict[str, tuple[int, ...]] = {"post_norm": (hidden,)}
     if config.is_mixture(layer) and config.experts is not None:
-        own: dict[str, tuple[int, ...]] = {"router": (config.experts.count, hidden)}
+        mlp: dict[str, tuple[int, ...]] = {"router": (config.experts.count, hidden)}
         width = config.experts.latent or hidden
         if config.experts.latent:
             shapes |= {"experts_in": (width, hidden), "experts_out": (hidden, width)}
         for number in range(config.experts.count):
-            own[f"experts.{number}.gate_up"] = (halves * config.experts.intermediate_size, width)
-            own[f"experts.{number}.down"] = (width, config.experts.intermediate_size)
+            mlp[f"experts.{number}.gate_up"] = (halves * config.experts.intermediate_size, width)
+            mlp[f"experts.{number}.down"] = (width, config.experts.intermediate_size)
         if config.experts.scoring is not None:
             shapes["balance"] = (config.experts.count,)
         shared = inner if config.experts_beside else config.experts.shared
         shapes |= _shared_shapes(config, shared)
         if config.experts_beside:
             shapes |= dict.fromkeys(_BESIDE, (hidden,)) | {"expert_scale": (config.experts.count,)}
-        for name, shape in own.items():
+        for name, shape in mlp.items():
             shapes |= {name: shape} | ({f"{name}_bias": shape[:1]} if config.experts_bias else {})
     else:
         shapes |= {"gate_up": (halves * inner, hidden), "down": (hidden, inner)}
@@ -117,7 +117,7 @@ def _with_norms_of(
     config: ModelConfig, layer: int, shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
     """Without the norms that the layer does not have."""
-    kept = {
+    norms = {
         "q_norm",
         "k_norm",
         "state_norm",
@@ -127,5 +127,5 @@ def _with_norms_of(
         *config.norms_of(layer),
     }
     return {
-        name: shape for name, shape in shapes.items() if not name.endswith("_norm") or name in kept
+        name: shape for name, shape in shapes.items() if not name.endswith("_norm") or name in norms
     }

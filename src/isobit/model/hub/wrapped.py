@@ -33,11 +33,11 @@ def text_of(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         return {**family.sizes, **outside, **text}
     seen = dict.fromkeys(word for key, word in _SENSES.items() if isinstance(values.get(key), dict))
     kind = f"a model for {' and '.join(seen)} that wraps" if seen else "a model around"
-    one = "a language model of its own" if inner is None else f"a language model, {inner!r:.80}"
+    model = "a language model of its own" if inner is None else f"a language model, {inner!r:.80}"
     right = f"whose config.json says {inner}" if family is not None else f"of {', '.join(FAMILIES)}"
-    one = one if family is not None else f"{one}{nearest(inner)}"
+    model = model if family is not None else f"{model}{nearest(inner)}"
     raise IsobitError(
-        f"{where}: unsupported architecture {name or architectures(values)!r:.80}: {kind} {one}; "
+        f"{where}: unsupported architecture {name or architectures(values)!r:.80}: {kind} {model}; "
         f"only models of text are read: give a checkpoint of the language model alone, {right}"
     )
 

@@ -142,23 +142,24 @@ class Mixture:
 
 def _together(weights: Sequence[Weight]) -> tuple[ExpertFactors, ...]:
     """Return the factors of a layer's experts, of all of them together."""
-    found = []
-    for place, one in enumerate(weights[0].adapters):
-        assert one.together is not None
-        own = [weight.adapters[place] for weight in weights]
-        a, b = one.together
-        a = replace(a, prepared=tuple(each.a.prepared for each in own))
-        b = replace(b, prepared=tuple(each.b.prepared for each in own))
-        found.append(ExpertFactors(a, b, one.lo, one.hi, one.scale))
-    return tuple(found)
+    factors = []
+    for index, low in enumerate(weights[0].adapters):
+        assert low.together is not None
+        members = [weight.adapters[index] for weight in weights]
+        a, b = low.together
+        a = replace(a, prepared=tuple(item.a.prepared for item in members))
+        b = replace(b, prepared=tuple(item.b.prepared for item in members))
+        factors.append(ExpertFactors(a, b, low.lo, low.hi, low.scale))
+    return tuple(factors)
 
 
 def stack(weights: Sequence[Weight]) -> tuple[Stacked, list[Weight]]:
-    """Return the working weights and biases of a layer's experts in one storage, and the weights
-    over it."""
+    """Return a layer's experts' working weights and biases in one storage, and views of it."""
     stacked = Stacked.of((weight.working for weight in weights), len(weights))
-    found = [replace(weight, prepared=matrix) for weight, matrix in zip(weights, stacked.experts)]
-    return with_biases(stacked, found)
+    stacked_weights = [
+        replace(weight, prepared=matrix) for weight, matrix in zip(weights, stacked.experts)
+    ]
+    return with_biases(stacked, stacked_weights)
 
 
 def with_biases(stacked: Stacked, weights: Sequence[Weight]) -> tuple[Stacked, list[Weight]]:
@@ -253,8 +254,8 @@ class Working:
     def tensors(self) -> Iterator[tuple[str, StoredWeight, Tensor]]:
         """Yield (name, working tensor, master) of each that is stored, once."""
         seen: set[int] = set()
-        for part in self._all:
-            for name, working, master in _stored(part):
+        for piece in self._all:
+            for name, working, master in _stored(piece):
                 if id(working) not in seen:
                     seen.add(id(working))
                     yield name, working, master
@@ -271,18 +272,22 @@ class Working:
     def offsets(self) -> Mapping[str, float]:
         """The constants that are added to masters in their working copies, by name."""
         return {
-            part.name: part.offset for part in self._all if isinstance(part, Vector) and part.offset
+            piece.name: piece.offset
+            for piece in self._all
+            if isinstance(piece, Vector) and piece.offset
         }
 
     def linear_layers(self) -> Iterator[Weight]:
         """Return the weights of the products inside the layers."""
-        return (part for part in _parts(self.layers) if isinstance(part, Weight))
+        return (piece for piece in _parts(self.layers) if isinstance(piece, Weight))
 
     def packs(self) -> dict[int, Packed]:
         """Return what the backend packed of the weights, by `id`."""
-        parts = (part for part in self._all if isinstance(part, Weight))
+        weights = (weight for weight in self._all if isinstance(weight, Weight))
         return {
-            id(part.prepared): part.prepared for part in parts if isinstance(part.prepared, Packed)
+            id(weight.prepared): weight.prepared
+            for weight in weights
+            if isinstance(weight.prepared, Packed)
         }
 
 
@@ -323,7 +328,7 @@ def remake(
 
     shards.ranks.run_on_all(make)
     share_rows(
-        [each for name, target in targets.values() for each in _stored_rows(name, target)], shards
+        [rows for name, target in targets.values() for rows in _stored_rows(name, target)], shards
     )
     packed_again = set[int]()
     for working in uses:
@@ -371,8 +376,10 @@ def _largest(targets: Iterable[tuple[str, Operand]], masters: Masters) -> dict[s
         for name, p in masters.parameters.items()
         if name in needed
     }
-    found = ranks.all_gather_json(mine)
-    return {name: largest_of(values[name] for values in found if name in values) for name in needed}
+    maxima = ranks.all_gather_json(mine)
+    return {
+        name: largest_of(values[name] for values in maxima if name in values) for name in needed
+    }
 
 
 def rows_of(target: Operand, rows: tuple[int, int]) -> Operand:
@@ -381,7 +388,7 @@ def rows_of(target: Operand, rows: tuple[int, int]) -> Operand:
         return target
     if not isinstance(target, QTensor):
         return target[slice(*rows)]
-    data, scale = (each.rows(rows) for each in _stored_rows("", target))
+    data, scale = (tensor.rows(rows) for tensor in _stored_rows("", target))
     return QTensor(data, scale, target.spec)
 
 
@@ -411,8 +418,8 @@ def map_parts(value: Any, change: Callable[[Weight | Vector], Weight | Vector]) 
         return tuple(map_parts(item, change) for item in value)
     if isinstance(value, Mixture):
         experts = map_parts(value.experts, change)
-        others = ("router", "shared", "shared_gate", "balance", "beside", "latent")
-        changed = {name: map_parts(getattr(value, name), change) for name in others}
+        names = ("router", "shared", "shared_gate", "balance", "beside", "latent")
+        changed = {name: map_parts(getattr(value, name), change) for name in names}
         return replace(value.change(experts), **changed)
     if isinstance(value, (Working, *_PARTS)):
         return replace(
@@ -433,7 +440,9 @@ def _parts(value: object) -> Iterator[Weight | Vector]:
     if isinstance(value, (Weight, Vector)):
         yield value
         if isinstance(value, Weight):
-            yield from _parts(tuple(factor for one in value.adapters for factor in (one.a, one.b)))
+            yield from _parts(
+                tuple(factor for factors in value.adapters for factor in (factors.a, factors.b))
+            )
     elif isinstance(value, tuple):
         for item in value:
             yield from _parts(item)

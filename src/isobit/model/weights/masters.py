@@ -33,27 +33,30 @@ class Masters:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.shards = Shards.of(shapes, ranks)
-        kept = {name: self.shards.own_shape(name) for name in shapes if self.shards.owned(name)}
-        assert {name: tuple(t.shape) for name, t in given.items()} == kept
+        local_shapes = {
+            name: self.shards.own_shape(name) for name in shapes if self.shards.owned(name)
+        }
+        assert {name: tuple(t.shape) for name, t in given.items()} == local_shapes
         self.dtype, wide = dtype, dtype == torch.float32
         self.parameters = {
-            name: nn.Parameter(given[name].to(device, dtype), requires_grad=wide) for name in kept
+            name: nn.Parameter(given[name].to(device, dtype), requires_grad=wide)
+            for name in local_shapes
         }
         self.leaves: Mapping[str, Tensor] = self.parameters
         self.holders: Mapping[str, Tensor] = self.parameters
         if ranks.size > 1 or not wide:
             self.leaves = {name: _leaf(shape, device) for name, shape in shapes.items()}
         if not wide:
-            own = {name: _leaf(shape, device) for name, shape in kept.items()}
-            self.holders = self.leaves if ranks.size == 1 else own
+            leaves = {name: _leaf(shape, device) for name, shape in local_shapes.items()}
+            self.holders = self.leaves if ranks.size == 1 else leaves
 
     @staticmethod
     def elsewhere(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> "Masters":
         """Masters of which this process has nothing: it receives the working weights that another
         one makes."""
-        found = Masters({}, {}, device, ALONE)
-        found.leaves = {name: _leaf(shape, device) for name, shape in shapes.items()}
-        return found
+        masters = Masters({}, {}, device, ALONE)
+        masters.leaves = {name: _leaf(shape, device) for name, shape in shapes.items()}
+        return masters
 
     @property
     def apart(self) -> bool:

@@ -27,9 +27,9 @@ def arranged(
         return qkv, None
     heads, gate = qkv.unflatten(1, (-1, own.dim)), None
     if config.gated_attention:
-        pairs, others = heads.tensor_split((2 * config.num_heads,), dim=1)
+        pairs, unrotated = heads.tensor_split((2 * config.num_heads,), dim=1)
         query, gate = pairs.unflatten(1, (-1, 2)).unbind(2)
-        heads = torch.cat((query, others), dim=1)
+        heads = torch.cat((query, unrotated), dim=1)
     turned, values = heads.tensor_split((config.num_heads + own.kv_heads,), dim=1)
     heads = torch.cat((in_halves(turned, rotated, config.interleaved), values), dim=1)
     return heads.flatten(1), None if gate is None else gate.flatten(1)
@@ -49,8 +49,8 @@ def in_halves(x: Tensor, rotated: int, interleaved: bool) -> Tensor:
     if rotated == (dim := x.shape[-1]) and not interleaved:
         return x
     first, middle = rotated // 2, rotated + (dim - rotated) // 2
-    one, other = slice(0, first), slice(first, rotated)
+    left, right = slice(0, first), slice(first, rotated)
     if interleaved:
-        one, other = slice(0, rotated, 2), slice(1, rotated, 2)
-    parts = (one, slice(rotated, middle), other, slice(middle, dim))
-    return torch.cat([x[..., part] for part in parts], dim=-1)
+        left, right = slice(0, rotated, 2), slice(1, rotated, 2)
+    slices = (left, slice(rotated, middle), right, slice(middle, dim))
+    return torch.cat([x[..., piece] for piece in slices], dim=-1)

@@ -55,7 +55,9 @@ class Weight:
     @property
     def adapter_masters(self) -> tuple[Tensor, ...]:
         """A and B of each adapter in turn."""
-        return tuple(factor.master for one in self.adapters for factor in (one.a, one.b))
+        return tuple(
+            factor.master for factors in self.adapters for factor in (factors.a, factors.b)
+        )
 
 
 class OfRows(Protocol):
@@ -109,8 +111,7 @@ def working_vector(master: Tensor, dtype: torch.dtype, offset: float) -> Tensor:
 
 
 def has_own_copy(weight: Weight) -> bool:
-    """Return whether WGrad multiplies a second copy of the activation, quantized along the
-    tokens."""
+    """Return whether WGrad multiplies a copy of the activation, quantized along tokens."""
     return weight.own_copy and weight.wgrad == "fp8" and weight.activation is not None
 
 

@@ -87,8 +87,7 @@ def _distance(buffer: Operand, name: str, masters: Masters, offset: float) -> Te
 
 
 def _check(name: str, buffer: Operand, norm: float, error: float) -> None:
-    """Raise RunFailed unless a received tensor equals its master up to the rounding of its
-    format."""
+    """Raise RunFailed unless a received tensor is its master up to its format's rounding."""
     quantized = isinstance(buffer, QTensor)
     form = buffer.spec.format.name if isinstance(buffer, QTensor) else _FORM[buffer.dtype]
     limit = _LARGEST_ERROR.get(form, 0.25)

@@ -87,12 +87,12 @@ def draw_all(panels: Sequence[Panel], runs: Sequence[Series], last: str = "") ->
 def draw(panel: Panel, runs: Sequence[Series]) -> str:
     """Return the panel as a `<figure>`; nothing if no run has anything to show in it."""
     several = len(runs) > 1
-    found = [
+    lines = [
         _Drawn(run.name if several else _short(metric), i if several else j, line(run.rows, metric))
         for i, run in enumerate(runs)
         for j, metric in enumerate(panel.metrics)
     ]
-    drawn = [d for d in found if d.line.steps]
+    drawn = [d for d in lines if d.line.steps]
     if not drawn:
         return ""
     steps = [step for d in drawn for step in d.line.steps]
@@ -175,13 +175,13 @@ def _logarithmic(drawn: Sequence[_Drawn], across: Axis) -> tuple[Axis, list[str]
             (raw, long),
             *([(d.line.positive().smoothed(log=True), False)] if long else []),
         ):
-            kept = line_.positive()
-            if kept.steps:
-                path = _path(kept.steps, kept.values, across, up)
+            positive = line_.positive()
+            if positive.steps:
+                path = _path(positive.steps, positive.values, across, up)
                 marks.append(f"<path class='line {'faint ' * faint}{color}' d='{path}'/>")
-        if count <= _DOTTED and (kept := raw.positive()).steps:
+        if count <= _DOTTED and (positive := raw.positive()).steps:
             marks.append(
-                f"<path class='dots {color}' d='{_dots(kept.steps, kept.values, across, up)}'/>"
+                f"<path class='dots {color}' d='{_dots(positive.steps, positive.values, across, up)}'/>"
             )
         marks.append(_zeros(d.line, color, across, up, long))
         shown.append((raw.steps, _rounded(raw.values)))
@@ -215,13 +215,13 @@ def _stacked(drawn: Sequence[_Drawn], across: Axis) -> tuple[Axis, list[str], li
     every = sorted({s for d in drawn for s in d.line.steps})
     tables = [dict(zip(d.line.steps, d.line.values)) for d in drawn]
     columns = [list(accumulate(table.get(s, 0.0) for table in tables)) for s in every]
-    kept = thin([column[-1] for column in columns])
-    steps = [every[i] for i in kept]
+    indices = thin([column[-1] for column in columns])
+    steps = [every[i] for i in indices]
     up = linear_axis([0.0, *(column[-1] for column in columns)], _BOTTOM, _TOP)
     marks, shown = [], []
     for j, (d, table) in enumerate(zip(drawn, tables)):
-        above = [columns[i][j] for i in kept]
-        below = [columns[i][j - 1] if j else 0.0 for i in kept]
+        above = [columns[i][j] for i in indices]
+        below = [columns[i][j - 1] if j else 0.0 for i in indices]
         there, back = _path(steps, above, across, up), _path(steps[::-1], below[::-1], across, up)
         marks.append(f"<path class='area c{d.color % COLORS}' d='{there}L{back[1:]}Z'/>")
         shown.append((steps, _rounded([table.get(s, 0.0) for s in steps])))
@@ -229,8 +229,7 @@ def _stacked(drawn: Sequence[_Drawn], across: Axis) -> tuple[Axis, list[str], li
 
 
 def _named(panel: Panel, runs: Sequence[Series]) -> tuple[str, ...]:
-    """Return the panel's metrics with patterns replaced by what the runs have, numbers in their
-    order."""
+    """Return the panel's metrics, patterns replaced by the runs' names, numbers in order."""
     names: list[str] = []
     for metric in panel.metrics:
         if "*" not in metric:
@@ -253,18 +252,18 @@ def _step_axis(steps: Sequence[float]) -> Axis:
 
 
 def _grid(across: Axis, up: Axis, axis: str) -> str:
-    parts = []
+    elements = []
     for value, name in up.ticks():
         y = up.at(value)
-        parts.append(f"<path class='grid' d='M{_LEFT} {y:.1f}H{_RIGHT}'/>")
-        parts.append(f"<text x='{_LEFT - 6}' y='{y + 3.5:.1f}' class='end'>{name}</text>")
+        elements.append(f"<path class='grid' d='M{_LEFT} {y:.1f}H{_RIGHT}'/>")
+        elements.append(f"<text x='{_LEFT - 6}' y='{y + 3.5:.1f}' class='end'>{name}</text>")
     whole = [value for value, _ in across.ticks() if value == int(value)]
-    parts += [
+    elements += [
         f"<text x='{across.at(v):.1f}' y='{_BOTTOM + 15}' class='middle'>{label(v)}</text>"
         for v in whole
     ]
-    parts.append(f"<text x='{_RIGHT}' y='{HEIGHT - 1}' class='end soft'>{escaped(axis)}</text>")
-    return "".join(parts)
+    elements.append(f"<text x='{_RIGHT}' y='{HEIGHT - 1}' class='end soft'>{escaped(axis)}</text>")
+    return "".join(elements)
 
 
 def _path(steps: Sequence[float], values: Sequence[float], across: Axis, up: Axis) -> str:
@@ -291,7 +290,6 @@ def _rounded(values: Sequence[float]) -> list[float]:
 
 
 def _short(metric: str) -> str:
-    """Return the last part in words; of a family, a name that others gave, such as a tool's, as it
-    is."""
+    """Return the last part in words; of a family, a foreign name unchanged, as a tool's."""
     last = metric.rpartition("/")[2]
     return last if metric.count("/") > 1 else last.removesuffix("_mib").replace("_", " ")

@@ -129,7 +129,7 @@ def _mean_rows(runs: Sequence[MetricRows]) -> MetricRows:
 def _per_run(flow: FlowRuns, metric: str, how: str) -> list[float]:
     """Return one number of each run that has the metric: its last value, the mean of its last
     tenth, its mean, or its sum."""
-    found = []
+    numbers = []
     for rows in flow.runs:
         values = points(rows, metric)[1]
         if not values:
@@ -142,8 +142,8 @@ def _per_run(flow: FlowRuns, metric: str, how: str) -> list[float]:
             "max": [max(values)],
             "sum": [sum(values)],
         }[how]
-        found.append(sum(pick) / len(pick))
-    return found
+        numbers.append(sum(pick) / len(pick))
+    return numbers
 
 
 def _number(metric: str, how: str = "mean", form: str = ".4g", scale: float = 1.0) -> Cell:

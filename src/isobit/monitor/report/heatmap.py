@@ -50,8 +50,10 @@ def heat_maps(records: Sequence[Mapping[str, Any]]) -> Data | None:
             [_compact(record["tensors"].get(name, {}).get(figure, [])) for name in tensors]
             for record in records
         ]
-        found = [value for record in cells for row in record for value in row if value is not None]
-        figures[figure] = {**_scale(figure, found), "cells": cells}
+        numbers = [
+            value for record in cells for row in record for value in row if value is not None
+        ]
+        figures[figure] = {**_scale(figure, numbers), "cells": cells}
     return {
         "steps": [r["step"] for r in records],
         "tensors": tensors,
@@ -91,8 +93,8 @@ def _scale(figure: str, values: Sequence[float]) -> Data:
 
 def _table(maps: Data, figure: str) -> str:
     title, meaning = FIGURES[figure]
-    found = maps["figures"][figure]
-    scale, last = (found["low"], found["high"], found["log"]), found["cells"][-1]
+    matrix = maps["figures"][figure]
+    scale, last = (matrix["low"], matrix["high"], matrix["log"]), matrix["cells"][-1]
     heads = "".join(f"<th scope='col'>{escaped(name)}</th>" for name in maps["tensors"])
     lines = []
     for layer in range(maps["layers"]):

@@ -23,19 +23,19 @@ above the median."""
 
 def inspection_text(values: Mapping[str, Any]) -> str:
     """Return the whole finding in plain text."""
-    parts = []
+    sections = []
     if values["tensors"]:
-        parts.append(_tensors_text(values["preset"], values["tensors"]))
-    parts.append(_gaps_text(values["gaps"]))
-    parts += [_sources_text(name, rows) for name, rows in values["sources"].items()]
+        sections.append(_tensors_text(values["preset"], values["tensors"]))
+    sections.append(_gaps_text(values["gaps"]))
+    sections += [_sources_text(name, rows) for name, rows in values["sources"].items()]
     if values.get("judgements"):
-        parts.append(
+        sections.append(
             "Scores of the reward model against BF16\n"
             f"{text_table(_judgement_cells(values['judgements']))}"
         )
     if values.get("resolved"):
-        parts.append(f"{_RESOLVED}\n{text_table(_resolved_cells(values['resolved']))}")
-    return "\n\n".join(parts)
+        sections.append(f"{_RESOLVED}\n{text_table(_resolved_cells(values['resolved']))}")
+    return "\n\n".join(sections)
 
 
 def write_inspection(values: Mapping[str, Any], out: Path) -> Path:

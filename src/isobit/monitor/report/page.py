@@ -63,8 +63,7 @@ class _Run:
 
 
 def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
-    """Write the page; returns its path. Raises IsobitError if a run is missing or has no
-    metrics."""
+    """Write the page; returns its path. Raises IsobitError for a run without metrics."""
     directories = [Path(directory) for directory in run_dirs]
     runs = [
         _read(path, name, len(directories))
@@ -108,12 +107,12 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
 
 def run_names(directories: Sequence[Path]) -> list[str]:
     """Return the last part of each path; more parts where these are the same."""
-    parts = [directory.resolve().parts for directory in directories]
-    for count in range(1, max(len(p) for p in parts) + 1):
-        names = ["/".join(p[-count:]) for p in parts]
+    paths = [directory.resolve().parts for directory in directories]
+    for count in range(1, max(len(p) for p in paths) + 1):
+        names = ["/".join(p[-count:]) for p in paths]
         if len(set(names)) == len(names):
             return names
-    return [f"{p[-1]} ({i + 1})" for i, p in enumerate(parts)]
+    return [f"{p[-1]} ({i + 1})" for i, p in enumerate(paths)]
 
 
 def _read(directory: Path, name: str, sharing: int) -> _Run:
@@ -159,14 +158,13 @@ def _config(path: Path) -> str:
 
 
 def _resolved(directory: Path) -> dict[str, str]:
-    """Return what the config left open, as it was computed; empty of a run that has not recorded
-    it."""
-    found = object_in(directory / RESOLVED)
-    if found == {}:
+    """Return what the config left open, as it was computed; empty if it is not recorded."""
+    resolved = object_in(directory / RESOLVED)
+    if resolved == {}:
         warn(f"{directory / RESOLVED} cannot be read: what the config left open is not on the page")
     return {
         name: brief(value)
-        for name, value in (found or {}).items()
+        for name, value in (resolved or {}).items()
         if not isinstance(value, (dict, list))
     }
 
@@ -198,12 +196,12 @@ def _mismatch(series: Sequence[Series]) -> str:
 
 def _each(runs: Sequence[_Run], make: Callable[[_Run], str]) -> str:
     """Return a part per run, named where there are several."""
-    parts = [(escaped(run.name), content) for run in runs if (content := make(run))]
+    contents = [(escaped(run.name), content) for run in runs if (content := make(run))]
     if len(runs) == 1:
-        return "".join(content for _, content in parts)
+        return "".join(content for _, content in contents)
     return "".join(
         f"<div class='of-run' data-run='{name}'><h3>{name}</h3>{content}</div>"
-        for name, content in parts
+        for name, content in contents
     )
 
 
@@ -232,14 +230,14 @@ def _completions(samples: Mapping[str, Any]) -> str:
 
 def _extremes(samples: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     steps = sorted({row["step"] for row in samples["rows"]})
-    found: list[Mapping[str, Any]] = []
+    chosen: list[Mapping[str, Any]] = []
     for step in dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1])):
         rows = [row for row in samples["rows"] if row["step"] == step and row["reward"] is not None]
         if rows:
             best = max(rows, key=lambda row: row["reward"])
             worst = min(rows, key=lambda row: row["reward"])
-            found += [best] if best["reward"] == worst["reward"] else [best, worst]
-    return found or samples["rows"][:_STATIC_SAMPLES]
+            chosen += [best] if best["reward"] == worst["reward"] else [best, worst]
+    return chosen or samples["rows"][:_STATIC_SAMPLES]
 
 
 def _sample(row: Mapping[str, Any], samples: Mapping[str, Any]) -> str:

@@ -241,12 +241,12 @@ def with_derived(row: dict[str, float | None]) -> dict[str, float | None]:
     """Return a row of metrics.jsonl with those metrics of DERIVED that its metrics allow."""
     error = row.get("mismatch/token_mult_prob_error")
     differing, compared = (row.get(f"mismatch/{name}_tokens") for name in ("differing", "compared"))
-    found = dict(row)
+    derived = dict(row)
     if error is not None:
-        found[DERIVED[0]] = error - 1
+        derived[DERIVED[0]] = error - 1
     if differing is not None and compared:
-        found[DERIVED[1]] = differing / compared
-    return found
+        derived[DERIVED[1]] = differing / compared
+    return derived
 
 
 def by_position(run: Series) -> Series:

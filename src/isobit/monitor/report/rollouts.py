@@ -76,8 +76,10 @@ class RolloutIndex:
         for visits in self.visits.values():
             for visit in visits:
                 means.setdefault(visit.step, []).append(visit.mean)
-        found = {step: mean_interval(values) for step, values in means.items() if len(values) > 1}
-        return {step: (high - low) / 2 for step, (_, low, high) in found.items()}
+        intervals = {
+            step: mean_interval(values) for step, values in means.items() if len(values) > 1
+        }
+        return {step: (high - low) / 2 for step, (_, low, high) in intervals.items()}
 
     def lose(self, why: str) -> None:
         """Count one more row or step that cannot be read."""
@@ -87,12 +89,12 @@ class RolloutIndex:
     def rows(self, places: Sequence[int]) -> Iterator[dict[str, Any]]:
         """Yield the rows at these places (counted from the first), whole; quick where those of a
         step follow one another."""
-        starts, opened, found = [first for first, _ in self.members], -1, list[bytes]()
-        for place in places:
-            index = bisect_right(starts, place) - 1
+        starts, opened, texts = [first for first, _ in self.members], -1, list[bytes]()
+        for offset in places:
+            index = bisect_right(starts, offset) - 1
             if index != opened:
-                opened, found = index, lines(self.path, self.members[index][1])
-            row = parse(found[place - starts[index]])
+                opened, texts = index, lines(self.path, self.members[index][1])
+            row = parse(texts[offset - starts[index]])
             if _shows(row):
                 yield row
 
@@ -101,46 +103,45 @@ def read_rollouts(path: Path) -> RolloutIndex:
     """Read the file, if it is there. A line on stderr says how many rows and steps are none, or are
     damaged, and one where the file ends within a step, unless its run still writes. Raises
     IsobitError for a file that may not be read."""
-    found, groups = RolloutIndex(path), dict[tuple[str, int, int], list[float]]()
-    for line in _lines(found):
+    index_, groups = RolloutIndex(path), dict[tuple[str, int, int], list[float]]()
+    for line in _lines(index_):
         try:
             row = _row(line)
         except BadRow as error:
-            found.count += 1
-            found.lose(f"row {found.count:,}: {error}")
+            index_.count += 1
+            index_.lose(f"row {index_.count:,}: {error}")
             continue
         prompt = str(row.get("prompt") or "")
         step = row["step"]
         index = row.get("prompt_index") or 0
         reward = None if row.get("reward") is None else float(row["reward"])
         if "completion" in row:
-            places, rewards = found.steps.setdefault(step, (array("q"), array("d")))
-            places.append(found.count)
+            offsets, rewards = index_.steps.setdefault(step, (array("q"), array("d")))
+            offsets.append(index_.count)
             rewards.append(float("nan") if reward is None else reward)
-            found.whole_bytes += len(line)
+            index_.whole_bytes += len(line)
         scored = groups.setdefault((prompt, step, index), [])
         if reward is not None:
             scored.append(reward)
-            found.lowest, found.highest = min(found.lowest, reward), max(found.highest, reward)
-        found.count += 1
-    found.solved_from = min(1.0, found.highest)
-    if found.lost:
-        what = "1 row or step" if found.lost == 1 else f"{found.lost:,} rows or steps"
-        warn(f"{path}: {what} cannot be read and left out; the first: {found.why}")
-    if (said := cut_off(path)) is not None and not in_use(path.parent):
-        warn(said)
+            index_.lowest, index_.highest = min(index_.lowest, reward), max(index_.highest, reward)
+        index_.count += 1
+    index_.solved_from = min(1.0, index_.highest)
+    if index_.lost:
+        label = "1 row or step" if index_.lost == 1 else f"{index_.lost:,} rows or steps"
+        warn(f"{path}: {label} cannot be read and left out; the first: {index_.why}")
+    if (warning := cut_off(path)) is not None and not in_use(path.parent):
+        warn(warning)
     for (prompt, step, _), scored in groups.items():
         if scored:
-            solved = sum(reward >= found.solved_from for reward in scored)
-            found.visits.setdefault(prompt, []).append(
+            solved = sum(reward >= index_.solved_from for reward in scored)
+            index_.visits.setdefault(prompt, []).append(
                 Visit(step, len(scored), sum(scored), solved)
             )
-    return found
+    return index_
 
 
 def _lines(found: RolloutIndex) -> Iterator[bytes]:
-    """Yield all rows; where each step begins is kept on the way. A step that is damaged is counted
-    as lost."""
+    """Yield all rows; note where each step begins. A damaged step is counted as lost."""
     for member in members(found.path):
         try:
             rows = lines(found.path, member)

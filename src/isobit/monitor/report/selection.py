@@ -36,15 +36,15 @@ def sample_completions(rollouts: RolloutIndex, directory: Path, budget: int) -> 
     spent, recorded = 0, False
     for row in rollouts.rows(_places(rollouts, budget)):
         known = len(prompts.texts), len(tokens.numbered.texts)
-        found = _row(row, prompts, tokens)
-        spent += len(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
+        shown = _row(row, prompts, tokens)
+        spent += len(json.dumps(shown, ensure_ascii=False).encode("utf-8", "replace"))
         spent += sum(len(text.encode("utf-8", "replace")) + 4 for text in prompts.texts[known[0] :])
         spent += sum(
             len(text.encode("utf-8", "replace")) + 4 for text in tokens.numbered.texts[known[1] :]
         )
         if spent > budget and rows:
             break
-        rows.append(found)
+        rows.append(shown)
         recorded |= "completion_ids" in row
     rows.sort(key=lambda row: (row["step"], row["prompt_index"], row["sample_index"]))
     return {
@@ -62,14 +62,14 @@ def coarse_to_fine(items: Sequence[int]) -> Iterator[int]:
     """Yield all items: the two ends first, then the middle between them, then the middles of both
     halves, and so on."""
     seen: set[int] = set()
-    parts = 1
+    count = 1
     while len(seen) < len(items):
-        for i in range(parts + 1):
-            index = round(i * (len(items) - 1) / parts)
+        for i in range(count + 1):
+            index = round(i * (len(items) - 1) / count)
             if index not in seen:
                 seen.add(index)
                 yield items[index]
-        parts *= 2
+        count *= 2
 
 
 def _places(rollouts: RolloutIndex, budget: int) -> list[int]:
@@ -77,14 +77,14 @@ def _places(rollouts: RolloutIndex, budget: int) -> list[int]:
     if not rollouts.steps:
         return []
     # a row of the page takes about half of its line in the file, unpacked
-    whole = sum(len(places) for places, _ in rollouts.steps.values())
+    whole = sum(len(offsets) for offsets, _ in rollouts.steps.values())
     fitting = max(2 * budget // max(rollouts.whole_bytes // whole, 1), 2 * _STEP_ROWS)
     steps = list(coarse_to_fine(sorted(rollouts.steps)))
-    each = max(_STEP_ROWS, fitting // len(steps))
+    share = max(_STEP_ROWS, fitting // len(steps))
     return [
-        place
+        offset
         for step in steps[: fitting // _STEP_ROWS + 1]
-        for place in _of_step(*rollouts.steps[step], each)
+        for offset in _of_step(*rollouts.steps[step], share)
     ]
 
 
@@ -107,7 +107,7 @@ def _of_step(places: Sequence[int], rewards: Sequence[float], count: int) -> lis
 def _row(row: Mapping[str, Any], prompts: "_Numbered", tokens: "_Pieces") -> Data:
     ids = row.get("completion_ids") or []
     rollout, policy = row.get("rollout_logprobs"), row.get("policy_logprobs")
-    found: Data = {
+    entry: Data = {
         "step": row["step"],
         "prompt_index": row.get("prompt_index") or 0,
         "sample_index": row.get("sample_index") or 0,
@@ -118,23 +118,25 @@ def _row(row: Mapping[str, Any], prompts: "_Numbered", tokens: "_Pieces") -> Dat
     }
     by_function = row.get("rewards") or {}
     if len(by_function) > 1:
-        found["rewards"] = by_function
+        entry["rewards"] = by_function
     if (happened := _happened(row.get("episode"))) is not None:
-        found["episode"] = happened
+        entry["episode"] = happened
     shown = ids[:_MOST_TOKENS]
     pieces = tokens.of(row.get("prompt_ids") or [], shown)
     if pieces is None or not rollout:
-        return {**found, "text": _shortened(_text(row), _LONGEST_TEXT)}
-    found |= {"pieces": pieces, "logprobs": [round(value, 3) for value in rollout[: len(shown)]]}
+        return {**entry, "text": _shortened(_text(row), _LONGEST_TEXT)}
+    entry |= {"pieces": pieces, "logprobs": [round(value, 3) for value in rollout[: len(shown)]]}
     mask = row.get("completion_mask")
     if isinstance(mask, list) and len(mask) == len(ids) and not all(mask):
-        found["given"] = [place for place, sampled in enumerate(mask[: len(shown)]) if not sampled]
+        entry["given"] = [
+            position for position, sampled in enumerate(mask[: len(shown)]) if not sampled
+        ]
     if policy:
         differences = [
             float(f"{abs(new - old):.2g}") for new, old in zip(policy[: len(shown)], rollout)
         ]
-        found["differences"] = differences if any(differences) else 0
-    return found
+        entry["differences"] = differences if any(differences) else 0
+    return entry
 
 
 def _text(row: Mapping[str, Any]) -> str:
@@ -159,10 +161,10 @@ def _happened(episode: Any) -> str | None:
         else []
     )
     failed = sum(error is not None for _, error in calls)
-    said = [f"{turns:,} turn{'s' if turns != 1 else ''}"]
+    counts = [f"{turns:,} turn{'s' if turns != 1 else ''}"]
     if calls:
-        said.append(f"{len(calls):,} call{'s' if len(calls) != 1 else ''} of tools")
-    return ", ".join([*said, *([f"{failed:,} failed"] if failed else [])])
+        counts.append(f"{len(calls):,} call{'s' if len(calls) != 1 else ''} of tools")
+    return ", ".join([*counts, *([f"{failed:,} failed"] if failed else [])])
 
 
 def _shortened(text: str, most: int) -> str:
@@ -194,7 +196,7 @@ class _Pieces:
         self._tokenizer = _tokenizer(directory)
         added = {} if self._tokenizer is None else self._tokenizer.get_added_tokens_decoder()
         self._special_names = {
-            token: found.content for token, found in added.items() if found.special
+            token: entry.content for token, entry in added.items() if entry.special
         }
 
     def of(self, prompt: Sequence[int], completion: Sequence[int]) -> list[int] | None:
@@ -205,22 +207,22 @@ class _Pieces:
         """
         if self._tokenizer is None:
             return None
-        found, window = [], list(prompt[-_CONTEXT:])
+        pieces, window = [], list(prompt[-_CONTEXT:])
         shown = len(self._tokenizer.decode(window))
         for token in completion:
             window.append(token)
             if token in self._special_names:
                 number = self.numbered.number(self._special_names[token], special=True)
                 self.special.add(number)
-                found.append(number)
+                pieces.append(number)
                 continue
             text = self._tokenizer.decode(window)
             whole = not text.endswith("\ufffd")
-            found.append(self.numbered.number(text[shown:] if whole else ""))
+            pieces.append(self.numbered.number(text[shown:] if whole else ""))
             if whole:
                 window = window[-_CONTEXT:]
                 shown = len(self._tokenizer.decode(window))
-        return found
+        return pieces
 
 
 def _tokenizer(directory: Path) -> Tokenizer | None:

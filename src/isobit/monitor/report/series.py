@@ -44,8 +44,8 @@ class Line:
 
     def positive(self) -> "Line":
         """Only the points above 0, without a band, whose ends need not be."""
-        kept = self.chosen([i for i, value in enumerate(self.values) if value > 0])
-        return Line(kept.steps, kept.values, [], [])
+        positive = self.chosen([i for i, value in enumerate(self.values) if value > 0])
+        return Line(positive.steps, positive.values, [], [])
 
     def smoothed(self, log: bool = False) -> "Line":
         """Running means (geometric ones with `log`) of at most MOST_POINTS / 2 points."""
@@ -63,18 +63,17 @@ class Line:
 
 def points(rows: MetricRows, metric: str) -> tuple[list[float], list[float]]:
     """Return (steps, values) where the metric has a finite value."""
-    found = [(row["step"], row.get(metric)) for row in rows]
-    kept = [
+    pairs = [(row["step"], row.get(metric)) for row in rows]
+    finite = [
         (float(s), float(v))
-        for s, v in found
+        for s, v in pairs
         if s is not None and v is not None and math.isfinite(v)
     ]
-    return [s for s, _ in kept], [v for _, v in kept]
+    return [s for s, _ in finite], [v for _, v in finite]
 
 
 def line(rows: MetricRows, metric: str) -> Line:
-    """Return a metric, with the band from `metric:low` to `metric:high` where the rows have
-    them."""
+    """Return a metric, with the band from `metric:low` to `metric:high` if there is one."""
     steps, values = points(rows, metric)
     low, high = (dict(zip(*points(rows, f"{metric}:{end}"))) for end in ("low", "high"))
     if not low:
@@ -103,12 +102,12 @@ def thin(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
     count = len(values)
     if count <= most:
         return list(range(count))
-    kept = {0, count - 1}
+    indices = {0, count - 1}
     borders = [round(i * count / (most // 2 - 1)) for i in range(most // 2)]
     for begin, end in pairwise(borders):
         stretch = range(begin, end)
-        kept |= {min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)}
-    return sorted(kept)
+        indices |= {min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)}
+    return sorted(indices)
 
 
 def _even(count: int, most: int) -> list[int]:

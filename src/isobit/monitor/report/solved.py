@@ -61,7 +61,7 @@ def prompt_table(rollouts: RolloutIndex, budget: int) -> dict[str, Any]:
                 "trend": trend,
             }
         )
-    counts = {name: sum(found == name for found in kinds.values()) for name in KINDS}
+    counts = {name: sum(kind_ == name for kind_ in kinds.values()) for name in KINDS}
     return {
         "rows": rows,
         "counts": counts,

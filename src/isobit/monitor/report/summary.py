@@ -17,7 +17,7 @@ Line = Callable[[MetricRows], str]
 def about(config: str) -> str:
     """Return a line about a run: the model, task, algorithm, precision, seed and rank of an adapter
     in its configuration."""
-    found = flattened(config, CONFIG)
+    settings = flattened(config, CONFIG)
     names = (
         "model.path",
         "model.sft",
@@ -29,7 +29,7 @@ def about(config: str) -> str:
         "seed",
     )
     labels = {name: name.split(".")[0] for name in names} | {"adapter.rank": "adapter of rank"}
-    facts = [(label, found.get(name, "null").strip("'\"")) for name, label in labels.items()]
+    facts = [(label, settings.get(name, "null").strip("'\"")) for name, label in labels.items()]
     return " · ".join(f"{name} {value}" for name, value in facts if value != "null")
 
 
@@ -101,8 +101,7 @@ def summary(runs: Sequence[Series]) -> str:
 
 
 def _no_progress(run: Series, several: bool) -> str:
-    """Return as HTML a warning that the run's newest steps taught nothing; empty if they taught
-    something."""
+    """Return an HTML warning if the run's newest steps taught nothing, else an empty text."""
     verdict = reduce(NoProgress.after, run.rows, NoProgress()).verdict
     name = f"{escaped(run.name)}: " if several else ""
     return "" if verdict is None else f"<p class='headline bad'>{name}{escaped(verdict)}.</p>"
@@ -114,7 +113,7 @@ def _headline(run: Series, several: bool) -> str:
         return ""
     clean = sum(value == 0 for value in differing)
     compared, comparable = (
-        sum(points(run.rows, f"mismatch/{what}_tokens")[1]) for what in ("compared", "comparable")
+        sum(points(run.rows, f"mismatch/{kind}_tokens")[1]) for kind in ("compared", "comparable")
     )
     name = f"{escaped(run.name)}: " if several else ""
     of = f" of {comparable:,.0f}" if comparable > compared else ""

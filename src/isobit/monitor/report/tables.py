@@ -26,6 +26,6 @@ def html_table(cells: Cells) -> str:
 
 
 def _line(row: Sequence[str], tag: str) -> str:
-    first, *others = (escaped(cell) for cell in row)
-    numbers = "".join(f"<{tag} class='number'>{cell}</{tag}>" for cell in others)
+    first, *cells = (escaped(cell) for cell in row)
+    numbers = "".join(f"<{tag} class='number'>{cell}</{tag}>" for cell in cells)
     return f"<tr><{tag}>{first}</{tag}>{numbers}</tr>"

@@ -79,9 +79,9 @@ class Display:
         self.history.step += 1
         self.history.add({"time/step": now - self._ended, **metrics})
         self._ended = now
-        for found in (self.history.no_progress, self.history.cut_off):
-            if found.steps == PATIENCE:
-                self.warn(f"step {self.history.step}: {found.line}")
+        for warning in (self.history.no_progress, self.history.cut_off):
+            if warning.steps == PATIENCE:
+                self.warn(f"step {self.history.step}: {warning.line}")
         if self.quiet:
             return
         if self._live is not None:

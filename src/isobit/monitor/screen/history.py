@@ -70,8 +70,7 @@ class History:
         return values[-1] if values else None
 
     def members(self, family: str) -> list[str]:
-        """Return the names that a family of metrics, such as `time/tools/`, had in the newest
-        step."""
+        """Return the names that a family of metrics, as `time/tools/`, had in the newest step."""
         return [name.removeprefix(family) for name in self._newest if name.startswith(family)]
 
     def total_of(self, name: str) -> float:

@@ -75,20 +75,20 @@ def screen(history: History, width: int, height: int) -> RenderableType:
         Text(plain(history.details), style=_SOFT),
     )
     rows = _metrics(history, width)
-    parts: list[RenderableType] = [header, _progress(history, width)]
+    blocks: list[RenderableType] = [header, _progress(history, width)]
     warning = history.no_progress.line
     if warning is not None:
-        parts.append(Text(warning, style="bold yellow", no_wrap=True, overflow="ellipsis"))
-    parts += [Text(""), rows]
+        blocks.append(Text(warning, style="bold yellow", no_wrap=True, overflow="ellipsis"))
+    blocks += [Text(""), rows]
     lines = (_phases(history, width), _tools(history, width), _memory(history, width))
     foot = [line for line in lines if line is not None]
     samples = [_sample(label, shown, width) for label, shown in _samples(history)]
-    room = height - (len(parts) - 1 + rows.row_count)
+    room = height - (len(blocks) - 1 + rows.row_count)
     for block in (_ranks(history, width), foot, samples):
         if block and len(block) < room:
-            parts += [Text(""), *block]
+            blocks += [Text(""), *block]
             room -= len(block) + 1
-    return Group(*parts)
+    return Group(*blocks)
 
 
 def _ranks(history: History, width: int) -> list[Text]:
@@ -107,7 +107,7 @@ def _ranks(history: History, width: int) -> list[Text]:
         line.append(f"{plain(str(beat['phase'])):<10}", style=style)
         seconds = max(now - beat["since"], 0)
         line.append(f" {seconds:6.0f} s {beat['memory_mib'] / 1024:7.1f} GiB")
-        if beat["since"] == oldest and len({each["since"] for each in history.ranks}) > 1:
+        if beat["since"] == oldest and len({rank["since"] for rank in history.ranks}) > 1:
             line.append("  longest", style=_SOFT)
         line.truncate(width, overflow="ellipsis")
         lines.append(line)
@@ -117,15 +117,15 @@ def _ranks(history: History, width: int) -> list[Text]:
 def summary(history: History) -> str:
     """Return the most important numbers of a run in one line."""
     differing = history.last("mismatch/differing_tokens")
-    parts = [
+    blocks = [
         f"step {history.step}/{history.total}",
         *said(history, LINES),
         *([] if differing is None else [_differing(history).format(differing)]),
         *said(history, WORK),
     ]
     if history.seconds_left is not None:
-        parts.append(f"{clock(history.seconds_left)} left")
-    return "  ".join(parts)
+        blocks.append(f"{clock(history.seconds_left)} left")
+    return "  ".join(blocks)
 
 
 def _differing(history: History) -> str:
@@ -257,8 +257,8 @@ def _memory(history: History, width: int) -> Text | None:
     peak = history.last("memory/peak_rss_mib")
     if peak is None:
         return None
-    parts = [("weights", "weights"), ("optimizer", "optimizer"), ("cache", "kv_cache")]
-    known = [(label, history.last(f"memory/{name}_mib")) for label, name in parts]
+    labels = [("weights", "weights"), ("optimizer", "optimizer"), ("cache", "kv_cache")]
+    known = [(label, history.last(f"memory/{name}_mib")) for label, name in labels]
     rest = "  ".join(f"{label} {value:,.0f}" for label, value in known if value is not None)
     line = (
         Text(f"{'memory':<10}", style=_SOFT)

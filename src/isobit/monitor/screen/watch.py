@@ -37,8 +37,7 @@ class GrowingRows:
         self.path, self.offset, self.restarted, self.lost = path, 0, False, 0
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the whole lines since the last call. Raises IsobitError for a file that may not be
-        read."""
+        """Yield the whole lines since the last call. Raises IsobitError if it cannot be read."""
         self.restarted = False
         try:
             size = check_readable(self.path)

@@ -51,13 +51,13 @@ class State:
         """Raises IsobitError for what no follower has left."""
         self._path = run / TRACKING / STATE
         self._lock = threading.Lock()
-        found = object_in(self._path) or {}
-        if exists(self._path) and not (found and all(map(_is_state, found.values()))):
+        stored = object_in(self._path) or {}
+        if exists(self._path) and not (stored and all(map(_is_state, stored.values()))):
             raise IsobitError(
                 f"{self._path} cannot be read: it is not what trackers keep; move it away to "
                 "send the run anew"
             )
-        self._of = found
+        self._of = stored
 
     def of(self, name: str) -> dict[str, Any]:
         """Return `last` and `kept` of a tracker; empty if it never opened the run."""
@@ -73,8 +73,8 @@ class State:
 def _is_state(value: Any) -> bool:
     if not isinstance(value, dict) or type(value.get("last")) is not int:
         return False
-    kept = value.get("kept")
-    return isinstance(kept, dict) and all(isinstance(each, str) for each in kept.values())
+    values = value.get("kept")
+    return isinstance(values, dict) and all(isinstance(entry, str) for entry in values.values())
 
 
 class Follower:
@@ -115,18 +115,17 @@ class Follower:
             self._state.keep(self.name, self.last, self._kept)
 
     def _rows_of(self, step: int) -> list[list[Any]]:
-        """Return the first completions of a step, which are in their file before the step's
-        metrics."""
-        found: list[list[Any]] = []
+        """Return the first completions of a step, which are written before its metrics."""
+        rows: list[list[Any]] = []
         while (row := self._held or next(self._completions, None)) is not None:
             self._held = None
             if row["step"] > step:
                 self._held = row
                 break
             whole = row["step"] == step and isinstance(row.get("completion"), str)
-            if whole and len(found) < self._rows_wanted:
-                found.append([row.get(column) for column in COMPLETION_COLUMNS])
-        return found
+            if whole and len(rows) < self._rows_wanted:
+                rows.append([row.get(column) for column in COMPLETION_COLUMNS])
+        return rows
 
 
 class Tail(Iterator[dict[str, Any]]):

@@ -120,10 +120,10 @@ def metric_name(name: str) -> str:
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     """Return (`key.sub`, the value as text) for every value of a config that is not a section."""
-    found: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     for key, value in config.items():
         if isinstance(value, Mapping):
-            found += _flat(value, f"{prefix}{key}.")
+            pairs += _flat(value, f"{prefix}{key}.")
         else:
-            found.append((f"{prefix}{key}", str(value)))
-    return found
+            pairs.append((f"{prefix}{key}", str(value)))
+    return pairs

@@ -106,8 +106,8 @@ class Trackers:
             return
         ended = self._process.poll() is not None
         with suppress(BlockingIOError):
-            while part := os.read(self._out.fileno(), 1 << 16):
-                self._received += part
+            while chunk := os.read(self._out.fileno(), 1 << 16):
+                self._received += chunk
         *lines, self._received = self._received.split(b"\n")
         for line in lines:
             self._heard(json.loads(line))

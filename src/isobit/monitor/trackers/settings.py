@@ -53,8 +53,7 @@ _CREDENTIALS = re.compile(
 
 
 def make_tracker(name: str) -> Tracker:
-    """Make the tracker of a name; it is not open yet. Raises IsobitError if its library is not
-    installed."""
+    """Make the tracker of a name, not yet open. Raises IsobitError without its library."""
     entry = TRACKERS[name]
     if importlib.util.find_spec(entry.library) is None:
         raise IsobitError(

@@ -27,8 +27,7 @@ class WeightsAndBiases:
     """History, config and completions as tables. Not logged: code, console."""
 
     def check(self, settings: Mapping[str, Any]) -> None:
-        """Raises IsobitError where an online run finds no credentials. Nothing is asked of the
-        network."""
+        """Raise IsobitError where an online run finds no credentials; the network is not asked."""
         mode = settings["mode"] or os.environ.get("WANDB_MODE", "online")
         if mode != "online":
             return
@@ -70,8 +69,7 @@ class WeightsAndBiases:
         return Opened(last, {"id": identity}, note)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a row of the history, at once: without `commit` wandb would hold it until the
-        next."""
+        """Write a row of the history, at once: without `commit` wandb would hold it."""
         self._run.log(dict(metrics), step=step, commit=True)
 
     def log_completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:

@@ -62,12 +62,12 @@ def require_agreement(compared: Sequence[Compared], batch: Sequence[Sample]) -> 
     all samples that the learner computed together, with those that have nothing to compare."""
     differing, first = 0, None
     for sample, rollout, learner in compared:
-        places = differing_places(learner, rollout).nonzero().flatten()
-        differing += len(places)
-        if first is None and len(places):
-            place = int(places[0])
+        positions = differing_places(learner, rollout).nonzero().flatten()
+        differing += len(positions)
+        if first is None and len(positions):
+            position = int(positions[0])
             first = Difference(
-                sample, sample.trained[place], float(rollout[place]), float(learner[place])
+                sample, sample.trained[position], float(rollout[position]), float(learner[position])
             )
     if first is not None:
         raise Disagreement(differing, sum(len(learner) for _, _, learner in compared), first, batch)

@@ -65,15 +65,15 @@ class TrainingBatch:
             return batch, {}
         correction = correct(rule, _joined(rows, known), _joined(self.rollout, known), lengths)
         importance = [torch.ones_like(row) for row in self.rollout]
-        kept = [torch.ones_like(row, dtype=torch.bool) for row in self.rollout]
-        weights, own = correction.weights.split(lengths), correction.kept.split(lengths)
-        for place, i in enumerate(known):
-            importance[i], kept[i] = weights[place], own[place]
-        counts = kept if rule.denominator == "kept" else None
+        masks = [torch.ones_like(row, dtype=torch.bool) for row in self.rollout]
+        weights, mask_rows = correction.weights.split(lengths), correction.kept.split(lengths)
+        for row_index, i in enumerate(known):
+            importance[i], masks[i] = weights[row_index], mask_rows[row_index]
+        counts = masks if rule.denominator == "kept" else None
         corrected = replace(batch, importance=importance, kept=counts)
         everything = range(len(self.samples))
-        before, after = (each.weights_of(everything) for each in (batch, corrected))
-        sizes = [before[i] for i in known], [after[i] for i in known]
+        previous, weighed = (batch_.weights_of(everything) for batch_ in (batch, corrected))
+        sizes = [previous[i] for i in known], [weighed[i] for i in known]
         step = step_metrics(correction, _joined(self.advantages, known), lengths, *sizes)
         return corrected, correction_metrics(correction) | step
 
@@ -87,10 +87,11 @@ class TrainingBatch:
             return self
         share = 1 - self.objective.top_entropy_quantile
         least = float(np.quantile(torch.cat(counted).numpy(), share))
-        ones = [torch.ones_like(row) for row in self.rollout]
-        before = ones if self.importance is None else self.importance
+        units = [torch.ones_like(row) for row in self.rollout]
+        importance = units if self.importance is None else self.importance
         return replace(
-            self, importance=[w * (row >= least) for w, row in zip(before, entropies, strict=True)]
+            self,
+            importance=[w * (row >= least) for w, row in zip(importance, entropies, strict=True)],
         )
 
     def weights_of(self, part: Sequence[int]) -> list[float]:
@@ -116,12 +117,14 @@ class TrainingBatch:
     ) -> "OptimizerBatch | None":
         """Return the tensors of an update, micro-batch by micro-batch; None where the mask or the
         correction left nothing of it."""
-        part = update.part
-        if all(self.masked[i] for i in part):
+        minibatch = update.part
+        if all(self.masked[i] for i in minibatch):
             return None
-        if self.importance is not None and not any(bool(self.importance[i].any()) for i in part):
+        if self.importance is not None and not any(
+            bool(self.importance[i].any()) for i in minibatch
+        ):
             return None
-        weights = dict(zip(part, self.weights_of(part)))
+        weights = dict(zip(minibatch, self.weights_of(minibatch)))
         inputs = [
             self._tokens(chosen, [weights[i] for i in chosen]) for chosen in update.micro_batches
         ]
@@ -132,7 +135,7 @@ class TrainingBatch:
             inputs,
             self._sizes(update),
             entropy_coefficient,
-            self.observation_weights_of(part),
+            self.observation_weights_of(minibatch),
         )
 
     def _tokens(self, chosen: Sequence[int], weights: Sequence[float]) -> "TokenInputs":
@@ -150,11 +153,11 @@ class TrainingBatch:
 
     def _sizes(self, update: Update) -> Totals:
         """Return how many tokens there are, and how many of them are left out."""
-        samples, parts = self.samples, update.micro_batches
+        samples, micro_batches = self.samples, update.micro_batches
         rows = {
             i: len(samples[i].prompt_ids) + len(samples[i].completion_ids)
-            for part in parts
-            for i in part
+            for micro_batch in micro_batches
+            for i in micro_batch
         }
         return Totals(
             tokens=sum(samples[i].num_trained for i in rows),
@@ -174,9 +177,11 @@ class TrainingBatch:
     def staleness(self) -> dict[str, float]:
         """Return how far tokens of older weights are from the policy of now."""
         stale = [(i, self.fresh[i]) for i in self.known if self.fresh[i] != 0]
-        found = _mismatch([(self.old[i][:end], self.rollout[i][:end]) for i, end in stale])
+        metrics = _mismatch([(self.old[i][:end], self.rollout[i][:end]) for i, end in stale])
         names = ("kl_k3", "token_mult_prob_error")
-        return {f"staleness/{name}": found[f"mismatch/{name}"] for name in names} if found else {}
+        return (
+            {f"staleness/{name}": metrics[f"mismatch/{name}"] for name in names} if metrics else {}
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,7 +248,9 @@ def training_batch(
     rollout = rollout_logprobs(samples)
     stale = objective.stale_samples
     fresh = [_fresh_from(sample, weights_version) if stale else 0 for sample in samples]
-    credit = [_per_token(sample, given) for sample, given in zip(samples, advantages, strict=True)]
+    credit = [
+        _per_token(sample, advantage) for sample, advantage in zip(samples, advantages, strict=True)
+    ]
     masked = [objective.mask_truncated and sample.truncated for sample in samples]
     learned = objective.observation_coefficient > 0
     observed = [
@@ -262,7 +269,7 @@ def _fresh_from(sample: Sample, weights_version: int) -> int | None:
     if sample.weights_version != weights_version:
         return None
     start = sample.drawn[-1].start
-    older = sum(place < start for place in sample.trained)
+    older = sum(position < start for position in sample.trained)
     return None if older and older == sample.num_trained else older
 
 
@@ -307,7 +314,7 @@ def by_key(compared: Sequence[Compared]) -> dict[SampleKey, list[float]]:
 
 def mismatch_of(compared: Sequence[Compared]) -> dict[str, float]:
     """Return the metrics of the compared tokens; none if there were no tokens."""
-    some = [one for one in compared if len(one[2])]
+    some = [entry for entry in compared if len(entry[2])]
     if not some:
         return {}
     positions = torch.tensor([position for sample, _, _ in some for position in sample.trained])

@@ -91,12 +91,12 @@ def forward_compared(
     distance = None if compared is None else compared(rows).cpu()
     observed = None
     if packed.observed is not None:
-        before = Copies.of(packed.observed.rows, len(hidden)).to(device)
-        said = copied(hidden, before, model.ops), packed.observed.targets.to(device)
-        observed = transformer.head_logprobs(*said)[0].cpu()
-    found = logprobs.cpu(), entropy.cpu(), distance, observed
+        copies = Copies.of(packed.observed.rows, len(hidden)).to(device)
+        observed_rows = copied(hidden, copies, model.ops), packed.observed.targets.to(device)
+        observed = transformer.head_logprobs(*observed_rows)[0].cpu()
+    results = logprobs.cpu(), entropy.cpu(), distance, observed
     model.ops.raise_faults()
-    return found
+    return results
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,8 +140,8 @@ class PolicyForward:
         packed = pack(samples, self.share_prompts, self.observes)
         compared = self._at_half(packed) if self.halves else self._compared(samples)
         if self.plain:
-            found = forward(model, packed, objective.temperature, recompute=self.recompute)
-            return Computed(packed, *found)
+            results = forward(model, packed, objective.temperature, recompute=self.recompute)
+            return Computed(packed, *results)
         distribution = objective.temperature, objective.filtering
         if experts is None:
             return Computed(
@@ -168,9 +168,9 @@ class PolicyForward:
         if self.teacher is None:
             return None
         temperature, divergence = self.objective.temperature, self.teacher.divergence
-        other = self.teacher.reads(samples, self.share_prompts)
+        teacher_rows = self.teacher.reads(samples, self.share_prompts)
         return lambda rows: self.model.transformer.head_divergence(
-            rows, other, lambda mine, theirs: divergence.of(mine, theirs, temperature)
+            rows, teacher_rows, lambda mine, theirs: divergence.of(mine, theirs, temperature)
         )
 
 
@@ -227,9 +227,9 @@ def _values_of(
     def compute() -> None:
         for index in range(ranks.rank, len(parts), ranks.size):
             routing, totals = RoutingTotals(), Totals()
-            found = replace(policy, totals=routing)([samples[i] for i in parts[index]])
-            totals.see(found.entropy)
-            mine[index] = MicroBatch(totals, routing, read(found))
+            batch = replace(policy, totals=routing)([samples[i] for i in parts[index]])
+            totals.see(batch.entropy)
+            mine[index] = MicroBatch(totals, routing, read(batch))
 
     ranks.run_on_all(compute)
     results, sums = dict[int, Tensor](), Totals()
@@ -245,21 +245,21 @@ def gather_micro_batches(ranks: Ranks, mine: Mapping[int, MicroBatch]) -> dict[i
     """Return the micro-batches of all ranks, by index."""
     if ranks.size == 1:
         return dict(mine)
-    said = ranks.all_gather_json(
+    numbers = ranks.all_gather_json(
         [[index, micro.totals.to_json(), micro.routing.to_json()] for index, micro in mine.items()]
     )
     tensors = ranks.all_gather_tensors(
         {f"{i}.{k}": t for i, m in mine.items() for k, t in _tensors(m).items()}
     )
-    found: dict[int, MicroBatch] = {}
-    for values, own in zip(said, tensors):
+    micro_batches: dict[int, MicroBatch] = {}
+    for values, sent in zip(numbers, tensors):
         for index, totals, routing in values:
-            load, probabilities = own.get(f"{index}.load"), own[f"{index}.probabilities"]
+            load, probabilities = sent.get(f"{index}.load"), sent[f"{index}.probabilities"]
             routed = RoutingTotals.from_json(routing, load, probabilities)
-            found[index] = MicroBatch(Totals(**totals), routed, own[f"{index}.logprobs"])
-    return found
+            micro_batches[index] = MicroBatch(Totals(**totals), routed, sent[f"{index}.logprobs"])
+    return micro_batches
 
 
 def _tensors(micro: MicroBatch) -> dict[str, Tensor]:
-    found = {"logprobs": micro.logprobs, "probabilities": micro.routing.probabilities}
-    return found if micro.routing.load is None else found | {"load": micro.routing.load}
+    tensors = {"logprobs": micro.logprobs, "probabilities": micro.routing.probabilities}
+    return tensors if micro.routing.load is None else tensors | {"load": micro.routing.load}

@@ -84,20 +84,20 @@ class Differentiation:
         """Compute the gradient of one update; if it `measures`, with the log-probabilities and the
         entropy of some of the samples that are left out. Raises Corruption if it is `checked`, and
         the gradient of a rank's first micro-batch has other bits when it is computed twice."""
-        found: dict[int, MicroBatch] = {}
+        micro_batches: dict[int, MicroBatch] = {}
         mixture = policy.model.config.routed is not None
         self._sum.begin()
         try:
-            found = self._backwards(one, policy, checked)
+            micro_batches = self._backwards(one, policy, checked)
             self._sum.finish()
             if one.update.zero_advantage:
-                self._add_zeros(self._served(one, policy, found) if mixture else ())
+                self._add_zeros(self._served(one, policy, micro_batches) if mixture else ())
             norm = self._optimizer.gradient_norm()
         except _NotFinite as error:
-            found, norm = error.before, math.inf
+            micro_batches, norm = error.before, math.inf
         totals, logprobs = Totals(), dict[int, Tensor]()
         totals.merge(one.sizes)
-        for index, micro in sorted(found.items()):
+        for index, micro in sorted(micro_batches.items()):
             totals.merge(micro.totals)
             policy.totals.merge(micro.routing)
             chosen = one.update.micro_batches[index]
@@ -133,16 +133,18 @@ class Differentiation:
             taught = failed is None and index is not None and index not in one.update.zero_advantage
             now, checked = checked and taught, checked and not taught
             try:
-                before = self._try(one, index, policy, load) if now and index is not None else None
+                first_sums = (
+                    self._try(one, index, policy, load) if now and index is not None else None
+                )
                 with (
-                    self._checksums(now) as after,
+                    self._checksums(now) as second_sums,
                     self._sum.round(first, min(size, len(dealt) - first)),
                 ):
                     if index is not None and failed is None:
                         compute = self._backward if taught else self._forward
                         mine[index] = compute(one, index, policy, load)
-                if before is not None:
-                    _compare(before, after)
+                if first_sums is not None:
+                    _compare(first_sums, second_sums)
                 done += failed is None
             except RankLost:
                 raise
@@ -170,13 +172,15 @@ class Differentiation:
         # number of ranks
         broken = isinstance(failed, NonFiniteError)
         self._ranks.raise_on_all(None if broken else failed)
-        found = gather_micro_batches(self._ranks, mine)
+        micro_batches = gather_micro_batches(self._ranks, mine)
         ends = self._ranks.all_gather_json([done, broken])
         if any(bad for _, bad in ends):
             first = min(rank + n * self._ranks.size for rank, (n, bad) in enumerate(ends) if bad)
-            before = dealt[:first]
-            raise _NotFinite({index: micro for index, micro in found.items() if index in before})
-        return found
+            earlier = dealt[:first]
+            raise _NotFinite(
+                {index: micro for index, micro in micro_batches.items() if index in earlier}
+            )
+        return micro_batches
 
     def _add_zeros(self, served: Collection[str]) -> None:
         """Add the terms of micro-batches of zero advantage: 0 to all masters, but of experts only
@@ -200,8 +204,8 @@ class Differentiation:
         objective = one.objective
         if policy.model.config.routed is None or objective.router_aux_coefficient == 0:
             return None
-        parts = [_samples(one, number) for number in range(len(one.update.micro_batches))]
-        return batch_load(policy.model, parts, objective.router_replay, self._ranks)
+        micro_batches = [_samples(one, number) for number in range(len(one.update.micro_batches))]
+        return batch_load(policy.model, micro_batches, objective.router_replay, self._ranks)
 
     def _backward(
         self, one: OptimizerBatch, index: int, policy: PolicyForward, load: BatchLoad | None
@@ -209,15 +213,15 @@ class Differentiation:
         """Forward and backward of one micro-batch: its part of the loss of the optimizer batch."""
         objective, routing, totals = one.objective, RoutingTotals(), Totals()
         observes = bool(one.observation_weights)
-        found = replace(policy, totals=routing, observes=observes)(_samples(one, index))
-        totals.rows_shared = found.packed.rows_shared
-        inputs = one.inputs[index].with_policy(found.logprobs, found.entropy, found.packed.sequence)
-        inputs = replace(inputs, divergence=found.beside)
+        micro = replace(policy, totals=routing, observes=observes)(_samples(one, index))
+        totals.rows_shared = micro.packed.rows_shared
+        inputs = one.inputs[index].with_policy(micro.logprobs, micro.entropy, micro.packed.sequence)
+        inputs = replace(inputs, divergence=micro.beside)
         outputs = without_off_policy(self.loss(inputs), inputs)
         loss = total = weighted_sum(outputs, inputs)
-        if found.tape is not None and objective.router_aux_coefficient > 0:
-            probabilities = summed(found.tape)
-            load = load or load_of(found.tape, len(probabilities))
+        if micro.tape is not None and objective.router_aux_coefficient > 0:
+            probabilities = summed(micro.tape)
+            load = load or load_of(micro.tape, len(probabilities))
             total = total + objective.router_aux_coefficient * load.loss(probabilities)
         if one.entropy_coefficient:
             bonus = (inputs.entropy * inputs.token_weights).sum()
@@ -226,22 +230,22 @@ class Differentiation:
         if inputs.reference_logprobs is not None and objective.kl_coefficient > 0:
             kl = kl_in_loss(inputs)
             total = total + objective.kl_coefficient * (kl * inputs.token_weights).sum()
-        if found.observed is not None:
+        if micro.observed is not None:
             # Of the tokens that environments said in a micro-batch, [K] float32; 0 where a
             # sample's are not learned.
-            packed = found.packed
+            packed = micro.packed
             assert packed.observed is not None
             of_samples = [
                 one.observation_weights.get(i, 0.0) for i in one.update.micro_batches[index]
             ]
             weights = torch.tensor(of_samples)[packed.observed.sequence]
-            cross_entropy = -found.observed
+            cross_entropy = -micro.observed
             total = total + objective.observation_coefficient * (cross_entropy * weights).sum()
             totals.observe(cross_entropy[weights > 0])
-        with self._adding(policy, found):
+        with self._adding(policy, micro):
             total.backward()
-        totals.count(loss, outputs, found.entropy, kl)
-        return MicroBatch(totals, routing, found.logprobs.detach())
+        totals.count(loss, outputs, micro.entropy, kl)
+        return MicroBatch(totals, routing, micro.logprobs.detach())
 
     def _adding(self, policy: PolicyForward, found: Computed) -> AbstractContextManager[None]:
         """Inside, the backward of a micro-batch adds to gradients where they are."""
@@ -263,10 +267,10 @@ class Differentiation:
         """Compute a micro-batch of zero advantage of a mixture of experts: the experts of its
         tokens, and its measurements."""
         routing, totals = RoutingTotals(), Totals()
-        found = replace(policy, totals=routing)(_samples(one, index))
-        totals.rows_shared = found.packed.rows_shared
-        totals.see(found.entropy)
-        return MicroBatch(totals, routing, found.logprobs)
+        micro = replace(policy, totals=routing)(_samples(one, index))
+        totals.rows_shared = micro.packed.rows_shared
+        totals.see(micro.entropy)
+        return MicroBatch(totals, routing, micro.logprobs)
 
     def _try(
         self, one: OptimizerBatch, index: int, policy: PolicyForward, load: BatchLoad | None
@@ -274,21 +278,21 @@ class Differentiation:
         """Checksums of the gradient that `_backward` gives, which leaves nothing else."""
         with (
             policy.model.transformer.watched(lambda ops, layer: ops),
-            self._checksums(True, drop=True) as found,
+            self._checksums(True, drop=True) as sums,
         ):
             self._backward(one, index, policy, load)
-        return found
+        return sums
 
     @contextmanager
     def _checksums(self, wanted: bool, *, drop: bool = False) -> Iterator[dict[str, Tensor]]:
         """Yield the checksums, by name, of the gradients that appear inside; with `drop` nothing
         else takes them."""
-        found: dict[str, Tensor] = {}
+        sums: dict[str, Tensor] = {}
 
         def hook(name: str) -> Callable[[Tensor], None]:
             def take(leaf: Tensor) -> None:
                 if leaf.grad is not None:  # an expert that no token chose
-                    found.update(checksums({name: leaf.grad}))
+                    sums.update(checksums({name: leaf.grad}))
                 if drop:
                     leaf.grad = None
 
@@ -299,10 +303,10 @@ class Differentiation:
             leaf.register_post_accumulate_grad_hook(hook(name)) for name, leaf in leaves.items()
         ]
         try:
-            yield found
+            yield sums
         finally:
-            for each in hooks:
-                each.remove()
+            for handle in hooks:
+                handle.remove()
 
 
 def _samples(one: OptimizerBatch, number: int) -> list[Sample]:

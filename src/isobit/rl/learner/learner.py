@@ -191,9 +191,9 @@ class Learner:
     def logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
         """Return the log-probabilities by the present working weights, [trained tokens] of each
         sample, without a gradient."""
-        parts = self._cutting.whole(samples)
-        found, _ = logprobs_of(self._forward(), samples, parts, self._ranks)
-        return [found[i] for i in range(len(samples))]
+        micro_batches = self._cutting.whole(samples)
+        by_index, _ = logprobs_of(self._forward(), samples, micro_batches, self._ranks)
+        return [by_index[i] for i in range(len(samples))]
 
     def reference_logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
         """Return the log-probabilities by the frozen reference, as `logprobs`."""
@@ -209,8 +209,8 @@ class Learner:
         present working weights (`token_advantages.squared_norms`); where a correction weighs
         tokens, times the square of that weight, as verl scales it (arXiv 2602.07078).
         Log-probabilities that are recomputed as old ones are known then."""
-        found = halved_of(self._forward(), samples, self._cutting.whole(samples), self._ranks)
-        rows = [found[i] for i in range(len(samples))]
+        halves = halved_of(self._forward(), samples, self._cutting.whole(samples), self._ranks)
+        rows = [halves[i] for i in range(len(samples))]
         norms = [squared_norms(*row.unbind(-1)) for row in rows]
         if self.objective.recompute_old:
             old = [row[:, 0] for row in rows]
@@ -226,8 +226,8 @@ class Learner:
         lengths = [len(row) for row in norms]
         if not self.objective.rule.active or not any(lengths):
             return list(norms)
-        found = correct(self.objective.rule, torch.cat([*old]), torch.cat([*rollout]), lengths)
-        weights = found.weights.double().split(lengths)
+        correction = correct(self.objective.rule, torch.cat([*old]), torch.cat([*rollout]), lengths)
+        weights = correction.weights.double().split(lengths)
         return [norm * weight**2 for norm, weight in zip(norms, weights, strict=True)]
 
     def reference_kl(
@@ -243,21 +243,23 @@ class Learner:
         """
         read = [s.prompt_ids for s in samples] if prompts is None else prompts
         taught = [
-            replace(sample, prompt_ids=before)
-            for sample, before in zip(samples, read, strict=True)
-            if before is not None
+            replace(sample, prompt_ids=frozen)
+            for sample, frozen in zip(samples, read, strict=True)
+            if frozen is not None
         ]
         reference = iter(self.reference_logprobs(taught))
         old = rollout_logprobs(samples)
         if self.objective.recompute_old:
-            parts = self._cutting.old(samples, self._unknown(samples), [False] * len(samples), 0)
-            old = list(self._old_logprobs(samples, parts, self._forward()).values())
+            micro_batches = self._cutting.old(
+                samples, self._unknown(samples), [False] * len(samples), 0
+            )
+            old = list(self._old_logprobs(samples, micro_batches, self._forward()).values())
         estimator = self.objective.estimator
         return [
             None
-            if before is None
+            if frozen is None
             else tuple(kl_penalty(mine.double(), next(reference).double(), estimator).tolist())
-            for mine, before in zip(old, read, strict=True)
+            for mine, frozen in zip(old, read, strict=True)
         ]
 
     def check_memory(self) -> None:
@@ -308,8 +310,8 @@ class Learner:
         for update in schedule.updates:
             if not update.micro_batches:
                 continue  # nothing to learn from is no reason to decay the weights
-            one = batch.optimizer_batch(update, self.entropy_bonus.applied(objective))
-            if one is None:
+            data = batch.optimizer_batch(update, self.entropy_bonus.applied(objective))
+            if data is None:
                 totals.skipped += 1
                 continue
             moved = bool(totals.norms)
@@ -320,12 +322,12 @@ class Learner:
             now = replace(
                 policy, sampled=not moved, recompute=self.recompute, teacher=self._teacher
             )
-            gradient = self.differentiation.gradient(one, now, checked=checked, measures=compares)
-            found = batch.compared(gradient.logprobs) if compares else {}
-            compared |= found
+            gradient = self.differentiation.gradient(data, now, checked=checked, measures=compares)
+            rows = batch.compared(gradient.logprobs) if compares else {}
+            compared |= rows
             if gradient.finite:
                 if strict and compares:
-                    require_agreement([*found.values()], [samples[i] for i in update.part])
+                    require_agreement([*rows.values()], [samples[i] for i in update.part])
                 self.check_memory()
                 self.optimizer.step(rate, gradient.norm)
                 totals.add(gradient.totals, gradient.norm)
@@ -356,8 +358,8 @@ class Learner:
         if objective.loss != "divergence":
             return None
         assert self.reference is not None
-        given = Divergence(objective.divergence_beta, objective.divergence_top_k)
-        return Teacher(self.reference, given)
+        divergence = Divergence(objective.divergence_beta, objective.divergence_top_k)
+        return Teacher(self.reference, divergence)
 
     def _with_logprobs(
         self, batch: TrainingBatch, schedule: Schedule, policy: PolicyForward
@@ -388,8 +390,8 @@ class Learner:
     ) -> dict[int, Tensor]:
         """Return the log-probabilities by the working weights, by index, computed once while these
         last; of the micro-batches `parts`, which are not known yet, and those that are."""
-        found, _ = logprobs_of(policy, samples, parts, self._ranks)
-        self._old |= {sample_key(samples[i]): row for i, row in found.items()}
+        by_index, _ = logprobs_of(policy, samples, parts, self._ranks)
+        self._old |= {sample_key(samples[i]): row for i, row in by_index.items()}
         keys = [sample_key(sample) for sample in samples]
         return {i: self._old[key] for i, key in enumerate(keys) if key in self._old}
 

@@ -102,35 +102,36 @@ def pack(
 ) -> PackedBatch:
     """Pack samples with a prompt of at least one token; empty completions contribute no rows to
     predict. Where it `observes`, with the rows of what environments said."""
-    owners, parts = list[int](), list[_Context]()
+    owners, contexts = list[int](), list[_Context]()
     for number, sample in enumerate(samples):
-        found = list(_contexts(sample))
-        owners += [number] * len(found)
-        parts += found
-    prompts = np.array([len(part.prompt_ids) for part in parts], np.int64)
-    completions = np.array([len(part.completion_ids) for part in parts], np.int64)
+        forks = list(_contexts(sample))
+        owners += [number] * len(forks)
+        contexts += forks
+    prompts = np.array([len(context.prompt_ids) for context in contexts], np.int64)
+    completions = np.array([len(context.completion_ids) for context in contexts], np.int64)
     assert bool((prompts > 0).all()), "every sample needs a prompt token to predict from"
     lengths = prompts + completions - (completions > 0)
     tokens = np.array(
-        [t for part in parts for t in (*part.prompt_ids, *part.completion_ids[:-1])], np.int64
+        [t for context in contexts for t in (*context.prompt_ids, *context.completion_ids[:-1])],
+        np.int64,
     )
-    targets = np.array([t for part in parts for t in part.completion_ids], np.int64)
+    targets = np.array([t for context in contexts for t in context.completion_ids], np.int64)
     starts = np.cumsum(lengths) - lengths
-    sequence = np.repeat(np.arange(len(parts)), completions)
+    sequence = np.repeat(np.arange(len(contexts)), completions)
     offset = np.arange(len(targets)) - (np.cumsum(completions) - completions)[sequence]
-    places = (starts + prompts - 1)[sequence] + offset
-    trained = np.array([trained for part in parts for trained in part.mask], bool)
-    first = _first_of_prompt(parts) if share_prompts else np.arange(len(parts))
-    shared = np.where(first == np.arange(len(parts)), 0, prompts)
+    positions = (starts + prompts - 1)[sequence] + offset
+    trained = np.array([trained for context in contexts for trained in context.mask], bool)
+    first = _first_of_prompt(contexts) if share_prompts else np.arange(len(contexts))
+    shared = np.where(first == np.arange(len(contexts)), 0, prompts)
     row, whole, layout = shared_rows(lengths, first, shared)
     of_sample = np.array(owners, np.int64)[sequence]
 
     def chosen(which: NDArray[np.bool_]) -> list[Tensor]:
-        found = row[places[which]], targets[which], of_sample[which]
-        return list(map(torch.from_numpy, found))
+        forks = row[positions[which]], targets[which], of_sample[which]
+        return list(map(torch.from_numpy, forks))
 
     rows, ids, numbers = chosen(trained)
-    said = _said(parts) if observes else np.zeros(0, bool)
+    written = _said(contexts) if observes else np.zeros(0, bool)
     return PackedBatch(
         tokens=torch.from_numpy(tokens[whole]),
         layout=layout,
@@ -139,19 +140,19 @@ def pack(
         sequence=numbers,
         whole=torch.from_numpy(whole),
         context=Context(
-            *map(torch.from_numpy, (tokens, starts[sequence[trained]], places[trained]))
+            *map(torch.from_numpy, (tokens, starts[sequence[trained]], positions[trained]))
         ),
-        observed=Observed(*chosen(said)) if said.any() else None,
+        observed=Observed(*chosen(written)) if written.any() else None,
     )
 
 
 def _said(parts: Sequence[_Context]) -> NDArray[np.bool_]:
     """Return a mask of the tokens that environments wrote, among those behind the beginnings of all
     contexts."""
-    found = [np.zeros(len(part.mask), bool) for part in parts]
-    for own, part in zip(found, parts):
-        own[given_behind(part.mask)] = True
-    return np.concatenate(found)
+    masks = [np.zeros(len(context.mask), bool) for context in parts]
+    for written, context in zip(masks, parts):
+        written[given_behind(context.mask)] = True
+    return np.concatenate(masks)
 
 
 def _contexts(sample: Trainable) -> Iterator[_Context]:
@@ -176,12 +177,12 @@ def shared_rows(lengths: _Ints, first: _Ints, shared: _Ints) -> tuple[_Ints, _In
     shared[s] rows from an earlier one, first[s], which begins alike. [S] int64 each."""
     starts = np.cumsum(lengths) - lengths
     sequence = np.repeat(np.arange(len(lengths)), lengths)
-    own = np.arange(len(sequence)) - starts[sequence] >= shared[sequence]
-    row = np.cumsum(own) - 1
+    fresh = np.arange(len(sequence)) - starts[sequence] >= shared[sequence]
+    row = np.cumsum(fresh) - 1
     for s in np.flatnonzero(shared):  # in their order: an earlier one may have rows of others too
-        start, other, count = starts[s], starts[first[s]], shared[s]
-        row[start : start + count] = row[other : other + count]
-    return row, np.flatnonzero(own), _layout(row, starts, lengths, shared)
+        start, source, count = starts[s], starts[first[s]], shared[s]
+        row[start : start + count] = row[source : source + count]
+    return row, np.flatnonzero(fresh), _layout(row, starts, lengths, shared)
 
 
 def _first_of_prompt(samples: Sequence[_Context]) -> _Ints:
@@ -198,13 +199,13 @@ def _layout(row: _Ints, starts: _Ints, lengths: _Ints, contexts: _Ints) -> Layou
     page is a row's slot then."""
     if not contexts.any():
         return Layout.packed(lengths.tolist())
-    own = [s for s in range(len(lengths)) if lengths[s] > contexts[s]]
-    keys = [row[starts[s] : starts[s] + lengths[s]] for s in own]
-    table = np.zeros((len(own), max(map(len, keys))), np.int32)
-    for place, slots in enumerate(keys):
-        table[place, : len(slots)] = slots
+    live = [s for s in range(len(lengths)) if lengths[s] > contexts[s]]
+    keys = [row[starts[s] : starts[s] + lengths[s]] for s in live]
+    table = np.zeros((len(live), max(map(len, keys))), np.int32)
+    for sequence, slots in enumerate(keys):
+        table[sequence, : len(slots)] = slots
     layout = Layout.build(
-        (lengths - contexts)[own].tolist(), contexts[own].tolist(), torch.from_numpy(table), 1
+        (lengths - contexts)[live].tolist(), contexts[live].tolist(), torch.from_numpy(table), 1
     )
     start = torch.from_numpy(np.cumsum([0, *map(len, keys)]))
     copies = Copies.of(torch.from_numpy(np.concatenate(keys)), layout.num_rows)

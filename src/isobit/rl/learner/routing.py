@@ -92,10 +92,10 @@ class RoutingTotals:
         values: Sequence[int], load: Tensor | None, probabilities: Tensor
     ) -> "RoutingTotals":
         """Return the inverse of `to_json`, given the tensors."""
-        found = RoutingTotals()
-        found.load, found.probabilities = load, probabilities
-        found.differing, found.compared = values
-        return found
+        totals = RoutingTotals()
+        totals.load, totals.probabilities = load, probabilities
+        totals.differing, totals.compared = values
+        return totals
 
     def metrics(self) -> dict[str, float]:
         """Empty for a dense model."""
@@ -105,7 +105,7 @@ class RoutingTotals:
         rows = round(
             float(self.probabilities.sum())
         )  # of all layers: a row's probabilities sum to 1
-        found = {
+        metrics = {
             "router/load_max_over_mean": float((load.amax(1) / load.mean(1)).mean()),
             "router/idle_fraction": float((load == 0).double().mean()),
             "router/auxiliary_loss": float(
@@ -113,8 +113,8 @@ class RoutingTotals:
             ),
         }
         if self.compared:
-            found["router/differing_choices"] = self.differing / self.compared
-        return found
+            metrics["router/differing_choices"] = self.differing / self.compared
+        return metrics
 
 
 def served_experts(

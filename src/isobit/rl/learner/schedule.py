@@ -39,8 +39,8 @@ class Update:
         place, which says what is added first."""
         numbers, size = range(len(self.micro_batches)), gradient_sum_group
         groups = [numbers[first : first + size] for first in range(0, len(numbers), size)]
-        kept = [group for group in groups if not self.zero_advantage.issuperset(group)]
-        return [None if n in self.zero_advantage else n for group in kept for n in group]
+        groups_left = [group for group in groups if not self.zero_advantage.issuperset(group)]
+        return [None if n in self.zero_advantage else n for group in groups_left for n in group]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +87,12 @@ class Cutting:
         old log-probabilities are wanted, apart from micro-batches that are `old_zero` throughout,
         but for a few."""
         wanted = self.old(samples, old, old_zero, step)
-        parts = [
-            part for epoch in range(self.epochs) for part in self._parts(len(samples), step, epoch)
+        minibatches_ = [
+            minibatch
+            for epoch in range(self.epochs)
+            for minibatch in self._parts(len(samples), step, epoch)
         ]
-        updates = [self._update(samples, part, zero, step) for part in parts]
+        updates = [self._update(samples, minibatch, zero, step) for minibatch in minibatches_]
         return Schedule(self.whole(samples), wanted, updates)
 
     def old(
@@ -101,13 +103,13 @@ class Cutting:
         cut = self._cut(samples, old, zero)
         unneeded = without_teaching(cut, zero)
         left_out = [i for number in sorted(unneeded) for i in cut[number]]
-        needed = [part for number, part in enumerate(cut) if number not in unneeded]
+        needed = [micro_batch for number, micro_batch in enumerate(cut) if number not in unneeded]
         return [*needed, *self._cut(samples, drawn(left_out, self.measured, self.seed, step), zero)]
 
     def _parts(self, count: int, step: int, epoch: int) -> list[list[int]]:
-        parts = minibatches(count, self.updates_per_batch, self.seed, step, epoch)
+        minibatches_ = minibatches(count, self.updates_per_batch, self.seed, step, epoch)
         return [
-            sorted(part) if self.share_prompts else part for part in parts
+            sorted(minibatch) if self.share_prompts else minibatch for minibatch in minibatches_
         ]  # a prompt's together
 
     def _update(
@@ -149,24 +151,24 @@ def micro_batches(
     start, rows, keys, prompts = 0, 0, 0, set[tuple[int, ...]]()
     for index in range(0, len(samples), together):
         unit = samples[index : index + together]
-        length = sum(len(each.prompt_ids) + len(each.completion_ids) for each in unit)
-        own = _own_rows(unit, prompts) if share_prompts else length
-        if index > start and (rows + own > budget or keys + length > MOST_KEYS * budget):
+        length = sum(len(sample.prompt_ids) + len(sample.completion_ids) for sample in unit)
+        extra = _own_rows(unit, prompts) if share_prompts else length
+        if index > start and (rows + extra > budget or keys + length > MOST_KEYS * budget):
             yield range(start, index)
             start, rows, keys = index, 0, 0
             prompts.clear()
-            own = _own_rows(unit, prompts) if share_prompts else length
-        rows, keys = rows + own, keys + length
+            extra = _own_rows(unit, prompts) if share_prompts else length
+        rows, keys = rows + extra, keys + length
         if share_prompts:
-            prompts.update(each.prompt_ids for each in unit)
+            prompts.update(sample.prompt_ids for sample in unit)
     if start < len(samples):
         yield range(start, len(samples))
 
 
 def _own_rows(samples: Sequence[Trainable], prompts: set[tuple[int, ...]]) -> int:
     """Tokens of samples, those of prompts that are there counted once."""
-    new = {each.prompt_ids for each in samples} - prompts
-    return sum(map(len, new)) + sum(len(each.completion_ids) for each in samples)
+    new = {sample.prompt_ids for sample in samples} - prompts
+    return sum(map(len, new)) + sum(len(sample.completion_ids) for sample in samples)
 
 
 def minibatches(count: int, updates: int, seed: int, step: int, epoch: int) -> list[list[int]]:
@@ -180,4 +182,6 @@ def minibatches(count: int, updates: int, seed: int, step: int, epoch: int) -> l
         return [list(range(count))]
     key = np.random.SeedSequence([seed, step, epoch]).generate_state(2, np.uint64)
     order = np.argsort(np.random.Philox(key=key).random_raw(count), kind="stable")
-    return [part.tolist() for part in np.array_split(order, updates) if part.size > 0]
+    return [
+        minibatch.tolist() for minibatch in np.array_split(order, updates) if minibatch.size > 0
+    ]

@@ -29,12 +29,12 @@ def zero_advantage_samples(
     if objective.router_aux_coefficient > 0:
         return [False] * len(advantages)
     penalized = objective.kl_coefficient > 0 and not objective.kl_in_reward
-    other = objective.loss == "divergence" or objective.loss not in LOSSES
-    if penalized or objective.pays_entropy or other:
+    unknown = objective.loss == "divergence" or objective.loss not in LOSSES
+    if penalized or objective.pays_entropy or unknown:
         return list(masked)
     return [
-        out or not (said or bool(advantage.any()))
-        for advantage, out, said in zip(advantages, masked, observed, strict=True)
+        out or not (written or bool(advantage.any()))
+        for advantage, out, written in zip(advantages, masked, observed, strict=True)
     ]
 
 

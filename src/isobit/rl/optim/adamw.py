@@ -59,12 +59,12 @@ class AdamW:
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         device = {name: self._masters.parameters[name].device for name in state}
         self._state = {
-            name: {key: value.to(device[name], copy=True) for key, value in given.items()}
-            for name, given in state.items()
+            name: {key: value.to(device[name], copy=True) for key, value in tensors.items()}
+            for name, tensors in state.items()
         }
 
     def _update_wide(self, names: list[str], rate: float, weight_decay: float) -> None:
-        """FP32 masters, in place."""
+        """Update FP32 masters, in place."""
         states = [self._state_of(name) for name in names]
         moments = [[state[key] for state in states] for key in _MOMENTS]
         gradients = [self._masters.holders[name].grad for name in names]
@@ -75,19 +75,20 @@ class AdamW:
         self._masters.free_gradients(names)
 
     def _update_narrow(self, group: list[Piece], rate: float, weight_decay: float) -> None:
-        """BF16 masters: a step counts once for all pieces of a parameter, with the last of them."""
+        """Update BF16 masters: a step counts once for all pieces of a parameter, with the last of
+        them."""
         states = [self._state_of(name) for name, _ in group]
         moments = [
-            [state[key].view(-1)[part] for state, (_, part) in zip(states, group)]
+            [state[key].view(-1)[rows] for state, (_, rows) in zip(states, group)]
             for key in _MOMENTS
         ]
-        gradients = [self._masters.gradient(name, part) for name, part in group]
+        gradients = [self._masters.gradient(name, rows) for name, rows in group]
         steps = [state["step"].clone() for state in states]
         masters = [self._masters.wide(*piece) for piece in group]
         self._adamw(masters, gradients, moments, steps, rate, weight_decay)
-        for (name, part), values, step in zip(group, masters, torch.stack(steps).tolist()):
-            self._masters.put(name, part, values, int(step))
-            if part.stop == self._masters.parameters[name].numel():
+        for (name, rows), values, step in zip(group, masters, torch.stack(steps).tolist()):
+            self._masters.put(name, rows, values, int(step))
+            if rows.stop == self._masters.parameters[name].numel():
                 self._state[name]["step"] += 1
                 self._masters.free_gradients([name])
 

@@ -36,7 +36,7 @@ class Form:
         return self.dtype.itemsize * math.prod(self.shape) if self.shape else 0
 
     def rows(self, shards: Shards, name: str) -> slice | EllipsisType:
-        """Those that belong to the rows which this rank keeps of a master."""
+        """Return those that belong to the rows which this rank keeps of a master."""
         if not self.shape:
             return ...
         ratio = self.block * math.prod(self.shape[1:])
@@ -67,24 +67,26 @@ class Optimizer(Protocol):
 
     @staticmethod
     def takes(name: str, shape: Sequence[int], settings: OptimizerSettings) -> bool:
-        """Whether it updates a master of this name and whole shape in a run of these settings."""
+        """Return whether it updates a master of this name and whole shape in a run of these
+        settings."""
 
     @staticmethod
     def forms(shape: tuple[int, ...]) -> Mapping[str, Form]:
-        """The state of a master of this shape, or of some whole rows of it, by key; `step` is
-        one."""
+        """Return the state of a master of this shape, or of some whole rows of it, by key; `step`
+        is one."""
 
     def update(self, names: Sequence[str], rate: float) -> None:
-        """One update of those of this rank's masters that have a gradient, at this learning rate.
-        Each gradient is freed when it was applied."""
+        """Update those of this rank's masters that have a gradient, at this learning rate. Each
+        gradient is freed when it was applied."""
 
     def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """The state of this rank's rows, by master and key; empty before the first update."""
+        """Return the state of this rank's rows, by master and key; empty before the first
+        update."""
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Take a copy of what `tensors` gave; other masters begin again."""
 
 
 def state_bytes(forms: Mapping[str, Form]) -> int:
-    """Of one master's state."""
+    """Return the bytes of one master's state."""
     return sum(form.nbytes for form in forms.values())

@@ -10,7 +10,7 @@ no library and no processor decides their bits. Embedding and head stay in 32 bi
 
 What a block's largest magnitude leaves for small ones decides how far an element may move, since a
 step divides by the root of the second moment. Rounded to the nearest value, as torchao and
-bitsandbytes do it, a second moment far below its block's largest becomes 0 beside a first moment
+bitsandbytes do it, a second moment far below its block's largest becomes 0 next to a first moment
 that does not, or is held below what its gradients add to it, and the first moment of an element
 whose gradient ended stays: steps of 25 to many thousands of the learning rate
 (`tests/rl/test_step_sizes.py`). So
@@ -51,35 +51,35 @@ Draw = Callable[[Tensor], Tensor]
 
 
 def quantizable(name: str, shape: Sequence[int]) -> bool:
-    """Whether the moments of a parameter of this name and shape can be kept in 8 bits."""
+    """Return whether the moments of a parameter of this name and shape can be kept in 8 bits."""
     count = math.prod(shape)
     return name not in _IN_32_BITS and count >= _LEAST and count % _BLOCK == 0
 
 
 def code_book(signed: bool) -> list[Fraction]:
-    """The 256 values in ascending order."""
-    found = [Fraction(0), Fraction(1)]
+    """Return the 256 values in ascending order."""
+    codes = [Fraction(0), Fraction(1)]
     for decade in range(_DECADES):
-        parts = 2**decade * (1 if signed else 2)
+        steps = 2**decade * (1 if signed else 2)
         size = Fraction(10) ** (decade - _DECADES + 1)
-        middles = [size * (1 + 9 * Fraction(2 * part + 1, 2 * parts)) / 10 for part in range(parts)]
-        found += [*middles, *(-middle for middle in middles)] if signed else middles
-    return sorted(found)
+        middles = [size * (1 + 9 * Fraction(2 * i + 1, 2 * steps)) / 10 for i in range(steps)]
+        codes += [*middles, *(-middle for middle in middles)] if signed else middles
+    return sorted(codes)
 
 
 @cache
 def _values(signed: bool, device: torch.device) -> Tensor:
-    """[256] float32, ascending."""
+    """Return [256] float32, ascending."""
     return torch.tensor(
         [float(value) for value in code_book(signed)], dtype=torch.float32, device=device
     )
 
 
 def smallest_second(first: Tensor, betas: tuple[float, float], step: int) -> Tensor | float:
-    """The smallest second moment that any gradients of `step` updates give beside a first one, of
-    each element. With decays a and b, and the gradient of j updates ago g[j], the square of the
-    first, (1 - a) sum a^j g[j], is at most (1 - a)^2 sum (a^2 / b)^j times sum b^j g[j]^2, where
-    the last is the second / (1 - b)."""
+    """Return the smallest second moment that any gradients of `step` updates give next to a first
+    one, of each element. With decays a and b, and the gradient of j updates ago g[j], the square of
+    the first, (1 - a) sum a^j g[j], is at most (1 - a)^2 sum (a^2 / b)^j times sum b^j g[j]^2,
+    where the last is the second / (1 - b)."""
     a, b = betas
     if a * a >= b:
         return 0.0  # the sum grows without limit
@@ -98,29 +98,29 @@ class Moment:
 
     @staticmethod
     def zeros(like: Tensor, signed: bool) -> "Moment":
-        """All 0, where `like` is: every scale is 0."""
+        """Return all 0, where `like` is: every scale is 0."""
         scale = torch.zeros(like.numel() // _BLOCK, device=like.device)
         return Moment(torch.zeros(like.shape, dtype=torch.uint8, device=like.device), scale, signed)
 
     def read(self, part: slice) -> Tensor:
         """Elements of whole blocks, [elements] float32."""
-        found = _values(self.signed, self.codes.device)[self.codes.view(-1)[part].int()].view(
+        values = _values(self.signed, self.codes.device)[self.codes.view(-1)[part].int()].view(
             -1, _BLOCK
         )
-        return found.mul_(self._scales(part).unsqueeze(1)).view(-1)
+        return values.mul_(self._scales(part).unsqueeze(1)).view(-1)
 
     def write(self, part: slice, moments: Tensor, draw: Draw) -> None:
         """Round elements of whole blocks, [elements] float32, to the value below or above; what is
         above 0 and has no sign is not rounded to 0."""
         blocks, values = moments.view(-1, _BLOCK), _values(self.signed, self.codes.device)
         scale = blocks.abs().amax(1).clamp_min_(torch.finfo(torch.float32).tiny)
-        given = (blocks / scale.unsqueeze(1)).view(-1)
+        ratios = (blocks / scale.unsqueeze(1)).view(-1)
         below = (
-            torch.bucketize(given, values, out_int32=True, right=True)
+            torch.bucketize(ratios, values, out_int32=True, right=True)
             .sub_(1)
             .clamp_(0, len(values) - 2)
         )
-        codes = below.add_(draw(_way_up(given, below, values)))
+        codes = below.add_(draw(_way_up(ratios, below, values)))
         if not self.signed:
             codes = torch.maximum(codes, moments > 0)
         self.codes.view(-1)[part] = codes.to(torch.uint8)
@@ -168,18 +168,18 @@ class AdamW8bit:
         parameter = self._masters.parameters[name]
         moments = self._moments.setdefault(name, _fresh(parameter))
         step = self._steps[name] = self._steps.get(name, 0) + 1
-        for part in parts_of(parameter.numel()):
-            gradient, master = self._masters.gradient(name, part), self._masters.wide(name, part)
-            first = moments["exp_avg"].read(part).lerp_(gradient, 1 - beta1)
-            second = moments["exp_avg_sq"].read(part).lerp_(gradient.square(), 1 - beta2)
+        for rows in parts_of(parameter.numel()):
+            gradient, master = self._masters.gradient(name, rows), self._masters.wide(name, rows)
+            first = moments["exp_avg"].read(rows).lerp_(gradient, 1 - beta1)
+            second = moments["exp_avg_sq"].read(rows).lerp_(gradient.square(), 1 - beta2)
             second.clamp_min_(smallest_second(first, self.settings.betas, step))
             for key, values in (("exp_avg", first), ("exp_avg_sq", second)):
-                draw = partial(self._masters.draw, f"{key} {name}", name, part, step)
-                moments[key].write(part, values, draw)
+                draw = partial(self._masters.draw, f"{key} {name}", name, rows, step)
+                moments[key].write(rows, values, draw)
             master.mul_(1 - rate * weight_decay)
             denominator = second.sqrt_().div_(math.sqrt(1 - beta2**step)).add_(self.settings.eps)
             master.addcdiv_(first, denominator, value=-rate / (1 - beta1**step))
-            self._masters.put(name, part, master, step)
+            self._masters.put(name, rows, master, step)
 
     def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
         return {
@@ -191,12 +191,12 @@ class AdamW8bit:
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         self._moments, self._steps = {}, {}
-        for name, given in state.items():
+        for name, tensors in state.items():
             self._moments[name] = _fresh(self._masters.parameters[name])
-            self._steps[name] = int(given["step"])
+            self._steps[name] = int(tensors["step"])
             for key, moment in self._moments[name].items():
-                moment.codes.copy_(given[f"{key}.codes"])
-                moment.scale.copy_(given[f"{key}.scale"])
+                moment.codes.copy_(tensors[f"{key}.codes"])
+                moment.scale.copy_(tensors[f"{key}.scale"])
 
 
 def _fresh(parameter: Tensor) -> dict[str, Moment]:
@@ -204,8 +204,8 @@ def _fresh(parameter: Tensor) -> dict[str, Moment]:
 
 
 def _way_up(given: Tensor, below: Tensor, values: Tensor) -> Tensor:
-    """How far each element, which is overwritten, lies on the way from the value below it to the
-    next one: from 0 to just below 1."""
+    """Return how far each element, which is overwritten, lies on the way from the value below it to
+    the next one: from 0 to just below 1."""
     low = values[below]
     way = given.sub_(low).div_(values[1:][below].sub_(low))
     return way.clamp_(0, 1 - 2**-16)  # a book has no -1, and 1 as its last

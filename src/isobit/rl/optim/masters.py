@@ -45,8 +45,8 @@ class UpdatedMasters:
     def by_decay(self, names: Sequence[str], weight_decay: float) -> list[tuple[float, list[str]]]:
         """Masters by their weight decay: matrices have it, norms and biases none."""
         matrices = [name for name in names if self.parameters[name].ndim > 1]
-        others = [name for name in names if self.parameters[name].ndim <= 1]
-        return [(weight_decay, matrices), (0.0, others)]
+        vectors = [name for name in names if self.parameters[name].ndim <= 1]
+        return [(weight_decay, matrices), (0.0, vectors)]
 
     def gradient(self, name: str, part: slice) -> Tensor:
         """Some elements [n] of that of a parameter that has one."""
@@ -73,25 +73,25 @@ class UpdatedMasters:
     def draw(self, what: str, name: str, part: slice, step: int, chances: Tensor) -> Tensor:
         """True with these chances [n], each below 1 and cut to 16 bits, for elements of a
         parameter's update number `step`; `what` is theirs alone."""
-        ones = (chances.mul_(1 << 16).int() + _ONE).view(torch.float32)
+        floats = (chances.mul_(1 << 16).int() + _ONE).view(torch.float32)
         key = _key(f"{what} {self.seed}")
-        return self.ops.round_stochastically(ones, key, step, self._first(name, part)) > 1
+        return self.ops.round_stochastically(floats, key, step, self._first(name, part)) > 1
 
     def _first(self, name: str, part: slice) -> int:
-        """The number of a part's first element in the whole parameter."""
+        """Return the number of a part's first element in the whole parameter."""
         return self.shards.own(name)[0] * self.shards.width(name) + part.start
 
 
 def _key(what: str) -> int:
-    """64 bits that have nothing to do with those that tokens are drawn with."""
+    """Return 64 bits that have nothing to do with those that tokens are drawn with."""
     digest = hashlib.sha256(what.encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
 def pieces(names: Sequence[str], parameters: Mapping[str, Tensor]) -> Iterator[list[Piece]]:
-    """The parameters in their order, as pieces of at most `AT_ONCE` elements together."""
-    parts = ((name, part) for name in names for part in parts_of(parameters[name].numel()))
-    return grouped(((piece, piece[1].stop - piece[1].start) for piece in parts), AT_ONCE)
+    """Return the parameters in their order, as pieces of at most `AT_ONCE` elements together."""
+    slices = ((name, rows) for name in names for rows in parts_of(parameters[name].numel()))
+    return grouped(((piece, piece[1].stop - piece[1].start) for piece in slices), AT_ONCE)
 
 
 def parts_of(count: int) -> Iterator[slice]:

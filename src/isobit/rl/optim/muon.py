@@ -78,7 +78,7 @@ class Muon:
         return {"step": STEP, _BUFFER: Form(torch.float32, shape)}
 
     def update(self, names: Sequence[str], rate: float) -> None:
-        updated = {name for given in self._ranks.all_gather_json(list(names)) for name in given}
+        updated = {name for local in self._ranks.all_gather_json(list(names)) for name in local}
         turns = [
             list(
                 grouped(
@@ -92,13 +92,13 @@ class Muon:
 
     def _take_turn(self, turn: Turn, rate: float) -> None:
         whole = self._all_rows(
-            turn, {n: self._momentum(n) for each in turn for n in each if self._shards.owned(n)}
+            turn, {n: self._momentum(n) for batch in turn for n in batch if self._shards.owned(n)}
         )
         for name, matrices in whole.items():
             heights = list(self._masters.matrices.get(name, (len(matrices),)))
             for matrix in matrices.split(heights):
-                found = orthogonalized(matrix, self.settings.ns_steps, self._ops)
-                matrix.copy_(found.mul_(adjustment(matrix.shape, self.settings.adjust_lr)))
+                update = orthogonalized(matrix, self.settings.ns_steps, self._ops)
+                matrix.copy_(update.mul_(adjustment(matrix.shape, self.settings.adjust_lr)))
         for name, change in self._own_rows(turn, whole).items():
             self._apply(name, change, rate)
 
@@ -113,35 +113,35 @@ class Muon:
         # no lerp, and no sum with a factor: at the end of a vector they may be rounded in another
         # way
         buffer.add_(gradient.sub(buffer).mul_(1 - momentum))
-        found = (
+        moment = (
             buffer.sub(gradient).mul_(momentum).add_(gradient)
             if self.settings.nesterov
             else buffer.clone()
         )
         self._masters.free_gradients([name])
-        return found
+        return moment
 
     def _all_rows(self, turn: Turn, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gather, from the rows that every rank keeps, all rows of the masters that this rank
         orthogonalizes in a turn."""
         mine = turn[self._ranks.rank]
-        given = [[rows[name] for name in names if name in rows] for names in turn]
-        found = {
+        tensors = [[rows[name] for name in names if name in rows] for names in turn]
+        whole = {
             name: torch.empty(self._shards.shapes[name], device=self._ops.device) for name in mine
         }
-        pieces = [self._rows_of(found, rank) for rank in range(self._ranks.size)]
-        self._exchange(given, pieces)
-        return found
+        pieces = [self._rows_of(whole, rank) for rank in range(self._ranks.size)]
+        self._exchange(tensors, pieces)
+        return whole
 
     def _own_rows(self, turn: Turn, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's rows of all masters of a turn, from whole ones; the inverse of
         `_all_rows`."""
         pieces = [self._rows_of(whole, rank) for rank in range(self._ranks.size)]
-        found: dict[str, Tensor] = {}
+        local: dict[str, Tensor] = {}
         for name in (name for names in turn for name in names if self._shards.owned(name)):
-            found[name] = torch.empty(self._shards.own_shape(name), device=self._ops.device)
-        self._exchange(pieces, [[found[name] for name in names if name in found] for names in turn])
-        return found
+            local[name] = torch.empty(self._shards.own_shape(name), device=self._ops.device)
+        self._exchange(pieces, [[local[name] for name in names if name in local] for names in turn])
+        return local
 
     def _rows_of(self, whole: Mapping[str, Tensor], rank: int) -> list[Tensor]:
         """Return views of the rows that a rank keeps."""
@@ -157,19 +157,19 @@ class Muon:
             [sum(t.numel() for t in each) for each in side] for side in (sent, received)
         )
         joined = torch.cat(message) if message else torch.empty(0, device=self._ops.device)
-        found = self._ranks.all_to_all(joined, sizes, expected, range(self._ranks.size))()
+        data = self._ranks.all_to_all(joined, sizes, expected, range(self._ranks.size))()
         for tensor, piece in zip(
-            into, found.split([tensor.numel() for tensor in into]) if into else ()
+            into, data.split([tensor.numel() for tensor in into]) if into else ()
         ):
             tensor.copy_(piece.view_as(tensor))
 
     def _apply(self, name: str, change: Tensor, rate: float) -> None:
         step = self._steps[name] = self._steps.get(name, 0) + 1
-        for part in parts_of(change.numel()):
-            master = self._masters.wide(name, part)
+        for span in parts_of(change.numel()):
+            master = self._masters.wide(name, span)
             master.mul_(1 - rate * self.settings.weight_decay)
-            master.sub_(change.view(-1)[part].mul_(rate))
-            self._masters.put(name, part, master, step)
+            master.sub_(change.view(-1)[span].mul_(rate))
+            self._masters.put(name, span, master, step)
 
     def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
         return {
@@ -178,10 +178,10 @@ class Muon:
         }
 
     def load(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        self._steps = {name: int(given["step"]) for name, given in state.items()}
+        self._steps = {name: int(tensors["step"]) for name, tensors in state.items()}
         self._buffers = {
-            name: given[_BUFFER].to(self._masters.parameters[name].device, copy=True)
-            for name, given in state.items()
+            name: tensors[_BUFFER].to(self._masters.parameters[name].device, copy=True)
+            for name, tensors in state.items()
         }
 
 
@@ -233,10 +233,10 @@ def _assigned(shapes: Mapping[str, tuple[int, ...]], size: int) -> list[list[str
         short, long = sorted(shapes[name])
         return short * short * (2 * long + short)
 
-    found: list[list[str]] = [[] for _ in range(size)]
+    shares: list[list[str]] = [[] for _ in range(size)]
     least = [(0, rank) for rank in range(size)]
     for name in sorted(shapes, key=lambda name: (-cost(name), name)):
         busy, rank = heapq.heappop(least)
-        found[rank].append(name)
+        shares[rank].append(name)
         heapq.heappush(least, (busy + cost(name), rank))
-    return found
+    return shares

@@ -125,7 +125,7 @@ _MUONS = ("momentum", "nesterov", "ns_steps", "adjust_lr")
 
 
 def learning_rate(step: int, settings: OptimizerSettings) -> float:
-    """The rate of step 0, 1, ...: linear warmup, then constant, linear or cosine decay.
+    """Return the rate of step 0, 1, ...: linear warmup, then constant, linear or cosine decay.
 
     Warmup reaches the peak in its last step; the decay begins at the peak and would reach
     `final_fraction` of it at step `total_steps`, one after the last.

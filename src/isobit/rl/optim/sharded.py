@@ -35,7 +35,7 @@ OPTIMIZERS: tuple[type[Optimizer], ...] = (AdamW8bit, Muon, AdamW)
 def optimizer_type(name: str, shape: Sequence[int], settings: OptimizerSettings) -> type[Optimizer]:
     """Return the optimizer that updates a master of this name and whole shape. Only the part of the
     name after the last point counts."""
-    return next(each for each in OPTIMIZERS if each.takes(name, shape, settings))
+    return next(kind for kind in OPTIMIZERS if kind.takes(name, shape, settings))
 
 
 def bytes_of_state(name: str, shape: tuple[int, ...], settings: OptimizerSettings) -> int:
@@ -79,7 +79,7 @@ class ShardedOptimizer:
         }
         self._optimizers: dict[type[Optimizer], Optimizer] = {}
         for kind in OPTIMIZERS:
-            names = [name for name, each in self._kinds.items() if each is kind]
+            names = [name for name, type_ in self._kinds.items() if type_ is kind]
             if names:
                 self._optimizers[kind] = kind(self._masters, names, settings)
         self.checksums = Checksums(self._written_by_step)
@@ -155,10 +155,10 @@ class ShardedOptimizer:
     def state(self) -> dict[str, Tensor]:
         """Return the state of the rows that this rank keeps, copied to the CPU, by names such as
         `NAME.exp_avg` (`Optimizer.forms`). Empty before the first update."""
-        found = self._tensors()
+        tensors = self._tensors()
         return {
             f"{name}.{key}": t.to("cpu", copy=True)
-            for name, state in found.items()
+            for name, state in tensors.items()
             for key, t in state.items()
         }
 
@@ -167,14 +167,14 @@ class ShardedOptimizer:
         keeps; `.step` is written by the rank that keeps the first rows."""
         mine = self._tensors()
         known = {name for names in self.shards.ranks.all_gather_json(list(mine)) for name in names}
-        found: dict[str, Part] = {}
+        pieces: dict[str, Part] = {}
         for name in known:
             lo, _ = self.shards.own(name)
             for key, form in self._kinds[name].forms(self.shards.shapes[name]).items():
                 tensor = mine[name][key] if name in mine and (form.shape or lo == 0) else None
                 start = lo * self.shards.width(name) // form.block if form.shape else 0
-                found[f"{name}.{key}"] = Part(form.dtype, form.shape, tensor, start)
-        return found
+                pieces[f"{name}.{key}"] = Part(form.dtype, form.shape, tensor, start)
+        return pieces
 
     def load_state(self, tensors: Mapping[str, Tensor | FileTensor]) -> None:
         """Restore what `state` returned, bit for bit; from the state of all ranks this rank reads
@@ -222,18 +222,18 @@ class ShardedOptimizer:
 
     def _tensors(self) -> dict[str, Mapping[str, Tensor]]:
         """Return the state that this rank keeps, by parameter and key."""
-        found: dict[str, Mapping[str, Tensor]] = {}
+        tensors: dict[str, Mapping[str, Tensor]] = {}
         for optimizer in self._optimizers.values():
-            found |= optimizer.tensors()
-        return found
+            tensors |= optimizer.tensors()
+        return tensors
 
     def _written_by_step(self) -> dict[str, Tensor]:
         """Return the masters and the optimizers' state, which a step writes."""
-        found: dict[str, Tensor] = {
+        tensors: dict[str, Tensor] = {
             f"master {name}": parameter for name, parameter in self.parameters.items()
         }
         states = self._tensors()
-        return found | {
+        return tensors | {
             f"{key} of {name}": value
             for name, state in states.items()
             for key, value in state.items()

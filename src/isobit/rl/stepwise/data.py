@@ -44,9 +44,9 @@ class Datum:
 
     def of_rows(self, name: str, default: float = 0.0) -> Tensor:
         """Return an input of each target in turn, float32; the default where it is not given."""
-        given = self.inputs.get(name)
+        values = self.inputs.get(name)
         count = self.targets.numel()
-        return torch.full((count,), default) if given is None else given.float().reshape(-1)
+        return torch.full((count,), default) if values is None else values.float().reshape(-1)
 
 
 def check(datum: Datum, place: int, loss: Loss, vocab_size: int, longest: int) -> None:
@@ -108,11 +108,11 @@ def _check_numbers(given: Tensor, what: str, targets: Tensor) -> None:
 def micro_batches(data: Sequence[Datum], budget: int) -> Iterator[range]:
     """Consecutive ranges of data of at most `budget` targets; a datum with more stands alone."""
     start = total = 0
-    for place, datum in enumerate(data):
+    for index, datum in enumerate(data):
         size = datum.targets.numel()
-        if place > start and total + size > budget:
-            yield range(start, place)
-            start, total = place, 0
+        if index > start and total + size > budget:
+            yield range(start, index)
+            start, total = index, 0
         total += size
     if start < len(data):
         yield range(start, len(data))
@@ -124,7 +124,7 @@ def pack(data: Sequence[Datum], share: bool = True) -> PackedBatch:
     lengths = torch.tensor([len(datum.tokens) for datum in data])
     widths = torch.tensor([datum.targets.numel() // len(datum.tokens) for datum in data])
     tokens = torch.tensor([token for datum in data for token in datum.tokens], dtype=torch.int64)
-    places = torch.arange(len(tokens)).repeat_interleave(widths.repeat_interleave(lengths))
+    positions = torch.arange(len(tokens)).repeat_interleave(widths.repeat_interleave(lengths))
     sequence = torch.arange(len(data)).repeat_interleave(widths * lengths)
     starts = (lengths.cumsum(0) - lengths)[sequence]
     first, shared = begun_alike([datum.tokens for datum in data])
@@ -132,11 +132,11 @@ def pack(data: Sequence[Datum], share: bool = True) -> PackedBatch:
     return PackedBatch(
         tokens=tokens[whole],
         layout=layout,
-        rows=torch.from_numpy(row)[places],
+        rows=torch.from_numpy(row)[positions],
         targets=torch.cat([datum.targets.reshape(-1) for datum in data]),
         sequence=sequence,
         whole=torch.from_numpy(whole),
-        context=Context(tokens, starts, places),
+        context=Context(tokens, starts, positions),
     )
 
 
@@ -150,11 +150,11 @@ def begun_alike(
         tuple[tuple[int, ...], int]
     ]()  # of which neighbours have the most in common
     for number, tokens in enumerate(sequences):
-        place = bisect_left(sorted_before, (tokens, number))
-        for other, earlier in sorted_before[max(place - 1, 0) : place + 1]:
-            if (count := _in_common(tokens, other)) > shared[number]:
+        rank = bisect_left(sorted_before, (tokens, number))
+        for neighbour, earlier in sorted_before[max(rank - 1, 0) : rank + 1]:
+            if (count := _in_common(tokens, neighbour)) > shared[number]:
                 first[number], shared[number] = earlier, count
-        sorted_before.insert(place, (tokens, number))
+        sorted_before.insert(rank, (tokens, number))
     if shared.sum() < _LEAST_SHARED * sum(map(len, sequences)):
         return np.arange(len(sequences)), np.zeros_like(shared)
     return first, shared
@@ -165,4 +165,4 @@ def _in_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     length = min(len(one), len(other))
     if one[:length] == other[:length]:
         return length
-    return next(place for place in range(length) if one[place] != other[place])
+    return next(index for index in range(length) if one[index] != other[index])

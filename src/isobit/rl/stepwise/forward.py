@@ -35,14 +35,14 @@ def logprobs(
         taken = copied(hidden, copies, ops)
         return transformer.head_logprobs(taken, targets.to(ops.device))[0].cpu()
 
-    found, size = torch.empty(len(taught)), model.config.vocab_size
+    results, size = torch.empty(len(taught)), model.config.vocab_size
     pairs = packed.rows * size + packed.targets
-    distinct, place = torch.unique(pairs[~taught], return_inverse=True)
+    distinct, inverse = torch.unique(pairs[~taught], return_inverse=True)
     with torch.no_grad():
-        others = of(distinct // size, distinct % size, hidden.detach())[place]
-    found = found.masked_scatter(~taught, others)
+        untaught = of(distinct // size, distinct % size, hidden.detach())[inverse]
+    results = results.masked_scatter(~taught, untaught)
     if bool(taught.any()):
         learned = of(packed.rows[taught], packed.targets[taught], hidden)
-        found = found.masked_scatter(taught, learned)
+        results = results.masked_scatter(taught, learned)
     ops.raise_faults()
-    return found
+    return results

@@ -54,7 +54,7 @@ class Adam:
     grad_clip_norm: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in (each.name for each in fields(self)):
+        for name in (field.name for field in fields(self)):
             value = getattr(self, name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             least = _SMALLEST_EPS if name == "eps" else 0
@@ -128,7 +128,7 @@ class StepwiseLearner:
         yield from self._compute_again()
         copies = self._copies()
         try:
-            found = yield from self._run(data, *checked, gradient=True)
+            results = yield from self._run(data, *checked, gradient=True)
             if not (norm := self._optimizer.gradient_norm()) <= _LARGEST_NORM:
                 raise NonFiniteError(
                     f"forward_backward: the gradient's norm is {norm:.3g}, and may be "
@@ -138,7 +138,7 @@ class StepwiseLearner:
             self._undo(copies)
             raise
         self._remember(data, *checked)
-        return found
+        return results
 
     def optim_step(self, adam: Adam) -> Mapping[str, float]:
         """Update the masters once, by AdamW and the gradients since the last step, clear these
@@ -185,10 +185,10 @@ class StepwiseLearner:
         `optimizer` asks for it."""
         masters = read_masters(folder, self.model)
         state = read_moments(folder) if optimizer else {}
-        found = ShardedOptimizer.of(self.model, self._optimizer.settings)
-        found.load_state(state)
+        fresh = ShardedOptimizer.of(self.model, self._optimizer.settings)
+        fresh.load_state(state)
         self._optimizer.zero_grad()
-        self._optimizer, self._calls, self._undone = found, [], False
+        self._optimizer, self._calls, self._undone = fresh, [], False
         with torch.no_grad():
             for name, parameter in self.model.named_parameters().items():
                 parameter.copy_(masters[name])
@@ -202,22 +202,22 @@ class StepwiseLearner:
         options = options_of(name, loss, given)
         if not data:
             raise IsobitError("data: expected at least one datum")
-        for place, datum in enumerate(data):
-            check(datum, place, loss, config.vocab_size, config.max_positions)
+        for index, datum in enumerate(data):
+            check(datum, index, loss, config.vocab_size, config.max_positions)
         return loss, options
 
     def _run(
         self, data: Sequence[Datum], loss: Loss, options: Mapping[str, float], gradient: bool
     ) -> Parts[Outputs]:
         rows, total = list[Tensor](), 0.0
-        for part in micro_batches(data, self._micro_batch_tokens):
-            if part.start:
+        for micro_batch in micro_batches(data, self._micro_batch_tokens):
+            if micro_batch.start:
                 yield
             masters = self.model.transformer.masters.leaves.values()
             with torch.set_grad_enabled(gradient), adding_in_place(masters):
-                found, value = self._micro_batch([data[i] for i in part], loss, options)
+                outputs, value = self._micro_batch([data[i] for i in micro_batch], loss, options)
             self.model.ops.raise_faults()  # while they are of this work
-            rows += found
+            rows += outputs
             total += value
         return Outputs(rows, {"loss:sum": total})
 
@@ -234,8 +234,8 @@ class StepwiseLearner:
             for name, default in wanted.items()
         }
         taught = torch.ones(packed.num_targets) if loss.factor is None else inputs[loss.factor]
-        found = logprobs(self.model, packed, taught != 0, self._recompute)
-        losses = loss.of(Rows(found, inputs, packed.sequence))
+        logprobs_ = logprobs(self.model, packed, taught != 0, self._recompute)
+        losses = loss.of(Rows(logprobs_, inputs, packed.sequence))
         value = total(losses)
         if not math.isfinite(value):
             raise NonFiniteError(
@@ -243,7 +243,7 @@ class StepwiseLearner:
             )
         if torch.is_grad_enabled():
             losses.sum().backward()
-        rows = found.detach().split([datum.targets.numel() for datum in data])
+        rows = logprobs_.detach().split([datum.targets.numel() for datum in data])
         return [row.view(datum.targets.shape) for row, datum in zip(rows, data)], value
 
     def _copies(self) -> dict[str, Tensor | None] | None:
@@ -285,9 +285,11 @@ class StepwiseLearner:
         than the gradients."""
         if self._calls is None:
             return
-        own = [Datum(one.tokens, {k: v.clone() for k, v in one.inputs.items()}) for one in data]
-        self._call_bytes = _bytes_of(own) + (self._call_bytes if self._calls else 0)
-        self._calls.append((own, loss, options))
+        copies = [
+            Datum(datum.tokens, {k: v.clone() for k, v in datum.inputs.items()}) for datum in data
+        ]
+        self._call_bytes = _bytes_of(copies) + (self._call_bytes if self._calls else 0)
+        self._calls.append((copies, loss, options))
         if self._call_bytes > self._optimizer.gradient_bytes:
             self._calls = None
 

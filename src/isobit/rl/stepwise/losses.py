@@ -134,10 +134,10 @@ def options_of(name: str, loss: Loss, given: Mapping[str, float]) -> dict[str, f
             raise IsobitError(
                 f"loss {name}: {key}: expected a number from 0 on, got {brief(repr(value))}"
             )
-    found = {**loss.options, **given}
-    if found.get(LOW, 0.0) > found.get(HIGH, 0.0):
+    options = {**loss.options, **given}
+    if options.get(LOW, 0.0) > options.get(HIGH, 0.0):
         raise IsobitError(
-            f"loss {name}: {LOW} {found[LOW]:g} is above {HIGH} {found[HIGH]:g}; they are bounds "
+            f"loss {name}: {LOW} {options[LOW]:g} is above {HIGH} {options[HIGH]:g}; they are bounds "
             "of the ratio, such as 0.8 and 1.2"
         )
-    return found
+    return options

@@ -48,11 +48,11 @@ def read_masters(folder: Path, model: Model) -> dict[str, Tensor]:
         dtype = model.transformer.masters.dtype
         with open_weights(folder, lambda s: names.check_shapes(s, config, str(folder))) as weights:
             return names.fuse(weights.rows, config, model.ranks, dtype)
-    found = read_peft(folder, config)
-    same = (found.rank, found.alpha, found.rslora, found.projections)
+    peft = read_peft(folder, config)
+    same = (peft.rank, peft.alpha, peft.rslora, peft.projections)
     if same != (adapter.rank, adapter.alpha, adapter.rslora, adapter.projections):
-        raise IsobitError(f"{folder}: {found}, and this run trains an {adapter}")
-    return dict(found.tensors)
+        raise IsobitError(f"{folder}: {peft}, and this run trains an {adapter}")
+    return dict(peft.tensors)
 
 
 def read_moments(folder: Path) -> dict[str, Tensor]:
@@ -64,10 +64,10 @@ def read_moments(folder: Path) -> dict[str, Tensor]:
     try:
         check_readable(path)
         with safe_open(path, framework="pt") as file:
-            found = {name: tensor[...] for name, tensor in file_tensors(file).items()}
+            moments = {name: tensor[...] for name, tensor in file_tensors(file).items()}
     except (OSError, SafetensorError) as error:
         raise IsobitError(f"{path}: cannot be read: {error}") from None
-    for name, tensor in found.items():
+    for name, tensor in moments.items():
         if tensor.dtype != torch.float32 or not bool(tensor.isfinite().all()):
             raise IsobitError(f"{path}: {name} is not of finite float32 numbers")
-    return found
+    return moments

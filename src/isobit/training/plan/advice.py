@@ -53,22 +53,22 @@ def fits_well(job: Job, found: MemoryPlan) -> bool:
 def changes(job: Job) -> list[Change]:
     """Keys that lower the total, each by itself; first those that change least of the run."""
     now = plan(job).total
-    found = []
+    candidates = []
     for key in _keys(job):
         try:
             total = plan(job.changed(key)).total
         except IsobitError:  # it goes with nothing else that the config has
             continue
         if total < _TELLING * now:
-            found.append(Change((key,), total))
-    return found
+            candidates.append(Change((key,), total))
+    return candidates
 
 
 def together(job: Job, single: Sequence[Change]) -> Change | None:
     """Return as few of these changes, from the first on, as fit together with a tenth left; else
     all that go together. None where there are fewer than two."""
     keys: dict[str, str] = {}
-    found = None
+    best = None
     for change in single:
         (key,) = change.keys
         keys[key.partition("=")[0]] = key
@@ -77,11 +77,11 @@ def together(job: Job, single: Sequence[Change]) -> Change | None:
         except IsobitError:
             del keys[key.partition("=")[0]]
             continue
-        if found is None or planned.total < found.total:
-            found = Change(tuple(keys.values()), planned.total)
+        if best is None or planned.total < best.total:
+            best = Change(tuple(keys.values()), planned.total)
         if fits_well(job, planned):
             break
-    return found if found is not None and len(found.keys) > 1 else None
+    return best if best is not None and len(best.keys) > 1 else None
 
 
 def advice(job: Job, found: MemoryPlan) -> str:
@@ -203,8 +203,8 @@ def warnings(job: Job, found: MemoryPlan) -> list[str]:
     if not job.machine.host:
         line = refused(job.precision, job.machine.fp8)
         lines += [] if line is None else [line]
-    given = config.adapter
-    line = None if given is None else beyond_use(job.model, given.rank, given.targets)
+    adapter = config.adapter
+    line = None if adapter is None else beyond_use(job.model, adapter.rank, adapter.targets)
     return [*lines, *([] if line is None else [line]), *_cache_warnings(job, found)]
 
 

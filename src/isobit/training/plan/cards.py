@@ -56,8 +56,8 @@ def card_named(name: str) -> Machine:
 def card_of(memory: str) -> Machine:
     """Return a card with this much memory, such as 24GiB or 48 GB. Raises IsobitError for what is
     no such size."""
-    found = _SIZE.fullmatch(memory.strip())
-    size = 0.0 if found is None else float(found[1]) * _UNITS[found[2].lower()]
+    match = _SIZE.fullmatch(memory.strip())
+    size = 0.0 if match is None else float(match[1]) * _UNITS[match[2].lower()]
     if not MIB <= size <= 1 << 50:
         raise IsobitError(
             f"--memory {memory!r}: expected a size with its unit, such as 24GiB or 80GB"

@@ -60,15 +60,15 @@ class Job:
     def changed(self, *keys: str) -> "Job":
         """Return the job with these keys of the config changed, as `isobit plan` takes them. Raises
         IsobitError for what cannot be set."""
-        now, asked = self.config, (self.model, self.prompt)
+        now, planned = self.config, (self.model, self.prompt)
         if isinstance(now, SftConfig):
             assert self.given is not None
             changed = load_sft_config(now, keys)
             ranks = changed.ranks if changed.ranks != now.ranks else self.ranks
-            return supervised_job(changed, *asked, self.given, self.machine, ranks)
+            return supervised_job(changed, *planned, self.given, self.machine, ranks)
         config = load_config(now, keys)
         ranks = config.ranks if config.ranks != now.ranks else self.ranks
-        return job_with(config, *asked, self.machine, ranks=ranks, rewards=self.rewards)
+        return job_with(config, *planned, self.machine, ranks=ranks, rewards=self.rewards)
 
     @property
     def sampled(self) -> Config | None:
@@ -138,14 +138,13 @@ class Job:
         """Held-out completions that a rank has room for at a time; 0: none."""
         if isinstance(self.config, SftConfig):
             return 0 if self.given is None else self.given.asked
-        asked = self.config.evaluation
-        each = max(1, asked.num_samples)
-        return -(-asked.samples * each // self.ranks) if asked.every else 0
+        evaluation = self.config.evaluation
+        samples = max(1, evaluation.num_samples)
+        return -(-evaluation.samples * samples // self.ranks) if evaluation.every else 0
 
     @property
     def sampled_lengths(self) -> tuple[int, int]:
-        """The tokens of the longest prompt that is answered by sampling, and of the longest
-        answer."""
+        """The tokens of the longest prompt that is sampled from, and of the longest answer."""
         if not isinstance(self.config, SftConfig):
             return self.prompt, self.completion
         question = 1 if self.given is None else self.given.question
@@ -212,8 +211,8 @@ def job_with(
     if config.algorithm.kl_coefficient > 0:
         path = config.reference.path
         precision = precision_from(config.reference.precision or config.precision)
-        found = model if path is None else architecture(str(model_directory(Path(path))))
-        reference = (found, precision)
+        config_of_model = model if path is None else architecture(str(model_directory(Path(path))))
+        reference = (config_of_model, precision)
     if rewards is None:  # a reward model has no output head
         rewards = tuple(
             (architecture(m.path, tied=True), precision_from(m.precision))
@@ -231,8 +230,7 @@ def supervised_job(
     machine: Machine,
     ranks: int | None = None,
 ) -> Job:
-    """Return the job of a supervised run, whose longest example has `prompt` tokens before its
-    answer."""
+    """Return the job of a supervised run, whose longest prompt has `prompt` tokens."""
     precision = precision_from(config.precision)
     reference = (model, precision) if config.compares else None
     count = ranks or config.ranks

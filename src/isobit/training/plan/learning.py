@@ -121,8 +121,8 @@ def measure(
     transformer: Transformer, recompute: Recompute = False, entropy: bool = False
 ) -> LearningMemory:
     """Forward and backward of a few tokens on a CPU."""
-    found = passes(transformer, recompute, entropy=entropy)
-    return carried(found, transformer.config, host=True)
+    measured = passes(transformer, recompute, entropy=entropy)
+    return carried(measured, transformer.config, host=True)
 
 
 def passes(
@@ -192,11 +192,11 @@ def _phase(first: list[int], second: list[int], tokens: int, span: int) -> Phase
     if len(first) != len(second):
         first, second = [max(first)], [max(second)]
     lines = {_line(a, b, tokens, span) for a, b in zip(first, second)}
-    kept: list[LinearBytes] = []
+    upper: list[LinearBytes] = []
     for line in sorted(lines, key=lambda line: (line.fixed, line.slope), reverse=True):
-        if not kept or line.slope > kept[-1].slope:
-            kept.append(line)
-    return Phase(tuple(kept))
+        if not upper or line.slope > upper[-1].slope:
+            upper.append(line)
+    return Phase(tuple(upper))
 
 
 def _line(first: int, second: int, tokens: int, span: int) -> LinearBytes:
@@ -216,12 +216,12 @@ def _pass(
     """Bytes at the moments of the three phases of one sequence, `chunk` rows of logits at a
     time."""
     config, device = transformer.config, transformer.ops["learner"].device
-    found: list[list[int]] = []
+    moments: list[list[int]] = []
     ids = torch.arange(tokens, dtype=torch.int64) % config.vocab_size
     tape = RouteTape(_shared_out(config, tokens))
 
     def take() -> None:
-        found.append(meter.moments)
+        moments.append(meter.moments)
         meter.take()
 
     with (
@@ -237,7 +237,7 @@ def _pass(
         loss.backward()
         take()
         del hidden, loss
-    return found
+    return moments
 
 
 class _AnyContext(Context):
@@ -256,8 +256,7 @@ def _loss(
     entropy: bool,
     filtering: Filtering | None = None,
 ) -> Tensor:
-    """Return the loss of log-probabilities, and of their `entropy`, `chunk` rows of logits at a
-    time."""
+    """Return the loss of log-probabilities, and of their `entropy`, `chunk` rows at a time."""
     logprobs, entropies = transformer.head_logprobs(
         hidden, ids, chunk=chunk, filtering=filtering, context=_AnyContext(ids, ids, ids)
     )
@@ -270,7 +269,7 @@ def _by_rows_of_logits(
     """Bytes at the moments of forward and backward of the output head alone, by the rows of logits
     at a time: twice as many rows as that, since the second chunk finds the gradient of the
     first."""
-    found, device = [], transformer.ops["learner"].device
+    peaks, device = [], transformer.ops["learner"].device
     dtype = transformer.precision.learner.compute.dtype
     for chunk in (_FEW, _MORE):
         shape = (2 * chunk, transformer.config.hidden_size)
@@ -278,8 +277,8 @@ def _by_rows_of_logits(
         ids = torch.zeros(2 * chunk, dtype=torch.int64, device=device)
         with _gradients_dropped(transformer), torch.enable_grad(), LiveTrace() as meter:
             _loss(transformer, hidden, ids, chunk, entropy, filtering).backward()
-            found.append(meter.moments)
-    return _phase(found[0], found[1], _FEW, _MORE - _FEW)
+            peaks.append(meter.moments)
+    return _phase(peaks[0], peaks[1], _FEW, _MORE - _FEW)
 
 
 @contextmanager

@@ -42,9 +42,9 @@ class LiveBytes(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {_key(tensor) for tensor in _tensors((args, kwargs))}
+        inputs = {_key(tensor) for tensor in _tensors((args, kwargs))}
         for tensor in _tensors(result):
-            if (key := _key(tensor)) not in given and key not in self._known:
+            if (key := _key(tensor)) not in inputs and key not in self._known:
                 storage = tensor.untyped_storage()
                 self._known[key] = storage.nbytes()
                 self._made(storage.nbytes())

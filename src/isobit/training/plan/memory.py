@@ -83,9 +83,9 @@ class MemoryPlan:
 def plan(job: Job) -> MemoryPlan:
     """Return the memory plan of the busiest rank, with `optimizer.micro_batch_tokens: auto` as it
     would be resolved; where one sequence does not fit, with micro-batches of one sequence."""
-    given = job.config.optimizer.micro_batch_tokens
-    if given != "auto":
-        return _planned(job, given)
+    micro_batch = job.config.optimizer.micro_batch_tokens
+    if micro_batch != "auto":
+        return _planned(job, micro_batch)
     try:
         return _planned(job, fitting_tokens(job))
     except IsobitError:
@@ -142,16 +142,16 @@ def _planned(job: Job, tokens: int) -> MemoryPlan:
     page = page_bytes(model, job.page_size)
     free = job.machine.memory - sum(size for _, size in weights) - gradients
     pages, evaluated = _caches(job, page, free)
-    what = "keys and values" if job.model.linear is None else "keys, values and states"
-    caches = [(what, pages * page), (f"{what} of the evaluation", evaluated * page)]
+    cache_label = "keys and values" if job.model.linear is None else "keys, values and states"
+    caches = [(cache_label, pages * page), (f"{cache_label} of the evaluation", evaluated * page)]
     label, sampling = _rolling_out(job, model)
     held = [*weights]
     if _sleeps(job):
-        label, sampling = f"{label}, {what}", sampling + sum(size for _, size in caches)
+        label, sampling = f"{label}, {cache_label}", sampling + sum(size for _, size in caches)
     else:
         held += caches
     serving = _served(job, page, free - (pages + evaluated) * page)
-    held.append((f"{what} of the server", serving * page))
+    held.append((f"{cache_label} of the server", serving * page))
     if job.machine.host:
         held.append((PYTHON, _PYTHON_BYTES))
         if job.sampled is not None and job.sampled.keeps_weights:
@@ -159,11 +159,11 @@ def _planned(job: Job, tokens: int) -> MemoryPlan:
             held.append(
                 ("working weights that sampled, kept to compare", sizes.learner or sizes.rollout)
             )
-    parts = [_learning(job, model, tokens, gradients), _updating(job)]
+    phases = [_learning(job, model, tokens, gradients), _updating(job)]
     if sampling:
-        parts.append((label, sampling))
+        phases.append((label, sampling))
     return MemoryPlan(
-        tuple(item for item in held if item[1]), tuple(parts), tokens, pages * job.page_size
+        tuple(item for item in held if item[1]), tuple(phases), tokens, pages * job.page_size
     )
 
 
@@ -193,10 +193,10 @@ def _updating(job: Job) -> Item:
 def _described(
     job: Job, model: ModelConfig, precision: Precision, adapter: AdapterConfig | None = None
 ) -> Described:
-    given = (
+    arguments = (
         None if adapter is None else replace(adapter, init=None, alpha=1.0)
     )  # which decide no size
-    return Described(model, precision, given, job.machine.host, job.machine.packs)
+    return Described(model, precision, arguments, job.machine.host, job.machine.packs)
 
 
 def _frozen(job: Job) -> Iterator[Item]:
@@ -211,24 +211,24 @@ def _frozen(job: Job) -> Iterator[Item]:
     whole = not job.shares_reference and not (following and trains is not None)
     models = [("reference", job.reference)] if job.reference is not None and whole else []
     named = () if job.sampled is None else job.sampled.rewards.models
-    models += [(given.name, each) for given, each in zip(named, job.rewards, strict=True)]
-    for name, each in models:
+    models += [(reward.name, size) for reward, size in zip(named, job.rewards, strict=True)]
+    for name, size in models:
         yield (
             f"{name}, working weights only",
-            weight_bytes(_described(job, *each), frozen=True).total,
+            weight_bytes(_described(job, *size), frozen=True).total,
         )
 
 
 def _caches(job: Job, page: int, free: int) -> tuple[int, int]:
     """Return the pages of the rollout's cache and those of the evaluation's cache, as their engines
     choose them; `page` and `free` in bytes."""
-    engine, found = job.engine, [0, 0]
+    engine, totals = job.engine, [0, 0]
     for i, sequences in enumerate((job.completions_of_a_rank, job.evaluated)):
         if sequences:
-            limit = _most_cache_bytes(job, free - found[0] * page)
-            each, most = job.pages_of_a_sequence, engine.max_sequences
-            found[i] = engine.kv_pages or cache_pages(each, sequences, most, limit, page)
-    return found[0], found[1]
+            limit = _most_cache_bytes(job, free - totals[0] * page)
+            pages, most = job.pages_of_a_sequence, engine.max_sequences
+            totals[i] = engine.kv_pages or cache_pages(pages, sequences, most, limit, page)
+    return totals[0], totals[1]
 
 
 def _served(job: Job, page: int, free: int) -> int:
@@ -237,8 +237,8 @@ def _served(job: Job, page: int, free: int) -> int:
     if job.sampled is None or job.sampled.serve.port is None:
         return 0
     serve, positions = job.sampled.serve, job.model.max_positions
-    each, most = pages_needed(1, positions - 1, job.page_size), serve.max_sequences
-    return cache_pages(each, most, most, _most_cache_bytes(job, free), page)
+    pages, most = pages_needed(1, positions - 1, job.page_size), serve.max_sequences
+    return cache_pages(pages, most, most, _most_cache_bytes(job, free), page)
 
 
 def _most_cache_bytes(job: Job, free: int) -> int:
@@ -266,15 +266,15 @@ def _learning(job: Job, model: Described, tokens: int, gradients: int) -> Item:
     several = tokens < batch or job.algorithm.updates_per_batch > 1 or job.ranks > 1
     # the gradients of a batch in one pass come one after the other, and each is its own sum
     entropy = job.algorithm.may_use_entropy
-    kept = _kept_logits(job, rows)
+    logits = _kept_logits(job, rows)
     added = None
-    if kept and _in_place(job):  # no gradient of its own; or else none beside the packed weight
-        each = 4 if several and job.ranks == 1 else 2
-        added = each * job.model.vocab_size * job.model.hidden_size
+    if logits and _in_place(job):  # no gradient of its own; or else none beside the packed weight
+        word = 4 if several and job.ranks == 1 else 2
+        added = word * job.model.vocab_size * job.model.hidden_size
     tied = job.model.tie_embeddings and _adds_to_one(job)
     filtering = None if job.sampled is None else job.sampled.sampling.filtering
-    found = learning_bytes(model, level, not several, entropy, tied, filtering)
-    taken = found.at(rows, exchanged, kept, added)
+    memory = learning_bytes(model, level, not several, entropy, tied, filtering)
+    taken = memory.at(rows, exchanged, logits, added)
     if job.algorithm.loss == "divergence" and job.reference is not None:
         taken = max(
             taken + _divergence(job, rows), forward_bytes(_described(job, *job.reference)).at(rows)
@@ -330,11 +330,11 @@ def _rolling_out(job: Job, model: Described) -> Item:
     """Return the item of rolling out: the activations of one forward, its logits in float32, twice,
     and the memory that sorts logits where they are filtered. For a supervised run it is the item of
     answering held-out prompts, with 0 bytes where none are answered."""
-    count, what = job.completions_of_a_rank, "rolling out"
+    count, activity = job.completions_of_a_rank, "rolling out"
     if job.sampled is None:
-        count, what = job.evaluated, "answering held-out prompts"
+        count, activity = job.evaluated, "answering held-out prompts"
     tokens = min(job.engine.max_batch_tokens, count * sum(job.sampled_lengths))
-    label = f"{what}: activations of {tokens:,} tokens, logits"
+    label = f"{activity}: activations of {tokens:,} tokens, logits"
     if not count:
         return label, 0
     logits = min(job.engine.max_sequences, count) * job.model.vocab_size
@@ -372,15 +372,15 @@ def update_bytes(shapes: Shapes, settings: OptimizerSettings) -> int:
     """Return the working bytes of an update: sums of the gradients' rows in float64, or 8-bit
     moments of a part of a parameter, unpacked, with four numbers in float32 for each; BF16 masters
     of a part, in float32 and rounded; whole matrices that Muon orthogonalizes."""
-    each = 0 if settings.masters == "fp32" else 6
+    width = 0 if settings.masters == "fp32" else 6
     low = [
         shape
         for name, shape in shapes.items()
         if settings.state == "8bit" and quantizable(name, shape)
     ]
     if low:
-        return max((32 + each) * min(math.prod(shape), AT_ONCE) for shape in low)
-    masters = each * min(sum(map(math.prod, shapes.values())), AT_ONCE)
+        return max((32 + width) * min(math.prod(shape), AT_ONCE) for shape in low)
+    masters = width * min(sum(map(math.prod, shapes.values())), AT_ONCE)
     whole = muon.working_bytes(
         [math.prod(s) for name, s in shapes.items() if muon.Muon.takes(name, s, settings)]
     )

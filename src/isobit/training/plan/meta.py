@@ -103,10 +103,9 @@ def transformer(given: Described) -> Transformer:
 
 @lru_cache
 def weight_bytes(given: Described, frozen: bool = False) -> WeightBytes:
-    """Return the bytes of a model's weights; of one that nothing trains (`frozen`) the learner's
-    alone."""
-    if (others := _fewer_layers(given)) is not None:
-        few, more = (weight_bytes(each, frozen) for each in others)
+    """Return the bytes of a model's weights; of a `frozen` one the learner's alone."""
+    if (sizes := _fewer_layers(given)) is not None:
+        few, more = (weight_bytes(smaller, frozen) for smaller in sizes)
         layers, step = given.config.num_layers - _MORE_LAYERS, _MORE_LAYERS - _FEW_LAYERS
         pairs = zip(astuple(few), astuple(more))
         return WeightBytes(*(b + (b - a) // step * layers for a, b in pairs))
@@ -128,8 +127,8 @@ def learning_bytes(
     """Return the memory of micro-batches under a level of activation checkpointing; with the
     gradients, where they are `kept`; where the loss has the `entropy` too; where embedding and
     head, which are `tied`, add to one gradient; where the distribution has a `filtering`."""
-    found = _of_all_layers(given, recompute, kept, entropy, tied, filtering)
-    return carried(found, given.config, host=given.host)
+    memory = _of_all_layers(given, recompute, kept, entropy, tied, filtering)
+    return carried(memory, given.config, host=given.host)
 
 
 @lru_cache
@@ -148,9 +147,9 @@ def _of_all_layers(
     filtering: Filtering | None,
 ) -> Passes:
     how = recompute, kept, entropy, tied, filtering
-    if (others := _fewer_layers(given)) is None:
+    if (sizes := _fewer_layers(given)) is None:
         return passes(transformer(given), *how)
-    few, more = (passes(transformer(each), *how) for each in others)
+    few, more = (passes(transformer(smaller), *how) for smaller in sizes)
     return few.of_layers(
         more, (given.config.num_layers - _MORE_LAYERS) / (_MORE_LAYERS - _FEW_LAYERS)
     )

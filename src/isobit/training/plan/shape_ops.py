@@ -98,9 +98,9 @@ class ShapeOps(Composed):
             isinstance(a, Tensor) and a.dtype == torch.float32
         )  # expert by expert, and then put together
         packed = weights.data[0] if apart else weights.data
-        parts = empty(*shape, dtype=out) if apart else None
+        storage = empty(*shape, dtype=out) if apart else None
         result = empty(*shape, dtype=out)
-        del parts
+        del storage
         if self._packs and weights.prepared is None and weights.common is None:
             empty(packed.numel(), dtype=packed.dtype)
         return result
@@ -180,9 +180,9 @@ class ShapeOps(Composed):
         return empty(*q.shape, dtype=q.dtype), empty(*k.shape, dtype=k.dtype), v
 
     def embedding_backward(self, dy: Tensor, tokens: Tensor, count: int) -> Tensor:
-        found, rows = empty(count, dy.shape[1]), dy.float()
+        gradient, rows = empty(count, dy.shape[1]), dy.float()
         del rows
-        return found
+        return gradient
 
     def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
         """Do nothing: the store exists."""
@@ -227,8 +227,8 @@ class ShapeOps(Composed):
     def short_convolution_backward(
         self, dy: Tensor, x: Tensor, weight: Tensor, layout: Layout, bias: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        found = torch.empty_like(x), torch.empty_like(weight)
-        return found if bias is None else (*found, torch.empty_like(bias))
+        gradients = torch.empty_like(x), torch.empty_like(weight)
+        return gradients if bias is None else (*gradients, torch.empty_like(bias))
 
     def delta_rule(
         self,
@@ -244,9 +244,9 @@ class ShapeOps(Composed):
         self, dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, layout: Layout
     ) -> tuple[Tensor, ...]:
         def backward(parts: Parts, dout: Tensor) -> Parts:
-            each = heads.value_heads // heads.key_heads
-            dq, dk = (empty(len(qkv), heads.key_heads, each, heads.key_dim) for _ in range(2))
-            rest = [torch.empty_like(part) for part in parts[2:]]
+            group = heads.value_heads // heads.key_heads
+            dq, dk = (empty(len(qkv), heads.key_heads, group, heads.key_dim) for _ in range(2))
+            rest = [torch.empty_like(tensor) for tensor in parts[2:]]
             return Parts(dq.sum(2), dk.sum(2), *rest)
 
         return through_parts(dout, qkv, gates, heads, backward)
@@ -294,8 +294,7 @@ def _in_order(weight: QTensor) -> bool:
 
 
 def _row_by_row(spec: QuantSpec, x: Tensor) -> bool:
-    """Return whether a row is quantized when it is computed, so that it is never stored
-    otherwise."""
+    """Return whether a row is quantized when it is computed, and never stored otherwise."""
     return (
         spec.format is E4M3
         and spec.scale != "nvfp4"

@@ -172,9 +172,9 @@ def _row_sums(
     at, inside = (row * DIM)[:, None] + column, there[:, None] & (column < DIM)
     gradient = tl.load(dout + at, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
-    place = head * rows + token
-    tl.store(inner + place, tl.sum(gradient * value, axis=1), mask=there)
-    tl.store(exponent + place, tl.load(lse + row, mask=there, other=0.0) * _LOG2E, mask=there)
+    offset = head * rows + token
+    tl.store(inner + offset, tl.sum(gradient * value, axis=1), mask=there)
+    tl.store(exponent + offset, tl.load(lse + row, mask=there, other=0.0) * _LOG2E, mask=there)
 
 
 @triton.jit
@@ -328,7 +328,7 @@ def _dkv(
 ):  # fmt: skip
     sequence, kv_head = tl.program_id(0) // blocks, tl.program_id(1)
     start, key_at, count, all_keys = _sequence(row_start, key_start, sequence)
-    first, before = (tl.program_id(0) % blocks) * N, all_keys - count
+    first, context = (tl.program_id(0) % blocks) * N, all_keys - count
     if first >= all_keys:
         return
     KV_STRIDE: tl.constexpr = KV_HEADS * DIM
@@ -344,10 +344,10 @@ def _dkv(
     exponent += start + heads_before * rows
     inner += start + heads_before * rows
     # one loop over the blocks of queries of one head after the other
-    lowest = tl.maximum(first - before, 0) // M
+    lowest = tl.maximum(first - context, 0) // M
     highest = count
     if WINDOW is not None:
-        highest = tl.minimum(count, tl.maximum(first + N + WINDOW - 1 - before, 0))
+        highest = tl.minimum(count, tl.maximum(first + N + WINDOW - 1 - context, 0))
     blocks_of_head = tl.maximum((highest + M - 1) // M - lowest, 0)
     for index in range(numbers.steps(GROUP * blocks_of_head)):
         member, step = index // blocks_of_head, lowest + index % blocks_of_head
@@ -355,7 +355,7 @@ def _dkv(
         key_sum, value_sum = _dkv_step(
             key_sum, value_sum, keys, values, q + at, dout + at, exponent + row, inner + row, first,
             step, count,
-            before, scale, STRIDE, M, N, DIM, WIDTH, WINDOW,
+            context, scale, STRIDE, M, N, DIM, WIDTH, WINDOW,
         )  # fmt: skip
     _keep(dk + here, key_sum * scale, first, all_keys, KV_STRIDE, N, DIM, WIDTH)
     _keep(dv + here, value_sum, first, all_keys, KV_STRIDE, N, DIM, WIDTH)

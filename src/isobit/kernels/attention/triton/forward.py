@@ -140,8 +140,8 @@ def attention_quantized(
         return out if keep else None, quantize(out.flatten(1), spec, flag), lse
     assert probabilities is None, "`check_precision` refuses it"
     made = empty(rows, heads * dim, spec, q.device)
-    given = Quantized(made, flag, keep)
-    out, lse = attend(q, store, layout, scale, window, sinks, quantized=given)
+    destination = Quantized(made, flag, keep)
+    out, lse = attend(q, store, layout, scale, window, sinks, quantized=destination)
     return (out if keep else None), made, lse
 
 
@@ -205,9 +205,9 @@ def attend(
     )  # fmt: skip
     if parallel:
         shape |= {"BLOCK_DIM": max(16, triton.next_power_of_2(dim)), "STAGES": 6}
-        part, peaks, *_, totals = results
-        given = part, peaks, totals, layout.positions, sinks, *finished, rows
-        launch(_join_splits, (rows, kv_heads), *given, num_warps=2, **shape, **how)
+        sums, peaks, *_, totals = results
+        arguments = sums, peaks, totals, layout.positions, sinks, *finished, rows
+        launch(_join_splits, (rows, kv_heads), *arguments, num_warps=2, **shape, **how)
     return out, lse
 
 
@@ -218,8 +218,8 @@ def _finished(
     if quantized is None:
         return (out, lse, None, None, None), {"UE8M0": False, "BESIDE": False}
     made, flag, keep = quantized
-    given = out if keep else None, lse, made.data.view(torch.uint8), made.scale, flag
-    return given, {"UE8M0": made.spec.scale == "ue8m0", "BESIDE": lies_beside(made)}
+    pointers = out if keep else None, lse, made.data.view(torch.uint8), made.scale, flag
+    return pointers, {"UE8M0": made.spec.scale == "ue8m0", "BESIDE": lies_beside(made)}
 
 
 def _operands(store: KVStore, dim: int, dtype: torch.dtype, block: Tiling) -> dict[str, object]:
@@ -291,8 +291,7 @@ def attend_splits(
     COPIES: tl.constexpr,
     DTYPE: tl.constexpr, PAIRED: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Return `attend_split` of all keys up to `stop`, from the split of key `lowest` on, with the
-    sinks."""
+    """Return `attend_split` of all keys up to `stop`, from key `lowest`'s split on, with sinks."""
     rows: tl.constexpr = positions.shape[0]
     even = tl.zeros([WIDTH, rows] if KEYS_FIRST else [rows, WIDTH], tl.float32)
     odd = even
@@ -339,10 +338,10 @@ def places(
     row, member = lane // GROUP, lane % GROUP
     channel = tl.arange(0, BLOCK_DIM)
     valid = (row < rows - tile * ROWS) & (member < HEADS // KV_HEADS)
-    place = (start + tile * ROWS) * HEADS + head * (HEADS // KV_HEADS)
+    heads = (start + tile * ROWS) * HEADS + head * (HEADS // KV_HEADS)
     among = row * HEADS + member
-    at = place * DIM + ((among * DIM)[:, None] + channel[None, :])
-    return place + among, at, valid, valid[:, None] & (channel < DIM)[None, :]
+    at = heads * DIM + ((among * DIM)[:, None] + channel[None, :])
+    return heads + among, at, valid, valid[:, None] & (channel < DIM)[None, :]
 
 
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
@@ -374,7 +373,7 @@ def _attend(
         if PARALLEL:  # noqa: SIM102 (a constant of the kernel, and a condition in it)
             if (split + 1) * KEYS_PER_SPLIT <= lowest:
                 return
-    place, at, valid, mask = places(
+    heads, at, valid, mask = places(
         row_start_ptr, sequence, head, tile, HEADS, KV_HEADS, DIM, BLOCK_DIM, GROUP, ROWS
     )  # fmt: skip
     even_q, odd_q, factor = queries(
@@ -402,19 +401,19 @@ def _attend(
             WIDTH, PAGE_SIZE, SCALED, SCALE_TOKEN, KEYS_PER_SPLIT, WINDOW, BLOCK_KEYS, COPIES,
             q_ptr.dtype.element_ty, PAIRED, KEYS_FIRST,
         )  # fmt: skip
-    place, at, valid, mask = places(
+    heads, at, valid, mask = places(
         row_start_ptr, sequence, head, tile, HEADS, KV_HEADS, DIM, WIDTH * 2 if PAIRED else WIDTH,
         GROUP, ROWS
     )  # fmt: skip
     acc = together(even, odd, PAIRED, KEYS_FIRST)
     if PARALLEL:
-        before = split * (num_rows.to(tl.int64) * HEADS)
-        tl.store(out_ptr + before * DIM + at, acc, mask=mask)
-        tl.store(lse_ptr + before + place, peak, mask=valid)
-        tl.store(total_ptr + before + place, total, mask=valid)
+        offset = split * (num_rows.to(tl.int64) * HEADS)
+        tl.store(out_ptr + offset * DIM + at, acc, mask=mask)
+        tl.store(lse_ptr + offset + heads, peak, mask=valid)
+        tl.store(total_ptr + offset + heads, total, mask=valid)
     else:
         store_finished(
-            acc, total, peak, out_ptr, lse_ptr, codes_ptr, code_scale_ptr, flag_ptr, place, at,
+            acc, total, peak, out_ptr, lse_ptr, codes_ptr, code_scale_ptr, flag_ptr, heads, at,
             valid, mask, num_rows, HEADS, UE8M0, BESIDE,
         )  # fmt: skip
 
@@ -440,17 +439,17 @@ def _join_splits(
     channel = tl.arange(0, BLOCK_DIM)
     valid = member < HEADS // KV_HEADS
     mask = valid[:, None] & (channel < DIM)[None, :]
-    place = row * HEADS + head * (HEADS // KV_HEADS) + member
-    at = (place * DIM)[:, None] + channel[None, :]
+    heads = row * HEADS + head * (HEADS // KV_HEADS) + member
+    at = (heads * DIM)[:, None] + channel[None, :]
     acc = tl.zeros([GROUP, BLOCK_DIM], tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     peak = tl.full([GROUP], NOTHING, tl.float32)
     # several splits are on their way while one is joined
     for split in tl.range(numbers.steps(lowest), numbers.steps(splits), num_stages=STAGES):
-        before = split * (num_rows.to(tl.int64) * HEADS)
-        more_acc = tl.load(part_ptr + before * DIM + at, mask=mask, other=0.0)
-        more_total = tl.load(part_total_ptr + before + place, mask=valid, other=0.0)
-        more_peak = tl.load(part_peak_ptr + before + place, mask=valid, other=0.0)
+        offset = split * (num_rows.to(tl.int64) * HEADS)
+        more_acc = tl.load(part_ptr + offset * DIM + at, mask=mask, other=0.0)
+        more_total = tl.load(part_total_ptr + offset + heads, mask=valid, other=0.0)
+        more_peak = tl.load(part_peak_ptr + offset + heads, mask=valid, other=0.0)
         old, new, peak = factors(peak, more_peak)
         acc = acc * old[:, None] + more_acc * new[:, None]
         total = total * old + more_total * new
@@ -459,6 +458,6 @@ def _join_splits(
         acc = acc * old[:, None]
         total = total * old + new
     store_finished(
-        acc, total, peak, out_ptr, lse_ptr, codes_ptr, scale_ptr, flag_ptr, place, at, valid, mask,
+        acc, total, peak, out_ptr, lse_ptr, codes_ptr, scale_ptr, flag_ptr, heads, at, valid, mask,
         num_rows, HEADS, UE8M0, BESIDE,
     )  # fmt: skip

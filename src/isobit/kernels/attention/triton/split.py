@@ -39,8 +39,7 @@ def by_key(x, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def by_row(x, KEYS_FIRST: tl.constexpr):
-    """Return a number for each row, to be broadcast over a tile of scores, or of sums over
-    values."""
+    """Return a number for each row, to be broadcast over a tile of scores or of sums."""
     if KEYS_FIRST:
         return x[None, :]
     else:
@@ -145,21 +144,20 @@ def softmax(scores, factor, totals, peak, KEYS_FIRST: tl.constexpr):
     rows: tl.constexpr = shape[1] if KEYS_FIRST else shape[0]
     highest = tl.maximum(peak, tl.max(scores, 0 if KEYS_FIRST else 1) * factor)
     base = tl.where(highest == NOTHING, 0.0, highest)
-    kept = tl.exp2(peak - base)
+    decay = tl.exp2(peak - base)
     factor = tl.broadcast_to(by_row(factor, KEYS_FIRST), shape)
     weights = tl.exp2(tl.fma(scores, factor, tl.broadcast_to(by_row(-base, KEYS_FIRST), shape)))
     if KEYS_FIRST:
         sums = tl.sum(tl.sum(tl.reshape(weights, [keys // 16, 2, 4, 2, rows]), 1), 2)
-        return weights, totals * kept[None, None, :] + sums, highest, kept
+        return weights, totals * decay[None, None, :] + sums, highest, decay
     else:
         sums = tl.sum(tl.sum(tl.reshape(weights, [rows, keys // 16, 2, 4, 2]), 2), 3)
-        return weights, totals * kept[:, None, None] + sums, highest, kept
+        return weights, totals * decay[:, None, None] + sums, highest, decay
 
 
 @triton.jit
 def tree(totals, KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """Return the sums [N] of `softmax`'s totals: neighbours in pairs, then pairs of pairs, in any
-    layout."""
+    """Return the sums [N] of `softmax`'s totals: neighbours in pairs, then pairs of pairs."""
     rows: tl.constexpr = totals.shape[2] if KEYS_FIRST else totals.shape[0]
     LEVELS: tl.constexpr = 2 if KEYS == 16 else 3 if KEYS == 32 else 4
     tl.static_assert(KEYS == 4 * 2**LEVELS)
@@ -206,9 +204,9 @@ def attend_split(
         there = key < stop
         # where a block is whole pages, places in them are the same in every block
         inside = offsets % PAGE_SIZE if BLOCK_KEYS % PAGE_SIZE == 0 else key % PAGE_SIZE
-        place = page.to(tl.int64) * (PAGE_SIZE * TOKEN) + inside * TOKEN
-        k = load_block(k_ptr, place, there, K_WIDTH, DIM, FINITE, False)
-        v = load_block(v_ptr, place, there, WIDTH, DIM, FINITE, KEYS_FIRST)
+        address = page.to(tl.int64) * (PAGE_SIZE * TOKEN) + inside * TOKEN
+        k = load_block(k_ptr, address, there, K_WIDTH, DIM, FINITE, False)
+        v = load_block(v_ptr, address, there, WIDTH, DIM, FINITE, KEYS_FIRST)
         k_even, k_odd = operands(k, even_q.dtype, PAIRED)
         if not KEYS_FIRST:
             # before the scores, or there are not enough registers for all
@@ -226,15 +224,15 @@ def attend_split(
             scores = tl.where(
                 by_key(key, KEYS_FIRST) > by_row(positions - WINDOW, KEYS_FIRST), scores, NOTHING
             )
-        weights, totals, peak, kept = softmax(scores, factor, totals, peak, KEYS_FIRST)
+        weights, totals, peak, decay = softmax(scores, factor, totals, peak, KEYS_FIRST)
         if SCALED:
             weights = weights * by_key(v_scale, KEYS_FIRST)
-        weights, kept = numbers.cast(weights, DTYPE), by_row(kept, KEYS_FIRST)
+        weights, decay = numbers.cast(weights, DTYPE), by_row(decay, KEYS_FIRST)
         if KEYS_FIRST:
             v_even, v_odd = operands(v, DTYPE, PAIRED)
-        even = product(v_even, weights, even * kept, KEYS_FIRST)
+        even = product(v_even, weights, even * decay, KEYS_FIRST)
         if PAIRED:
-            odd = product(v_odd, weights, odd * kept, KEYS_FIRST)
+            odd = product(v_odd, weights, odd * decay, KEYS_FIRST)
         # the pages of the next block are known before it begins, so that its keys can be on their
         # way by then
         page = tl.load(

@@ -70,16 +70,15 @@ def _run(
     VALUE_DIM: tl.constexpr,
     TILE: tl.constexpr, KEEP: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
-    """Return the state after `length` tokens from `first` on; with KEEP those before each of them
-    are stored."""
+    """Return the state after `length` tokens from `first` on; KEEP stores those before each."""
     for i in range(steps(length)):
         if KEEP:
             tl.store(to + i * TILE + tile, state)
-        k, v, kept, strength = _load_token(
+        k, v, decay, strength = _load_token(
             k_ptr, v_ptr, kept_ptr, strength_ptr, first + i, head, row, column,
             KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
         )  # fmt: skip
-        state, _, _ = _step(state, k, v, kept, strength, CORRECTS)
+        state, _, _ = _step(state, k, v, decay, strength, CORRECTS)
     return state
 
 
@@ -92,7 +91,7 @@ def _back(
 ):  # fmt: skip
     """Gradient of the state before token `t`, given that of the state after it; the others are
     stored. `own`: the place of this block of columns, token and head."""
-    k, v, kept, strength = _load_token(
+    k, v, decay, strength = _load_token(
         k_ptr,
         v_ptr,
         kept_ptr,
@@ -110,8 +109,8 @@ def _back(
     q = tl.load(q_ptr + key, mask=row < KEY_DIM, other=0.0)
     value = (t * VALUE_HEADS + head) * VALUE_DIM + column
     dout = tl.load(dout_ptr + value, mask=column < VALUE_DIM, other=0.0)
-    after, faded, wanted = _step(before, k, v, kept, strength, CORRECTS)
-    tl.store(dq_ptr + own * KEY_DIM + row, tl.sum(after * dout, 1)[:, None], mask=row < KEY_DIM)
+    later, faded, wanted = _step(before, k, v, decay, strength, CORRECTS)
+    tl.store(dq_ptr + own * KEY_DIM + row, tl.sum(later * dout, 1)[:, None], mask=row < KEY_DIM)
     dstate += q * dout
     derror = tl.sum(k * dstate, 0)[None, :]
     dwanted = derror * strength
@@ -125,7 +124,7 @@ def _back(
     dk = tl.sum(dkeys, 1)[:, None]
     tl.store(dk_ptr + own * KEY_DIM + row, dk, mask=row < KEY_DIM)
     tl.store(dkept_ptr + own, tl.sum(tl.sum(dfaded * before, 1), 0))
-    return dfaded * kept
+    return dfaded * decay
 
 
 @triton.jit(do_not_specialize=["first_item", "tokens", "segments"])
@@ -196,11 +195,11 @@ def _backward(parts: Parts, dout: Tensor, layout: Layout, corrects: bool = True)
     high, block = triton.next_power_of_2(key_dim), min(_BLOCK, triton.next_power_of_2(value_dim))
     blocks, segments = -(-value_dim // block), -(-layout.max_rows // _SEGMENT)
     items = (layout.row_start.shape[0] - 1) * value_heads * blocks
-    own = (segments + _SEGMENT) * high * block
-    wave = max(1, min(items, _SCRATCH // (4 * own)))
+    workspace = (segments + _SEGMENT) * high * block
+    wave = max(1, min(items, _SCRATCH // (4 * workspace)))
     dq, dk = (dout.new_empty(blocks, tokens, value_heads, key_dim) for _ in range(2))
     dkept, dstrength = (dout.new_empty(blocks, tokens, value_heads) for _ in range(2))
-    dv, scratch = torch.empty_like(parts.v), dout.new_empty(wave, own)
+    dv, scratch = torch.empty_like(parts.v), dout.new_empty(wave, workspace)
     for first in range(0, items, wave):
         launch(
             _delta_backward, (min(wave, items - first),), dout, *parts, dq, dk, dv, dkept,

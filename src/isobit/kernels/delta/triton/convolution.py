@@ -37,8 +37,7 @@ def _convolve(
     WIDE: tl.constexpr,
     PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile [HIGH, WIDE] of a sequence's rows; the first one of a sequence also keeps
-    inputs."""
+    """Compute a tile [HIGH, WIDE] of a sequence's rows; a sequence's first one keeps inputs."""
     start = tl.load(row_start_ptr + tl.program_id(0))
     rows = (tl.load(row_start_ptr + tl.program_id(0) + 1) - start).to(tl.int32)
     first = tl.program_id(1) * HIGH
@@ -49,18 +48,18 @@ def _convolve(
         x = x_ptr + start.to(tl.int64) * COLUMNS + column[None, :]
         there = (row < rows)[:, None] & (column < COLUMNS)[None, :]
         table = table_ptr + tl.program_id(0).to(tl.int64) * pages
-        before = inputs_ptr
+        earlier = inputs_ptr
         if inputs_ptr is not None:
             page = tl.load(table + (context - 1) // page_size, mask=context > 0, other=0).to(
                 tl.int64
             )
-            before = inputs_ptr + page * ((WIDTH - 1) * COLUMNS) + column[None, :]
+            earlier = inputs_ptr + page * ((WIDTH - 1) * COLUMNS) + column[None, :]
         total = _begin(bias_ptr, column, HIGH, COLUMNS)
         for j in tl.static_range(WIDTH):
-            given = _input(x, before, row - (WIDTH - 1) + j, there, context, COLUMNS, WIDTH)
+            number = _input(x, earlier, row - (WIDTH - 1) + j, there, context, COLUMNS, WIDTH)
             weight = tl.load(weight_ptr + column * WIDTH + j, mask=column < COLUMNS, other=0.0)
             total = tl.fma(
-                given.to(tl.float32), tl.broadcast_to(weight[None, :], (HIGH, WIDE)), total
+                number.to(tl.float32), tl.broadcast_to(weight[None, :], (HIGH, WIDE)), total
             )
         y = cast(tl.div_rn(total, 1.0 + tl.exp(-total)), y_ptr.dtype.element_ty)
         tl.store(
@@ -69,7 +68,7 @@ def _convolve(
         if inputs_ptr is not None and first == 0:
             _keep(
                 x,
-                before,
+                earlier,
                 inputs_ptr,
                 table,
                 column,
@@ -124,13 +123,13 @@ def _keep(
     for step in range(steps(groups)):
         page = (groups - 1 - step) * PAGES + which // KEPT
         end = tl.minimum((first_page + page + 1) * page_size - context, rows)
-        place = which % KEPT
-        there = ((page < count) & (place < WIDTH - 1))[:, None] & (column < COLUMNS)[None, :]
-        kept = _input(x, before, end - (WIDTH - 1) + place, there, context, COLUMNS, WIDTH)
+        slot = which % KEPT
+        there = ((page < count) & (slot < WIDTH - 1))[:, None] & (column < COLUMNS)[None, :]
+        number = _input(x, before, end - (WIDTH - 1) + slot, there, context, COLUMNS, WIDTH)
         tl.debug_barrier()
         to = tl.load(table + first_page + page, mask=page < count, other=0).to(tl.int64)
-        at = (to * (WIDTH - 1) + place)[:, None] * COLUMNS + column[None, :]
-        tl.store(inputs_ptr + at, kept, mask=there)
+        at = (to * (WIDTH - 1) + slot)[:, None] * COLUMNS + column[None, :]
+        tl.store(inputs_ptr + at, number, mask=there)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -166,12 +165,12 @@ def _backward(
     dtotal = _before_silu(
         dy_ptr, x_ptr, weight_ptr, bias_ptr, positions_ptr, row, 0, column, rows, COLUMNS, WIDTH
     )
-    part = part_ptr + (tl.program_id(0).to(tl.int64) * COLUMNS + column) * PARTS
+    partial = part_ptr + (tl.program_id(0).to(tl.int64) * COLUMNS + column) * PARTS
     for j in tl.static_range(WIDTH):
-        given = _earlier(x_ptr, positions_ptr, row, WIDTH - 1 - j, column, rows, COLUMNS)
-        tl.store(part + j, tl.sum(dtotal * given, 0), mask=inside)
+        number = _earlier(x_ptr, positions_ptr, row, WIDTH - 1 - j, column, rows, COLUMNS)
+        tl.store(partial + j, tl.sum(dtotal * number, 0), mask=inside)
     if bias_ptr is not None:
-        tl.store(part + WIDTH, tl.sum(dtotal, 0), mask=inside)
+        tl.store(partial + WIDTH, tl.sum(dtotal, 0), mask=inside)
 
 
 @triton.jit
@@ -188,8 +187,7 @@ def _before_silu(
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Return the gradient of the sums of the rows `later` after `row`, 0 where their sequence has
-    ended."""
+    """Return the gradient of the sums of the rows `later` after `row`, 0 beyond the end."""
     row += later
     position = tl.load(positions_ptr + row, mask=row < rows, other=0)
     there = ((row < rows) & (position >= later))[:, None] & (column < COLUMNS)[None, :]
@@ -243,22 +241,21 @@ def short_convolution_backward(
 ) -> tuple[Tensor, ...]:
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     (rows, columns), width = x.shape, weight.shape[1]
-    tiles, each = -(-rows // _ROWS), width if bias is None else width + 1
-    dx, parts = torch.empty_like(x), torch.empty(tiles, columns, each, device=x.device)
+    tiles, terms = -(-rows // _ROWS), width if bias is None else width + 1
+    dx, partials = torch.empty_like(x), torch.empty(tiles, columns, terms, device=x.device)
     launch(
         _backward, (tiles, -(-columns // _CHANNELS)), dy, x, weight, bias, layout.positions, dx,
-        parts, rows,
-        COLUMNS=columns, WIDTH=width, PARTS=each, HIGH=_ROWS, WIDE=_CHANNELS, num_warps=4,
+        partials, rows,
+        COLUMNS=columns, WIDTH=width, PARTS=terms, HIGH=_ROWS, WIDE=_CHANNELS, num_warps=4,
     )  # fmt: skip
-    total = added(parts)
+    total = added(partials)
     if bias is None:
         return dx, total
     return dx, total[:, :width].contiguous(), total[:, width].contiguous()
 
 
 def added(parts: Tensor) -> Tensor:
-    """Return the sum over the first dimension: the later half is added to the earlier one until one
-    is left."""
+    """Return the sum over the first dimension: the later half is added to the earlier one."""
     while parts.shape[0] > 1:
         half = (parts.shape[0] + 1) // 2
         last = parts[half:]

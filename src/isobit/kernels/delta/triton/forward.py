@@ -121,8 +121,7 @@ def _delta_rule(
     VALUE_DIM: tl.constexpr,
     HIGH: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the rows of a sequence, for one value head and BLOCK of its columns, a page after the
-    other."""
+    """Compute a sequence's rows for one value head and BLOCK of its columns, page by page."""
     head, sequence = tl.program_id(1), tl.program_id(2)
     column = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
     start = tl.load(row_start_ptr + sequence).to(tl.int64)
@@ -133,15 +132,15 @@ def _delta_rule(
     skip = decay if CORRECTS else tl.load(skip_ptr + head)
     row = tl.arange(0, HIGH)[:, None]
     inside = (row < KEY_DIM) & (column < VALUE_DIM)
-    part = (head * KEY_DIM + row) * VALUE_DIM + column
+    entry = (head * KEY_DIM + row) * VALUE_DIM + column
     table = table_ptr + sequence.to(tl.int64) * pages
     state = tl.zeros((HIGH, BLOCK), tl.float32)
     if states_ptr is not None:
-        before = (rows > 0) & (context > 0)
-        page = tl.load(table + (context - 1) // page_size, mask=before, other=0).to(tl.int64)
+        continued = (rows > 0) & (context > 0)
+        page = tl.load(table + (context - 1) // page_size, mask=continued, other=0).to(tl.int64)
         state = tl.load(
-            states_ptr + page * (VALUE_HEADS * KEY_DIM * VALUE_DIM) + part,
-            mask=inside & before,
+            states_ptr + page * (VALUE_HEADS * KEY_DIM * VALUE_DIM) + entry,
+            mask=inside & continued,
             other=0.0,
         )
     q, k, v, b, a = _load_token(
@@ -163,11 +162,11 @@ def _delta_rule(
                 qkv_ptr, gates_ptr, t + 1, done < rows, head, column,
                 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, HIGH, CORRECTS,
             )  # fmt: skip
-            kept, strength = _kept_and_strength(
+            retention, strength = _kept_and_strength(
                 step_size, strength, decay, step_bias, least_step, CORRECTS
             )
             state, read = _token(
-                state, query, key, value, kept, strength, scale, skip, LEVELS, CORRECTS
+                state, query, key, value, retention, strength, scale, skip, LEVELS, CORRECTS
             )
             out = cast(read, out_ptr.dtype.element_ty)
             to = out_ptr + t * (VALUE_HEADS * VALUE_DIM) + head * VALUE_DIM + column
@@ -175,7 +174,7 @@ def _delta_rule(
         if states_ptr is not None:
             page = tl.load(table + first + step).to(tl.int64)
             tl.store(
-                states_ptr + page * (VALUE_HEADS * KEY_DIM * VALUE_DIM) + part, state, mask=inside
+                states_ptr + page * (VALUE_HEADS * KEY_DIM * VALUE_DIM) + entry, state, mask=inside
             )
 
 

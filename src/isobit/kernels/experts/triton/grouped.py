@@ -155,7 +155,7 @@ def grouped_weight_gradient(
         y = torch.empty((experts, *sizes), dtype=torch.float32, device=offsets.device)
     else:
         held = torch.tensor(
-            [each is not None for each in into], dtype=torch.int32, device=offsets.device
+            [previous is not None for previous in into], dtype=torch.int32, device=offsets.device
         )
     if gradient is not None and isinstance(x, QTensor):
         _block_weight_gradient(dy, x, offsets, gradient, flags, y, held)
@@ -171,19 +171,19 @@ def grouped_weight_gradient(
         )  # fmt: skip
     if offsets.device.type == "meta":  # launches are recorded: no value is known
         return list(y.unbind(0))
-    found = [
+    gradients = [
         dw if any_rows else None for dw, any_rows in zip(y.unbind(0), (offsets.diff() > 0).tolist())
     ]
     if held is not None or not into:
-        return found
-    added = (dw if dw is None or old is None else old.add_(dw) for old, dw in zip(into, found))
+        return gradients
+    added = (dw if dw is None or old is None else old.add_(dw) for old, dw in zip(into, gradients))
     return list(added)
 
 
 def _stacked(gradients: Gradients, experts: int, sizes: tuple[int, int]) -> Tensor | None:
     """Return the storage [E, N, K] that these are views of, each at its place; None if they are
     not, or there are none."""
-    first = next(((e, each) for e, each in enumerate(gradients) if each is not None), None)
+    first = next(((e, grad) for e, grad in enumerate(gradients) if grad is not None), None)
     if first is None:
         return None
     start = first[1].storage_offset() - first[0] * math.prod(sizes)
@@ -191,7 +191,7 @@ def _stacked(gradients: Gradients, experts: int, sizes: tuple[int, int]) -> Tens
         return None
     whole = first[1].as_strided((experts, *sizes), (math.prod(sizes), sizes[1], 1), start)
     there = (
-        each is None or each.data_ptr() == whole[e].data_ptr() for e, each in enumerate(gradients)
+        grad is None or grad.data_ptr() == whole[e].data_ptr() for e, grad in enumerate(gradients)
     )
     return whole if all(there) else None
 
@@ -241,13 +241,13 @@ def _nibbles(a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) ->
             "native"
         )
     experts, columns, inner = weights.shape
-    parts = []
+    tiles = []
     for rows in panels(columns, experts * inner):
         bias = None if weights.bias is None else weights.bias[:, rows].contiguous()
-        part = torch.empty((a.shape[0], rows.stop - rows.start), dtype=out, device=offsets.device)
-        _plain_product(a, weights.values(rows).to(a.dtype), bias, offsets, part)
-        parts.append(part)
-    return torch.cat(parts, 1)
+        tile = torch.empty((a.shape[0], rows.stop - rows.start), dtype=out, device=offsets.device)
+        _plain_product(a, weights.values(rows).to(a.dtype), bias, offsets, tile)
+        tiles.append(tile)
+    return torch.cat(tiles, 1)
 
 
 def _block_product(
@@ -339,10 +339,10 @@ def quantize_tokens(
     columns = x.shape[1]
     codes = torch.empty((columns, planned.count * BLOCK), dtype=torch.uint8, device=data.device)
     scales = torch.empty((planned.count, columns), dtype=torch.float32, device=data.device)
-    given = x.scale if isinstance(x, QTensor) else None
-    strides = scale_strides(given, x.shape[0]) if given is not None else (0, 0)
+    scale = x.scale if isinstance(x, QTensor) else None
+    strides = scale_strides(scale, x.shape[0]) if scale is not None else (0, 0)
     launch(
-        kernels.quantize_tokens, (planned.count, -(-columns // 64)), data.contiguous(), given,
+        kernels.quantize_tokens, (planned.count, -(-columns // 64)), data.contiguous(), scale,
         codes, scales, flag,
         planned.tile, offsets, planned.count, *strides, num_warps=8,
         COLUMNS=columns, CODES=quantized, UE8M0=spec.scale == "ue8m0", BLOCK_C=64,

@@ -26,18 +26,18 @@ def schedule(
     e = tl.arange(0, PADDED)
     begin = tl.load(offsets_ptr + e, mask=e < EXPERTS, other=0).to(tl.int32)
     end = tl.load(offsets_ptr + e + 1, mask=e < EXPERTS, other=0).to(tl.int32)
-    own = (end - begin + BLOCK_T - 1) // BLOCK_T
-    ends = tl.cumsum(own, 0)
-    total = tl.sum(own)
+    share = (end - begin + BLOCK_T - 1) // BLOCK_T
+    ends = tl.cumsum(share, 0)
+    total = tl.sum(share)
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), 1)
-    shift = tl.where(e[None, :] == expert[:, None], (begin - (ends - own) * BLOCK_T)[None, :], 0)
+    shift = tl.where(e[None, :] == expert[:, None], (begin - (ends - share) * BLOCK_T)[None, :], 0)
     row = tl.sum(shift, 1) + tile * BLOCK_T
     there = tile < total
     tl.store(tile_ptr + tile, tl.where(there, expert, -1), mask=tile < tiles)
     tl.store(tile_ptr + tiles + tile, tl.where(there, row, 0), mask=tile < tiles)
     if tl.program_id(0) == 0:
-        tl.store(start_ptr + e, ends - own, mask=e < EXPERTS)
+        tl.store(start_ptr + e, ends - share, mask=e < EXPERTS)
         tl.store(start_ptr + EXPERTS, total)
 
 
@@ -108,15 +108,15 @@ def block_product(
         left = INNER - step * 128
         if TOKENS_FIRST:
             a, w = numbers.load_step(a_tile, w_tile, k, left, INNER % 128 == 0)
-            part = numbers.dot(a, w, tl.zeros(shape, tl.float32))
+            partial = numbers.dot(a, w, tl.zeros(shape, tl.float32))
         else:
             w, a = numbers.load_step(w_tile, a_tile, k, left, INNER % 128 == 0)
-            part = numbers.dot(w, a, tl.zeros(shape, tl.float32))
+            partial = numbers.dot(w, a, tl.zeros(shape, tl.float32))
         if ROW_SCALES:
             scale = along(a_scale, TOKENS_FIRST) * along(w_scale, not TOKENS_FIRST)
         else:
             scale = tl.broadcast_to(along(a_scale, TOKENS_FIRST) * w_scale, shape)
-        acc = tl.fma(part, scale, acc)
+        acc = tl.fma(partial, scale, acc)
         a_scale, w_scale = next_a, next_w
         a_tile += 128
         w_tile += 128
@@ -174,12 +174,12 @@ def quantize_tokens(
     at = t.to(tl.int64)[:, None] * COLUMNS + c[None, :]
     if CODES:
         x = numbers.from_e4m3(tl.load(x_ptr + at, mask=inside, other=0))
-        own = (
+        mask = (
             x_scale_ptr
             + t.to(tl.int64) * x_scale_row
             + (tl.program_id(1) * BLOCK_C // 128) * x_scale_block
         )
-        x *= tl.load(own, mask=t < stop, other=0.0)[:, None]
+        x *= tl.load(mask, mask=t < stop, other=0.0)[:, None]
     else:
         x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     scale = scale_or_flag(largest(x, 0), flag_ptr, UE8M0)
@@ -231,10 +231,10 @@ def block_weight_gradient(
     x_scales = x_scale_ptr + begin.to(tl.int64) * COLUMNS + k_at
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for _ in tl.range(numbers.steps(begin), numbers.steps(end), num_stages=STAGES):
-        part = numbers.dot(
+        partial = numbers.dot(
             tl.load(g_tile), tl.load(x_tile), tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
         )
-        acc = tl.fma(part, tl.load(g_scales)[:, None] * tl.load(x_scales)[None, :], acc)
+        acc = tl.fma(partial, tl.load(g_scales)[:, None] * tl.load(x_scales)[None, :], acc)
         g_tile += 128
         x_tile += 128
         g_scales += ROWS
@@ -284,8 +284,8 @@ def sum_of_rows(
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(SLOTS):
-        place = tl.load(place_ptr + row * SLOTS + slot)
-        x = tl.load(x_ptr + place * COLUMNS + c, mask=c < COLUMNS, other=0.0).to(tl.float32)
+        source = tl.load(place_ptr + row * SLOTS + slot)
+        x = tl.load(x_ptr + source * COLUMNS + c, mask=c < COLUMNS, other=0.0).to(tl.float32)
         if GATED:
             x *= tl.load(gate_ptr + row * SLOTS + slot)
         total = x if slot == 0 else total + x

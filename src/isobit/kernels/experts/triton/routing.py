@@ -61,12 +61,12 @@ def _route(
         best = tl.max(left, 1)
         # ties go to the lower expert; where all is NaN, to the last: an index of an expert in any
         # case
-        place = tl.min(tl.where(left == best[:, None], expert, EXPERTS - 1), 1)
-        left = tl.where(expert == place[:, None], -1.0, left)
-        tl.store(chosen_ptr + row * COUNT + i, place.to(tl.int64), mask=present)
+        index = tl.min(tl.where(left == best[:, None], expert, EXPERTS - 1), 1)
+        left = tl.where(expert == index[:, None], -1.0, left)
+        tl.store(chosen_ptr + row * COUNT + i, index.to(tl.int64), mask=present)
         if given_ptr is not None:
-            place = tl.load(given_ptr + row * COUNT + i, mask=present, other=0).to(tl.int32)
-        gate = tl.sum(tl.where(expert == place[:, None], probability, 0.0), 1)  # one term and zeros
+            index = tl.load(given_ptr + row * COUNT + i, mask=present, other=0).to(tl.int32)
+        gate = tl.sum(tl.where(expert == index[:, None], probability, 0.0), 1)  # one term and zeros
         gate_total += gate
         gates = tl.where(slot == i, gate[:, None], gates)
     if NORMALIZE:
@@ -103,26 +103,26 @@ def _by_expert(
     """Places of BLOCK choices each in the first `blocks` programs; in those after them, offsets of
     BLOCK experts."""
     program = tl.program_id(0)
-    places = program < blocks
-    first = tl.where(places, program, program - blocks) * BLOCK
-    own = first + tl.arange(0, BLOCK)
-    choice = tl.load(chosen_ptr + own, mask=places & (own < entries), other=0).to(tl.int32)
-    mine = tl.where(places, choice, own)
+    blocked = program < blocks
+    first = tl.where(blocked, program, program - blocks) * BLOCK
+    entry = first + tl.arange(0, BLOCK)
+    choice = tl.load(chosen_ptr + entry, mask=blocked & (entry < entries), other=0).to(tl.int32)
+    mine = tl.where(blocked, choice, entry)
     until = tl.where(
-        places, own, -1
+        blocked, entry, -1
     )  # of equal choices the earlier ones come before, and none before an expert's rows
-    before = tl.zeros((BLOCK,), tl.int32)
+    rank = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, numbers.steps(entries), WIDE):
         at = start + tl.arange(0, WIDE)
-        other = tl.load(chosen_ptr + at, mask=at < entries, other=EXPERTS).to(tl.int32)[None, :]
-        earlier = (other < mine[:, None]) | (
-            (other == mine[:, None]) & (at[None, :] < until[:, None])
+        rival = tl.load(chosen_ptr + at, mask=at < entries, other=EXPERTS).to(tl.int32)[None, :]
+        earlier = (rival < mine[:, None]) | (
+            (rival == mine[:, None]) & (at[None, :] < until[:, None])
         )
-        before += tl.sum((earlier & (at < entries)[None, :]).to(tl.int32), 1)
-    inside = places & (own < entries)
-    tl.store(token_ptr + before, (own // SLOTS).to(tl.int64), mask=inside)
-    tl.store(place_ptr + own, before.to(tl.int64), mask=inside)
-    tl.store(offset_ptr + own, before.to(tl.int64), mask=(program >= blocks) & (own <= EXPERTS))
+        rank += tl.sum((earlier & (at < entries)[None, :]).to(tl.int32), 1)
+    inside = blocked & (entry < entries)
+    tl.store(token_ptr + rank, (entry // SLOTS).to(tl.int64), mask=inside)
+    tl.store(place_ptr + entry, rank.to(tl.int64), mask=inside)
+    tl.store(offset_ptr + entry, rank.to(tl.int64), mask=(program >= blocks) & (entry <= EXPERTS))
 
 
 def by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,11 +130,11 @@ def by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     if not 0 < entries <= MOST_COUNTED:
         return definition.by_expert(chosen, count)
     token = chosen.new_empty(entries)
-    place = torch.empty_like(chosen, memory_format=torch.contiguous_format)
+    position = torch.empty_like(chosen, memory_format=torch.contiguous_format)
     offsets, blocks = chosen.new_empty(count + 1), triton.cdiv(entries, _COUNTED)
     launch(
-        _by_expert, (blocks + triton.cdiv(count + 1, _COUNTED),), chosen.contiguous(), token, place,
+        _by_expert, (blocks + triton.cdiv(count + 1, _COUNTED),), chosen.contiguous(), token, position,
         offsets, entries,
         blocks, num_warps=4, SLOTS=chosen.shape[1], EXPERTS=count, BLOCK=_COUNTED, WIDE=_AT_ONCE,
     )  # fmt: skip
-    return token, place, offsets
+    return token, position, offsets

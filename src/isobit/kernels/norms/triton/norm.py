@@ -219,15 +219,15 @@ def _gradients(
     per = max(_FEWEST_ROWS, triton.next_power_of_2(-(-rows // _MOST_CHUNKS)))
     chunks = -(-rows // per)
     ds = torch.empty_like(summed)
-    parts = torch.empty(chunks, columns, device=summed.device)
+    partials = torch.empty(chunks, columns, device=summed.device)
     dweight = torch.empty(columns, device=summed.device)
     launch(
-        _backward, (chunks,), dy, summed, weight, rstd, added, ds, parts, rows,
+        _backward, (chunks,), dy, summed, weight, rstd, added, ds, partials, rows,
         ROWS=per, COLUMNS=columns, WIDE=wide, LEVELS=wide.bit_length() - 1, STAGES=2,
         num_warps=warps_for(2 * wide),
     )  # fmt: skip
     launch(
-        _add_chunks, (-(-columns // _WIDE),), parts, dweight, chunks,
+        _add_chunks, (-(-columns // _WIDE),), partials, dweight, chunks,
         STEPS=_MOST_CHUNKS // _HIGH, COLUMNS=columns, HIGH=_HIGH, WIDE=_WIDE,
         LEVELS=_HIGH.bit_length() - 1,
         num_warps=4,

@@ -68,8 +68,7 @@ def blocks_fit(a: QTensor, b: QTensor) -> bool:
 
 
 def cublas_product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor:
-    """Return a [M, K] · b [N, K]ᵀ + bias [N]: [M, N] in `out`, for operands that `takes`
-    accepts."""
+    """Return a [M, K] · b [N, K]ᵀ + bias [N] in `out`, for operands that `takes` accepts."""
     if isinstance(a, QTensor) and isinstance(b, QTensor):
         return _blocks(block_operands(a, b), a.shape[0], bias, out)
     assert isinstance(a, Tensor), "a product of one quantized operand"

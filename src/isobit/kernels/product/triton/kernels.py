@@ -47,8 +47,7 @@ def along(x, FIRST: tl.constexpr):
 def _add_scaled(
     acc, part, a_scale, b_scale, B_ROW_SCALES: tl.constexpr, TOKENS_FIRST: tl.constexpr
 ):
-    """Return acc + part · (a_scale · b_scale), by fma: b_scale for each of b's rows, or one for
-    all."""
+    """Return acc + part · (a_scale · b_scale), by fma: a b_scale for each row of b, or one."""
     if B_ROW_SCALES:
         scale = along(a_scale, TOKENS_FIRST) * along(b_scale, not TOKENS_FIRST)
     else:
@@ -135,11 +134,11 @@ def block_product(
         left = inner - step * 128
         if TOKENS_FIRST:
             a, b = numbers.load_step(a_tile, b_tile, k, left, EVEN_K)
-            part = numbers.dot(a, b, tl.zeros(shape, tl.float32))
+            partial = numbers.dot(a, b, tl.zeros(shape, tl.float32))
         else:
             b, a = numbers.load_step(b_tile, a_tile, k, left, EVEN_K)
-            part = numbers.dot(b, a, tl.zeros(shape, tl.float32))
-        acc = _add_scaled(acc, part, a_scale, b_scale, B_ROW_SCALES, TOKENS_FIRST)
+            partial = numbers.dot(b, a, tl.zeros(shape, tl.float32))
+        acc = _add_scaled(acc, partial, a_scale, b_scale, B_ROW_SCALES, TOKENS_FIRST)
         a_scale, b_scale = next_a, next_b
         b_tile += 128
         a_tile += 128

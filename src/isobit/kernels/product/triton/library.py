@@ -106,11 +106,11 @@ class LibraryProducts:
     ) -> Tensor:
         """By a library, the last rows by Triton; or all by Triton."""
         rows, most = a.shape[0], self._most(a)
-        found = call(a if rows == most or call is product else rows_of(a, 0, most), b, bias, out)
-        assert found is not None, "a product that was there when it was tried"
-        if found.shape[0] == rows:
-            return found
-        return torch.cat([found, product(rows_of(a, most, rows), b, bias, out)])
+        result = call(a if rows == most or call is product else rows_of(a, 0, most), b, bias, out)
+        assert result is not None, "a product that was there when it was tried"
+        if result.shape[0] == rows:
+            return result
+        return torch.cat([result, product(rows_of(a, most, rows), b, bias, out)])
 
     def _may_be_tried(self, a: Operand, b: Operand) -> bool:
         rows, inner = a.shape
@@ -118,8 +118,8 @@ class LibraryProducts:
         if not self._libraries or few:
             return False
         matrices = (tensors_of(a)[0], tensors_of(b)[0])
-        kind, other = (m.dtype for m in matrices)
-        if kind != other or kind == torch.float32:
+        kind, right_kind = (m.dtype for m in matrices)
+        if kind != right_kind or kind == torch.float32:
             return False
         if isinstance(a, QTensor) and a.scale.shape != (rows, -(-inner // BLOCK)):
             return False
@@ -139,15 +139,15 @@ class LibraryProducts:
         try:
             most = rows_of(a, 0, self._most(a))
             trials = [
-                (*given, bias, out, product(*given, bias, out))
-                for given in ((most, b), revealing(most, b))
+                (*operands, bias, out, product(*operands, bias, out))
+                for operands in ((most, b), revealing(most, b))
             ]
             calls |= {
                 name: call for name, call in self._libraries.items() if self._agrees(name, trials)
             }
-            given = (a, b, bias, out)
+            operands = (a, b, bias, out)
             times = {
-                n: self._seconds(partial(self._by, call, *given))
+                n: self._seconds(partial(self._by, call, *operands))
                 for n, call in calls.items()
                 if len(calls) > 1
             }
@@ -160,10 +160,10 @@ class LibraryProducts:
 
     def _agrees(self, name: str, trials: Sequence[Trial]) -> bool:
         try:
-            found = (self._libraries[name](a, b, bias, out) for a, b, bias, out, _ in trials)
+            results = (self._libraries[name](a, b, bias, out) for a, b, bias, out, _ in trials)
             return all(
                 y is not None and torch.equal(_bytes(y), _bytes(ours))
-                for y, (*_, ours) in zip(found, trials)
+                for y, (*_, ours) in zip(results, trials)
             )
         except torch.OutOfMemoryError:
             raise
@@ -221,19 +221,19 @@ def revealing(a: Operand, b: Operand) -> tuple[Operand, Operand]:
     if blocks < 3:  # of two there is one order
         return left, right
     row = torch.arange(rows, device=device)
-    one, other = (
+    first, second = (
         torch.rand(rows, blocks, device=device, generator=generator).topk(2).indices.unbind(1)
     )
     _matrix(right).copy_(_matrix(right)[:, :BLOCK].repeat(1, blocks + 1)[:, :inner])
-    parts = _matrix(left)[:, : blocks * BLOCK].view(rows, blocks, BLOCK)
+    left_blocks = _matrix(left)[:, : blocks * BLOCK].view(rows, blocks, BLOCK)
     if isinstance(left, QTensor) and isinstance(right, QTensor):
         right.scale.copy_(right.scale[:, :1].expand_as(right.scale))
-        left.scale[row, one] *= _LARGE
-        left.scale[row, other] = left.scale[row, one]
-        parts[row, other] = parts[row, one] ^ 0x80  # the sign
+        left.scale[row, first] *= _LARGE
+        left.scale[row, second] = left.scale[row, first]
+        left_blocks[row, second] = left_blocks[row, first] ^ 0x80  # the sign
     else:
-        parts[row, one] *= _LARGE
-        parts[row, other] = -parts[row, one]
+        left_blocks[row, first] *= _LARGE
+        left_blocks[row, second] = -left_blocks[row, first]
     return left, right
 
 

@@ -84,8 +84,8 @@ def gradient_product(
     """
     device = a.device if isinstance(a, Tensor) else a.data.device
     if device.type == "cuda" and cublas.takes(a, b, out):
-        found = cublas.cublas_product(a, b, None, out)
-        return found if into is None else into.add_(found)
+        gradient = cublas.cublas_product(a, b, None, out)
+        return gradient if into is None else into.add_(gradient)
     return product(a, b, None, out, into)
 
 
@@ -169,14 +169,14 @@ def _run(
     device = operands[0].device
     bias = None if bias is None else bias.contiguous()
     y = torch.empty((rows, columns), dtype=out, device=device) if into is None else into
-    parts = (
+    partials = (
         torch.empty((chosen.splits, rows, columns), dtype=torch.float32, device=device)
         if chosen.apart
         else y
     )
     tiles = -(-rows // chosen.tile_m) * -(-columns // chosen.tile_n)
     launch(
-        kernel, (tiles, chosen.splits if chosen.apart else 1), *operands, bias, parts, rows,
+        kernel, (tiles, chosen.splits if chosen.apart else 1), *operands, bias, partials, rows,
         columns, inner, *strides,
         -(-inner // chosen.step), chosen.chunk, num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
@@ -186,7 +186,7 @@ def _run(
     )  # fmt: skip
     if chosen.apart:
         launch(
-            ordered_sum, (-(-columns // _SUM_BLOCK), rows), parts, bias, y, rows, columns,
+            ordered_sum, (-(-columns // _SUM_BLOCK), rows), partials, bias, y, rows, columns,
             num_warps=4,
             SPLITS=chosen.splits, HAS_BIAS=bias is not None, ADD=into is not None, BLOCK=_SUM_BLOCK,
         )  # fmt: skip
