@@ -27,7 +27,7 @@ with suppress(ImportError):  # a machine with a GPU may lack it
     hypothesis.settings.load_profile("repeatable")
 
 from isobit.kernels.native import build
-from tests import selection
+from tests import selection, warm_workers
 from tests.browser import opened as opened
 from tests.models import SHARED, STORIES, tiny_model
 from tests.order import longest_first
@@ -141,6 +141,23 @@ def pytest_collection_finish() -> None:
     of the garbage collector would look at, a second long."""
     gc.collect()
     gc.freeze()
+
+
+FROM_NOTHING = {
+    *("test_worker_process", "test_exchange", "test_poisoned_directory"),
+    *("test_attacks", "test_limits", "test_seccomp", "test_examiner"),
+    *("test_hostile", "test_strangers", "test_mistakes"),
+}
+"""Files of tests whose workers are interpreters of their own, since these are what is tested."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _warm_workers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Elsewhere a worker is a fork of a Python that has imported what it runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.stem not in FROM_NOTHING:
+            patch.setattr("isobit.tasks.workers.process.subprocess", warm_workers)
+        yield
 
 
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2

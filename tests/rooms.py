@@ -36,7 +36,12 @@ _ROOMS = {
 """The rooms of folders of tests that have another name."""
 _ROOMS_INSIDE = {"tasks", "engine/fleet", "training/plan"}
 """Folders whose inner folders, or which themselves, are rooms apart from the one around them."""
-_CONCERN_ALL = {"tests/conftest.py", "tests/models.py", "tests/__init__.py"}
+_CONCERN_ALL = {
+    "tests/conftest.py",
+    "tests/models.py",
+    "tests/warm_workers.py",
+    "tests/__init__.py",
+}
 
 
 def room(path: Path) -> str:

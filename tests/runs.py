@@ -15,6 +15,7 @@ from isobit.run.checkpoints import all_checkpoints
 from isobit.run.completions import COMPLETIONS
 from isobit.run.directory import METRICS, QUANTIZATION, read_jsonl
 from tests import warm
+from tests.until import until
 
 
 def write_config(folder: Path, model: Path, **changes: Any) -> Path:
@@ -93,10 +94,7 @@ def without_memory(found: dict[str, Any]) -> dict[str, Any]:
 
 def wait_for_lines(path: Path, count: int) -> None:
     """Until a file that another process writes has so many."""
-    deadline = time.monotonic() + 120
-    while not path.is_file() or path.read_bytes().count(b"\n") < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    until(lambda: path.is_file() and path.read_bytes().count(b"\n") >= count)
 
 
 def killed_after(process: warm.Process, run: Path, rows: int, seconds: float = 0.0) -> int:

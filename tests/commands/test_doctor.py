@@ -78,4 +78,4 @@ def test_it_names_what_can_be_installed() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     section = text.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     extras = {*re.findall(r"^(\w+) = \[", section, re.MULTILINE)} - {"dev", "docs", "bench"}
-    assert {"serve", "tinker"} < _EXTRAS.keys() <= extras
+    assert {"serve", "trackio"} < _EXTRAS.keys() == extras

@@ -28,6 +28,7 @@ from tests.distributed.sessions import (
 )
 from tests.distributed.threads import ThreadRanks, run
 from tests.models import slow_where
+from tests.until import until
 
 VARIANTS: dict[str, tuple[str, Sequence[str]]] = {
     "fp8": ("qwen3", []),
@@ -243,13 +244,6 @@ def test_processes_that_torchrun_starts_again_train_the_same(
     _joined(directory, 3, second)
 
 
-def _waited(condition: Any, seconds: float = 300) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -266,14 +260,14 @@ def test_a_killed_process_ends_all_in_one_line_and_the_run_goes_on(
     config, _, alone = one
     directory = tmp_path / "run"
     process = started(["train", str(config), *SMALL, f"run.dir={directory}", "ranks=2", "steps=40"])
-    _waited(
+    until(
         lambda: (directory / "checkpoints" / "step-000002").is_dir() and len(beats(directory)) == 2
     )
     pids = [beat["pid"] for beat in beats(directory)]
     os.kill(process.pid if victim == "launcher" else pids[int(victim)], signal.SIGKILL)
     began = time.monotonic()
     printed, _ = process.communicate(timeout=300)
-    _waited(lambda: not any(map(_alive, pids)), 30)
+    until(lambda: not any(map(_alive, pids)), 30)
     assert time.monotonic() - began < 30
     if victim != "launcher":
         lines = [line for line in printed.splitlines() if line.startswith("isobit:")]
@@ -307,7 +301,7 @@ def test_a_rank_that_stands_still_is_named_and_ended(
             "run.rank_timeout_s=5",
         ]
     )
-    _waited(lambda: len(beats(directory)) == size and beats(directory)[-1]["step"] >= 1)
+    until(lambda: len(beats(directory)) == size and beats(directory)[-1]["step"] >= 1)
     pids = [beat["pid"] for beat in beats(directory)]
     os.kill(pids[victim], signal.SIGSTOP)
     began = time.monotonic()
@@ -333,7 +327,7 @@ def test_sigterm_saves_on_all_ranks(tmp_path: Path) -> None:
     process = started(
         ["train", str(config), *SMALL, f"run.dir={directory}", "ranks=2", "run.checkpoint_every=0"]
     )
-    _waited(lambda: any(beat["step"] >= 2 for beat in beats(directory)))
+    until(lambda: any(beat["step"] >= 2 for beat in beats(directory)))
     process.terminate()
     printed, _ = process.communicate(timeout=300)
     assert process.returncode == 128 + signal.SIGTERM, printed

@@ -123,8 +123,9 @@ def test_one_scale_per_layer_is_what_is_allocated_and_what_it_clamps_is_counted(
 def test_a_run_calibrates_by_its_schedule_and_resumes_bit_for_bit(
     tmp_path: Path, base_model: Path, preset: str, schedule: str, data: str, moved: list[bool]
 ) -> None:
-    precision = {"preset": preset, "kv_calibration": schedule, "kv_calibration_data": data}
-    precision["kv_percentile"] = 99.0
+    precision: dict[str, object] = {"preset": preset, "kv_calibration": schedule}
+    if schedule != "never":
+        precision |= {"kv_calibration_data": data, "kv_percentile": 99.0}
     if preset == "fp8":
         precision["kv_cache"] = "e4m3-calibrated"
     (tmp_path / "whole").mkdir()
@@ -246,11 +247,12 @@ def test_once_keeps_the_first_scales_and_a_checkpoint_holds_them(data: str, quer
     """The controls: `every_step` follows the weights, `never` is 1, and a calibrator whose state
     lacks what is kept finds others."""
     options: dict[str, object] = {"preset": "fp8", "kv_cache": "e4m3-calibrated"}
-    options |= {"kv_calibration_data": data} | ({"query": "e4m3-calibrated"} if queries else {})
+    options |= {"query": "e4m3-calibrated"} if queries else {}
     batch = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11]]
     found: dict[str, list[list[list[float]]]] = {}
     for schedule in ("every_step", "once", "never"):
-        model = tiny_model({**options, "kv_calibration": schedule})
+        found_on = {} if schedule == "never" else {"kv_calibration_data": data}
+        model = tiny_model({**options, **found_on, "kv_calibration": schedule})
         calibrator, values = Calibrator(model), []
         for step in range(4):
             _moved(model, 1.5)

@@ -166,11 +166,10 @@ def test_calls_and_answers_have_ids_in_order() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     asked = {"role": "assistant", "content": "", "tool_calls": [call, call]}
     told = {"role": "tool", "name": "f", "content": "1"}
-    found = numbered([asked, told, told, asked, told], str)
+    found = numbered([asked, told, told, asked, told])
     ids = [[each["id"] for each in m.get("tool_calls", ())] or m["tool_call_id"] for m in found]
     first, second = ["call00000", "call00001"], ["call00002", "call00003"]
     assert ids == [first, *first, second, second[0]]
-    assert found[0]["tool_calls"][0]["function"]["arguments"] == "{'a': 1}"
     assert "id" not in call
 
 

@@ -1,7 +1,6 @@
 """Tools and environments that misbehave: one observation or one line each, and the others go on."""
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from tests.environments.helpers import (
     turned,
     written,
 )
+from tests.until import until
 
 TOOLS = '''
 import asyncio, os, sys, threading, time
@@ -387,10 +387,7 @@ def test_nothing_is_left_behind(path: str) -> None:
         pool.turn(key, calling(0, call("wait", {"what": "hang"})))
     pool.close()
     pool.close()
-    end = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     assert len(os.listdir("/proc/self/fd")) < 200
 
 

@@ -12,14 +12,25 @@ from benchmarks.experiments import (
     gradient_bias,
     kv_cache,
     non_inferiority,
+    papers,
     recurrence,
     sparse_long,
 )
 from benchmarks.experiments.command import write
 
-EXPERIMENTS = [distillation, gradient_bias, kv_cache, non_inferiority, recurrence, sparse_long]
+EXPERIMENTS = [
+    distillation,
+    gradient_bias,
+    kv_cache,
+    non_inferiority,
+    papers,
+    recurrence,
+    sparse_long,
+]
 ON_RUNS = [distillation, non_inferiority, sparse_long]
 """Those that take no model and no prompts."""
+WORDS = {papers: ["cache", "nothing"]} | {module: ["nothing"] for module in ON_RUNS}
+"""What has to stand on the line of one, but for --out; else a model and a prompt."""
 
 
 @pytest.mark.parametrize(
@@ -34,9 +45,7 @@ def test_the_command_is_the_modules(
     said = " ".join(capsys.readouterr().out.split())
     assert said.startswith(f"usage: python -m {module.__name__} ")
     assert " ".join(str(module.__doc__).split())[:60] in said
-    monkeypatch.setattr(
-        sys, "argv", ["x", "nothing", *([] if module in ON_RUNS else ["--prompt", "a"])]
-    )
+    monkeypatch.setattr(sys, "argv", ["x", *WORDS.get(module, ["nothing", "--prompt", "a"])])
     with pytest.raises(SystemExit, match=r"^2$"):
         module.main()
     assert capsys.readouterr().err.endswith("error: the following arguments are required: --out\n")
@@ -44,7 +53,7 @@ def test_the_command_is_the_modules(
 
 def test_every_experiment_is_among_them() -> None:
     names = {path.stem for path in Path(str(non_inferiority.__file__)).parent.glob("*.py")}
-    names -= {"__init__", "command", "sparse_long_tables"}
+    names -= {"__init__", "command", "sparse_long_tables", "papers_tables"}
     names -= {"cookbook"}  # of the recipes of a package that is not among ours
     assert names == {module.__name__.rpartition(".")[2] for module in EXPERIMENTS}
 

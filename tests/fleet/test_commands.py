@@ -26,6 +26,7 @@ from isobit.training.train import train
 from tests import sockets
 from tests.documents import ROOT
 from tests.runs import wait_for_lines, write_config
+from tests.until import until
 
 MARK = "ISOBIT_TEST_FLEET"
 CPU = torch.device("cpu")
@@ -61,13 +62,8 @@ def test_no_process_is_left(
         process.send_signal(number)
         errors = process.communicate(timeout=120)[1]
     assert process.returncode == code
-    end = time.monotonic() + 300
     late = ("Agent",) if number == signal.SIGKILL else ()
-    while (
-        left := [line for line in marked(value) if not any(name in line for name in late)]
-    ) != []:
-        assert time.monotonic() < end, left
-        time.sleep(0.1)
+    until(lambda: all(any(name in line for name in late) for line in marked(value)))
     if number == signal.SIGTERM:
         first, second = errors.splitlines()
         assert first == "isobit: finishing this step, then saving; once more to end at once"

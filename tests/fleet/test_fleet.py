@@ -20,6 +20,7 @@ from isobit.engine.fleet.settings import FleetSettings
 from isobit.engine.types import Completion, EngineSize, Sampling
 from isobit.errors import RunFailed
 from tests.models import tiny_model
+from tests.until import until
 
 SAMPLING = Sampling(n=3, max_new_tokens=24, seed=5, stop=("99",))
 PROMPTS = [f"{a}+{b}=" for a in range(3) for b in (7, 40, 123)]
@@ -228,9 +229,9 @@ def test_all_engines_stand_still(ray: Any, engine: Engine) -> None:
     """The run ends in one line that names them, and they end too. As long as another goes on, it
     goes on (above)."""
     fleet = fleet_of(engine, engines=1)  # there is room for no more beside the other tests'
-    until = time.monotonic() + MOST
+    end = time.monotonic() + MOST
     while not all(one.opened for one in fleet._engines):
-        assert time.monotonic() < until
+        assert time.monotonic() < end
         found(fleet)
     fleet.settings = FleetSettings(engines=1, deadline_s=1.5)
     stopped = process(fleet, 0)
@@ -243,10 +244,7 @@ def test_all_engines_stand_still(ray: Any, engine: Engine) -> None:
     ):
         found(fleet)
     fleet.close()
-    until = time.monotonic() + MOST
-    while Path(f"/proc/{stopped}").exists():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    until(lambda: not Path(f"/proc/{stopped}").exists())
 
 
 class Flipping:

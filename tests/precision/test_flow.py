@@ -218,6 +218,18 @@ def test_a_calibrated_scale_is_a_float32() -> None:
     precision_from("fp8[kv_cache=e4m3-calibrated, kv_scale=fp32]")
 
 
+@pytest.mark.parametrize(
+    "option", ["kv_margin=2", "kv_calibration_data=prompts", "kv_percentile=50"]
+)
+def test_what_a_scale_of_1_would_not_heed_is_refused(option: str) -> None:
+    """The controls: never alone, also of a preset with margins of its own, and the option alone."""
+    key = option.partition("=")[0]
+    with pytest.raises(IsobitError, match=f"precision.{key}: under kv_calibration: never"):
+        precision_from(f"fp8-rollout-kv[{option}, kv_calibration=never]")
+    precision_from("fp8-rollout-kv-verl[kv_calibration=never]")
+    precision_from(f"fp8-rollout-kv[{option}, kv_calibration=once]")
+
+
 def test_a_margin_is_one_number_or_one_for_each_tensor() -> None:
     one = precision_from("fp8-rollout-kv[kv_margin=2]")
     assert one.calibration.margins == (2.0, 2.0, 2.0)

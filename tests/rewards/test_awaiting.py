@@ -80,16 +80,20 @@ async def queued(completions, **columns):
 # What is still at work when a call raises.
 _late = []
 
+async def _turns(number):
+    for _ in range(number):
+        await asyncio.sleep(0)
+
 async def _slowly(text):
     if text == "bad":
         raise ValueError("no good")
-    await asyncio.sleep(0 if len(_late) else 0.02)
+    await _turns(20)  # those beside a bad one are ended meanwhile
     _late.append(text)
     return 1.0
 
 async def raising(completions, **columns):
     if completions == ["how many"]:
-        await asyncio.sleep(0.1)
+        await _turns(100)
         return [float(len(_late))]
     return await asyncio.gather(*[_slowly(text) for text in completions])
 

@@ -13,8 +13,10 @@ from isobit.tasks.builtin import TaskSettings, load_task
 from isobit.tasks.rewards.pool import MAX_DEATHS, Reward, RewardPool
 from isobit.tasks.rewards.spec import RewardSpec
 from isobit.tasks.workers.output import MAX_FILE_BYTES
+from tests.rewards.conftest import HANG
 
-FUNCTIONS = """
+FUNCTIONS = (
+    """
 import os, re, sys, time
 
 def length(prompts, completions, **columns):
@@ -35,12 +37,12 @@ def raising(completions):
 def hanging(completions):
     if "bad" in completions:
         print("\\x1b[31mwaiting")
-        time.sleep(60)
+        hang()
     return [1.0] * len(completions)
 
 def stuck(completions):
     if "bad" in completions:
-        re.match(r"(a+)+$", "a" * 60 + "b")  # never lets go of the interpreter
+        hang(0), re.match(r"(a+)+$", "a" * 60 + "b")  # never lets go of the interpreter
     return [1.0] * len(completions)
 
 def exiting(completions):
@@ -88,7 +90,7 @@ def meeting(completions):
     return [1.0]
 
 def slow(completions):
-    time.sleep(60 if len(completions) > 1 else 0)
+    len(completions) > 1 and hang()
     return [1.0] * len(completions)
 
 def printing(completions):
@@ -114,6 +116,8 @@ def verbose(completions, text):
 def environment(completions):
     return [float("SECRET" in os.environ) + 2 * float("NAMED" in os.environ) + 4 * float("PATH" in os.environ)]
 """
+    + HANG
+)
 
 COUNT = 10
 BAD = 6
@@ -166,6 +170,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.usefixtures("only_hanging_takes_time")
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_failure_is_traced_to_its_sample_and_skipped_or_stops(file: str, name: str) -> None:
     message = rf"reward function {file}:{name}, sample {BAD} \(prompt 'p{BAD}'\): {FAILURES[name]}"
@@ -211,6 +216,7 @@ def test_the_search_for_guilty_samples_is_bounded(file: str) -> None:
         assert pool.score(["p"], ["fine"], [{}])[0].total == 1.0
 
 
+@pytest.mark.usefixtures("only_hanging_takes_time")
 @pytest.mark.parametrize("on_error", ["stop", "skip"])
 @pytest.mark.parametrize(
     ("name", "reason"),

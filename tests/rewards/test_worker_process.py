@@ -5,8 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,19 +13,22 @@ from isobit.tasks.rewards.pool import RewardPool
 from isobit.tasks.rewards.spec import RewardSpec
 from isobit.tasks.rewards.worker_process import WorkerProcess
 from isobit.tasks.workers.process import MAX_LOG_BYTES
+from tests.rewards.conftest import HANG
+from tests.until import until
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/stat").exists(), reason="finds processes through /proc"
 )
 
-FUNCTIONS = """
+FUNCTIONS = (
+    """
 import os, re, subprocess, sys, threading, time
 
 def sleeper(completions, path, **k):
     child = subprocess.Popen(["sleep", "300"])
     open(path[0], "w").write(f"{os.getpid()} {child.pid}")
     if completions[0] == "hang":
-        time.sleep(300)
+        hang()
     if completions[0] == "die":
         os._exit(1)
     return [1.0] * len(completions)
@@ -54,6 +55,8 @@ def chatty(completions, **k):
 def ok(completions, **k):
     return [float(os.getpid())] * len(completions)
 """
+    + HANG
+)
 
 
 def running(pid: int) -> bool:
@@ -77,16 +80,7 @@ def children() -> list[int]:
     return found
 
 
-def eventually(condition: Callable[[], bool]) -> bool:
-    """Whether the condition comes true within two minutes."""
-    end = time.monotonic() + 120
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return condition()
-
-
+@pytest.mark.usefixtures("only_hanging_takes_time")
 @pytest.mark.parametrize(
     ("name", "completion", "total"),
     [
@@ -107,10 +101,10 @@ def test_descendants_are_killed_and_no_zombie_is_left(
         pids = [int(pid) for pid in path.read_text().split()]
         assert len(pids) == 2
         if total is None:
-            assert eventually(lambda: not any(running(pid) for pid in pids))
+            until(lambda: not any(running(pid) for pid in pids))
         else:
             assert running(pids[0])
-    assert eventually(lambda: not any(running(pid) for pid in pids))
+    until(lambda: not any(running(pid) for pid in pids))
     assert children() == before
 
 
@@ -128,7 +122,7 @@ pool.score(["p"], ["hang"], [{{"path": {str(path)!r}}}])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     parent = subprocess.Popen([sys.executable, "-c", program], env=environment)
     try:
-        assert eventually(
+        until(
             lambda: (
                 path.exists() and len(path.read_text().split()) == (2 if name == "sleeper" else 1)
             )
@@ -138,7 +132,7 @@ pool.score(["p"], ["hang"], [{{"path": {str(path)!r}}}])
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    assert eventually(lambda: not any(running(pid) for pid in pids))
+    until(lambda: not any(running(pid) for pid in pids))
 
 
 def test_an_idle_worker_ends_with_its_pipe(file: str) -> None:
@@ -159,7 +153,7 @@ def test_a_worker_that_died_between_two_requests_is_replaced(file: str) -> None:
         assert first is not None
         assert pool.score(["p"], ["c"], [{}])[0].total == first
         os.kill(int(first), signal.SIGKILL)
-        assert eventually(lambda: not running(int(first)))
+        until(lambda: not running(int(first)))
         second = pool.score(["p"], ["c"], [{}])[0].total
         assert second not in (None, first)
     assert children() == before

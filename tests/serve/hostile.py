@@ -260,7 +260,7 @@ def check_again(server: Running, case: Case, response: httpx.Response) -> None:
     inner["seed"] = first["seed"]
     if of_samples:
         asked["sampling_params"] = inner
-    again = server.post(case.valid.route, asked).json()
+    again = server.post(case.valid.route, content=json.dumps(asked).encode()).json()
     assert essence(again) == essence(first), f"{case}: {essence(first)}, then {essence(again)}"
 
 

@@ -25,8 +25,18 @@ def test_messages_are_what_templates_take() -> None:
     assert first == {"role": "user", "content": "a\nb"}
     assert second["content"] == ""
     assert second["tool_calls"] == [{"id": "1", "function": {"name": "f", "arguments": {}}}]
-    for arguments in ("{", "[1]", 3):
-        given[1]["tool_calls"][0]["function"]["arguments"] = arguments
+    function = given[1]["tool_calls"][0]["function"]
+    for arguments, wanted in (
+        ("", {}),
+        (None, {}),
+        ("{", "{"),
+        ("[1]", "[1]"),
+        ('{"a": null}', {"a": None}),
+    ):
+        function["arguments"] = arguments
+        assert messages_of(given)[1]["tool_calls"][0]["function"]["arguments"] == wanted
+    for wrong in (3, [1]):
+        function["arguments"] = wrong
         with pytest.raises(BadRequest, match="arguments"):
             messages_of(given)
 

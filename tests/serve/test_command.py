@@ -13,13 +13,17 @@ from pathlib import Path
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from isobit import cli
 from isobit.errors import IsobitError
 from isobit.run import checkpoints
 from isobit.run.format import FORMAT, FORMAT_NOW
+from isobit.serve.app import Server
+from isobit.serve.gateway import Gateway
 from isobit.serve.keys import read_or_make, tenant_of
 from isobit.serve.listening import listen
+from isobit.serve.requests import BadRequest
 from isobit.serve.state.database import FILE
 from isobit.serve.state.identity import identity_of
 from isobit.serve.state.rows import StoredRun, StoredSession
@@ -282,6 +286,29 @@ def test_a_run_is_served_by_its_name(
     assert f"{adapter} is an adapter; give the model that it is for" in line
     assert f"isobit serve MODEL --adapter {adapter};" in line
     assert called == ["base2", "tuned"]
+
+
+def test_a_run_is_found_by_its_own_path(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, relative and as a link, and by its checkpoint's; the controls are folders around it."""
+    gateways: list[Gateway] = []
+    monkeypatch.setattr(Server, "run", lambda server, sockets: gateways.append(server._gateway))
+    write = partial(shutil.copytree, folder / "base", dirs_exist_ok=True)
+    checkpoints.save(tmp_path / "run" / "checkpoints", 300, write, 1)
+    (tmp_path / "run" / "config.yaml").write_text("")
+    (tmp_path / "run" / FORMAT).write_text(str(FORMAT_NOW))
+    (tmp_path / "linked").symlink_to("run")
+    monkeypatch.chdir(tmp_path)
+    words = ["serve", "linked", "--port", "0", "--token", "token", "--kv-pages", "100"]
+    done = CliRunner().invoke(cli.app, words)
+    assert done.exit_code == 0, done.exception
+    (gateway,) = gateways
+    for path in ("run", "./linked/", str(tmp_path / "run"), "linked", gateway.folder):
+        assert gateway.adapter_of(path) is None
+    for other in (".", "run/checkpoints", str(tmp_path), "config.yaml"):
+        with pytest.raises(BadRequest, match="is not served"):
+            gateway.adapter_of(other)
 
 
 def test_a_state_by_the_name_alone_is_named(

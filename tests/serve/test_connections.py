@@ -14,6 +14,7 @@ import pytest
 
 from isobit.serve.connections import _OWN, REFUSED, most_connections
 from isobit.serve.requests import Limits
+from tests.until import until
 
 from .helpers import Running, serving
 
@@ -66,10 +67,7 @@ def closed(line: socket.socket) -> bool:
 
 def settled(server: Running) -> None:
     """All that were closed are forgotten."""
-    end = time.monotonic() + 60
-    while server.server.server_state.connections:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    until(lambda: not server.server.server_state.connections)
 
 
 def test_one_connection_too_many_is_told_so(narrow: Running) -> None:

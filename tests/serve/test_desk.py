@@ -16,6 +16,7 @@ from isobit.serve import desk as desks
 from isobit.serve import texts, wire
 from isobit.serve.desk import Desk, written
 from isobit.serve.requests import BadRequest, Fields
+from tests.until import until_here
 
 from .helpers import Running
 
@@ -45,14 +46,6 @@ class Gate:
             self._events[name].set()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async def wait() -> None:
-        while not condition():
-            await asyncio.sleep(0.001)
-
-    await asyncio.wait_for(wait(), 60)
-
-
 def test_long_texts_of_one_tenant_leave_a_thread_for_others() -> None:
     """Eight of a's do not delay b's, nor c's for more than one of them; each has its result."""
 
@@ -60,12 +53,12 @@ def test_long_texts_of_one_tenant_leave_a_thread_for_others() -> None:
         desk, gate = Desk(threads=3), Gate()
         names = [f"a{number}" for number in range(8)]
         asked = [asyncio.ensure_future(desk.do("a", gate.work(name))) for name in names]
-        await until(lambda: len(gate.begun) == 2)
+        await until_here(lambda: len(gate.begun) == 2)
         asked.append(asyncio.ensure_future(desk.do("b", gate.work("b"))))
-        await until(lambda: gate.begun == ["a0", "a1", "b"])
+        await until_here(lambda: gate.begun == ["a0", "a1", "b"])
         asked.append(asyncio.ensure_future(desk.do("c", gate.work("c"))))
         gate.end("b")
-        await until(lambda: gate.begun == ["a0", "a1", "b", "c"])
+        await until_here(lambda: gate.begun == ["a0", "a1", "b", "c"])
         assert len(desk) == 6
         gate.end(*names, "c")
         assert await asyncio.gather(*asked) == [*names, "b", "c"]
@@ -82,7 +75,7 @@ def test_tenants_take_turns() -> None:
         desk, gate = Desk(threads=1), Gate()
         names = ["a0", "a1", "a2", "b0", "b1"]
         asked = [asyncio.ensure_future(desk.do(name[0], gate.work(name))) for name in names]
-        await until(lambda: gate.begun == ["a0"])
+        await until_here(lambda: gate.begun == ["a0"])
         gate.end(*names)
         await asyncio.gather(*asked)
         assert gate.begun == ["a0", "a1", "b0", "a2", "b1"]
@@ -97,7 +90,7 @@ def test_at_the_end_all_are_told() -> None:
     async def main() -> None:
         desk, gate = Desk(threads=1), Gate()
         asked = [asyncio.ensure_future(desk.do("a", gate.work(name))) for name in "xy"]
-        await until(lambda: gate.begun == ["x"])
+        await until_here(lambda: gate.begun == ["x"])
         desk.end(OVER)
         assert await asyncio.gather(*asked, return_exceptions=True) == [OVER, OVER]
         with pytest.raises(RuntimeError, match="over"):
@@ -147,7 +140,7 @@ def test_errors_and_clients_that_go_away() -> None:
             await desk.do("a", lambda: 1 / 0)
         running = asyncio.ensure_future(desk.do("a", gate.work("running")))
         waiting = asyncio.ensure_future(desk.do("a", gate.work("waiting")))
-        await until(lambda: gate.begun == ["running"])
+        await until_here(lambda: gate.begun == ["running"])
         waiting.cancel()
         running.cancel()
         await asyncio.gather(running, waiting, return_exceptions=True)

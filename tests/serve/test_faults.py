@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,17 +18,11 @@ from isobit.serve.device import Device
 from isobit.serve.jobs import WorkJob
 from isobit.serve.requests import Limits
 from isobit.serve.state.state import State
+from tests.until import until
 
 from .helpers import TOKENS, Running, serving
 
 LONG: dict[str, Any] = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True, "seed": 1}
-
-
-def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from isobit.serve.gateway import Refused
 from isobit.serve.requests import BadRequest, Limits
 from isobit.serve.tinker import futures
 from isobit.serve.tinker.futures import Futures
+from tests.until import until_here
 
 
 class Gateway:
@@ -50,11 +51,10 @@ def test_the_oldest_results_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> No
         kept.begin("0", "open", waits())
         for number in range(5):
             kept.begin("0", str(number), said(b"a" * 10))
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
+        await until_here(lambda: not kept.knows("0", "1"))
         assert [kept.knows("0", str(number)) for number in range(5)] == [False] * 2 + [True] * 3
         kept.begin("0", "large", said(b"a" * 95))
-        await asyncio.sleep(0.01)
+        await until_here(lambda: not kept.knows("0", "4"))
         assert [kept.knows("0", name) for name in ("3", "4", "large")] == [False, False, True]
         with pytest.raises(BadRequest, match="it was forgotten"):
             await kept.retrieve(request("3"))
@@ -76,13 +76,12 @@ def test_what_was_cancelled_or_refused_is_forgotten_too(monkeypatch: pytest.Monk
         await asyncio.sleep(0)
         await kept.cancel(request("cancelled"))
         kept.begin("0", "refused", refused())
-        await asyncio.sleep(0.01)
         assert b"cancelled" in bytes((await kept.retrieve(request("cancelled"))).body)
         with pytest.raises(Refused):
             await kept.retrieve(request("refused"))
         for number in range(2):
             kept.begin("0", str(number), said(b"a"))
-        await asyncio.sleep(0.01)
+        await until_here(lambda: not kept.knows("0", "refused"))
         assert not kept.knows("0", "cancelled")
         assert not kept.knows("0", "refused")
         assert not kept._kept
@@ -99,7 +98,7 @@ def test_work_that_may_be_cancelled_says_when_it_is_over() -> None:
         kept.begin("0", "never begun", works, lambda: over.append("never"))  # type: ignore[arg-type]
         kept.give_up("0", "never begun")
         assert not over
-        await asyncio.sleep(0.01)
+        await until_here(lambda: len(over) == 2)
         works.close()
         assert sorted(over) == ["done", "never"]
 
@@ -134,7 +133,7 @@ def test_to_forget_takes_no_look_at_what_stays(monkeypatch: pytest.MonkeyPatch) 
         for number in range(300):
             kept.begin("0", str(number), counted())
         before = looked
-        await asyncio.sleep(0.05)
+        await until_here(lambda: not kept.knows("0", "199"))
         assert sum(kept.knows("0", str(number)) for number in range(300)) == 100
         assert looked - before <= 2 * 300  # one in its own making
 

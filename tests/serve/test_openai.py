@@ -247,6 +247,37 @@ def test_errors_in_openai_s_words(client: openai.OpenAI, server: Running) -> Non
         assert said in str(refused.value), str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", '{"prompt": "a", "max_tokens": 1, "temperature": NUMBER}'),
+        ("/v1/completions", '{"prompt": "a", "max_tokens": 1, "metadata": {"a": [NUMBER]}}'),
+        ("/v1/chat/completions", '{CHAT, "chat_template_kwargs": {"thinking": NUMBER}}'),
+        ("/v1/chat/completions", '{CHAT, "tools": [{"function": {"parameters": NUMBER}}]}'),
+        ("/v1/chat/completions", '{MESSAGES {"role": "user", "content": "a", "x": NUMBER}]}'),
+        ("/v1/chat/completions", "{MESSAGES CALL]}"),
+        ("/inference/v1/generate", '{"token_ids": [5], "sampling_params": {"seed": NUMBER}}'),
+        ("/tokenize", '{"prompt": "a", "priority": NUMBER}'),
+        ("/api/v1/create_session", '{"tags": [], "user_metadata": {"a": NUMBER}}'),
+    ],
+)
+def test_numbers_that_are_not_finite_are_refused(server: Running, path: str, body: str) -> None:
+    """In one line that tells which, wherever they stand; the control is large and finite, and is
+    taken, or refused in other words."""
+    call = {"function": {"name": "f", "arguments": '{"a": NUMBER}'}}
+    turn = json.dumps({"role": "assistant", "content": "", "tool_calls": [call]})
+    body = body.replace("CHAT", 'MESSAGES {"role": "user", "content": "a"}], "max_tokens": 1')
+    body = body.replace("MESSAGES", '"messages": [').replace("CALL", turn)
+    for number in ("1e999", "-1e400", "NaN", "Infinity"):
+        found = server.post(path, content=body.replace("NUMBER", number).encode())
+        assert found.status_code == 400, found.text
+        message = found.json()["error"]["message"]
+        assert message.endswith(f"not JSON: {number} is no finite number"), message
+    found = server.post(path, content=body.replace("NUMBER", "1e308").encode())
+    assert found.status_code in (200, 400)
+    assert "finite number" not in found.text
+
+
 def test_what_foreign_text_spells_is_text(server: Running) -> None:
     """The control takes the same text for tokens where the template wrote it."""
     ends = server.gateway.tokenizer.eos_ids[0]

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from isobit.serve.tinker.lines import Line
 from .helpers import KEY, LONG, OTHER_KEY, Running, serving
 
 pytest.importorskip("tinker")
+
+from tests.until import until
 
 from .training import data, datum, message, outputs, run_of
 
@@ -213,8 +214,7 @@ def test_a_request_that_never_comes_fails_those_behind_it(
     run, clean = new(trainer), new(trainer)
     behind = [gradients(trainer, run, 2, data(1)), step(trainer, run, 3)]
     line = run_of(trainer, run).line
-    while len(line._waiting) < 2:  # else the time could run out between the two
-        time.sleep(0.01)
+    until(lambda: len(line._waiting) == 2)  # else the time could run out between the two
     monkeypatch.setattr(lines, "GAP_SECONDS", 0.2)
     behind.append(gradients(trainer, run, 4, data(1)))
     for one in behind:
@@ -307,10 +307,7 @@ def test_what_is_read_for_a_session_that_has_ended_is_let_go(
         finally:
             goes_on.set()
         assert finished.result().status_code == 200
-    end = time.monotonic() + LONG
-    while served[0] in names.names:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: served[0] not in names.names)
 
 
 def test_turns_are_taken_in_order_whoever_fails() -> None:

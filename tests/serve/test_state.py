@@ -88,7 +88,7 @@ def test_what_is_kept_is_there_after_a_restart(state: State, folder: Path) -> No
         assert again.by_id(sampler.id) == sampler
         assert again.session("s") is not None
         assert again.session("s").metadata == {"project": "a"}  # type: ignore[union-attr]
-        assert again.numbers("s:train:0") == [1]
+        assert list(again.requests("s:train:0")) == [1]
         kept = again.request("s:train:0", 1)
         assert kept is not None
         assert (kept.body, kept.answer) == (b"body", None)
@@ -97,7 +97,7 @@ def test_what_is_kept_is_there_after_a_restart(state: State, folder: Path) -> No
         again.end_session("s")
         assert again.by_id(sampler.id) is None
         assert again.checkpoint("0", path) == found  # what was saved by name stays
-        assert again.numbers("s:train:0") == []
+        assert list(again.requests("s:train:0")) == []
         assert len(list((folder / WEIGHTS).iterdir())) == 1
     finally:
         again.close()
@@ -121,7 +121,7 @@ def test_requests_are_done_again_from_the_state_that_was_kept(state: State) -> N
     assert first is not None
     assert text_of(state, first) == "two"
     assert state.run(run).applied == 2  # type: ignore[union-attr]
-    stored = [state.request(run, number) for number in state.numbers(run)]
+    stored = [state.request(run, number) for number in state.requests(run)]
     found = {each.number: (each.body, each.answer) for each in stored if each is not None}
     assert found[1] == (b"", Answer(200, "application/json", b"{}"))
     assert found[3] == (b"3", None)

@@ -3,7 +3,6 @@
 import asyncio
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
@@ -26,6 +25,7 @@ from isobit.serve.tinker import archive, futures
 from isobit.serve.tinker import sessions as of_clients
 from isobit.serve.tinker.futures import Futures
 from isobit.serve.tinker.sampling import Samplers
+from tests.until import until, until_here
 
 from .helpers import TOKENS, Running, serving
 
@@ -45,13 +45,6 @@ def narrow(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 def asked(server: Running, tenant: int, path: str, value: Any) -> httpx.Response:
     """The answer to a tenant's request."""
     return server.post(path, value, headers={"Authorization": f"Bearer {TOKENS[tenant]}"})
-
-
-def until(happened: Any) -> None:
-    end = time.monotonic() + 120
-    while not happened():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_who_has_as_many_answers_open_as_may_be_is_told_alone(narrow: Running) -> None:
@@ -187,8 +180,7 @@ def test_samples_whose_weights_are_read_are_counted_too(
     reads, awake = threading.Event(), Samplers._awake
 
     async def slow(samplers: Samplers, sampler: Any) -> Any:
-        while not reads.is_set():
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(reads.wait)
         return await awake(samplers, sampler)
 
     monkeypatch.setattr(Samplers, "_awake", slow)
@@ -272,7 +264,7 @@ def test_results_of_one_are_not_forgotten_for_another(monkeypatch: pytest.Monkey
         kept.begin("1", "first", said())
         for number in range(5):
             kept.begin("0", str(number), said())
-        await asyncio.sleep(0.01)
+        await until_here(lambda: not kept.knows("0", "2"))
         assert kept.knows("1", "first")
         assert [kept.knows("0", str(number)) for number in range(5)] == [False] * 3 + [True] * 2
 
@@ -315,7 +307,7 @@ def test_requests_of_one_run_are_not_counted_for_another(
             state.accept("s:train:0", 2, "optim_step", b"a" * 60)
         state.accept("s:train:0", 1, "optim_step", b"a" * 60)  # which is there, and counted once
         state.accept("s:train:1", 1, "optim_step", b"a" * 60)
-        assert [state.numbers(f"s:train:{each}") for each in (0, 1)] == [[1], [1]]
+        assert [list(state.requests(f"s:train:{each}")) for each in (0, 1)] == [[1], [1]]
     finally:
         state.close()
 
@@ -345,8 +337,7 @@ def test_files_of_downloads_are_bounded(narrow: Running, monkeypatch: pytest.Mon
     waits, goes_on = threading.Event(), archive._blocks
 
     async def slow(file: Any) -> Any:
-        while not waits.is_set():
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(waits.wait)
         async for block in goes_on(file):
             yield block
 

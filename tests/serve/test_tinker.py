@@ -1,7 +1,6 @@
 """Tinker's own client, unmodified, samples: the bits of the other routes, and log-probabilities of
 prompts that are those of sampling, bit for bit."""
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
@@ -14,6 +13,7 @@ import pytest
 
 from isobit.serve.jobs import Done, WorkJob
 from isobit.serve.tinker import sessions as routes
+from tests.until import until
 
 from .helpers import KEY, Running, serving
 
@@ -45,10 +45,7 @@ def replaced(server: Running, name: str, folder: Path) -> None:
     done = list[Any]()
     work = server.gateway.device.snapshots.put
     server.gateway.device.submit(WorkJob("test", lambda: work(name, folder), done.append))
-    end = time.monotonic() + 30
-    while not done:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: done)
     assert isinstance(done[0], Done)
 
 
@@ -247,10 +244,7 @@ def test_a_request_is_done_once_and_belongs_to_its_tenant(running: Running) -> N
         "error": "the request was cancelled",
         "category": "user",
     }
-    end = time.monotonic() + 30
-    while running.gateway.device.num_open:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: not running.gateway.device.num_open)
     left = {
         "request_id": post("asample", long | {"seq_id": 7, "num_samples": 200}).json()["request_id"]
     }

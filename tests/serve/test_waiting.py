@@ -87,9 +87,9 @@ def test_a_small_body_of_very_many_parts_is_refused_as_it_arrives(narrow: Runnin
         assert refused.status_code == 400
         assert "65,536 data, chunks and tensors; send fewer" in refused.text
     assert state is not None
-    assert state.numbers(run) == [0]
+    assert list(state.requests(run)) == [0]
     assert post(narrow, head + EMPTY * 40_000).status_code == 200
-    assert state.numbers(run) == [0, 2]
+    assert list(state.requests(run)) == [0, 2]
 
 
 def test_what_waits_of_a_tenant_and_of_all_is_bounded(narrow: Running) -> None:
@@ -362,7 +362,7 @@ def test_snapshots_without_a_name_leave_nothing_behind(
             if getattr(route, "path", "") == "/api/v1/asample"
         ]
         assert len(samplers._numbered) == 2
-        assert len(samplers._dropped) == 3
+        assert len(samplers._gone) == 3
 
 
 def test_a_run_that_cannot_go_on_says_why_and_is_no_ghost(base: Path, tmp_path: Path) -> None:

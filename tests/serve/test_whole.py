@@ -16,6 +16,7 @@ from isobit.model import Model
 from isobit.rl.stepwise import Adam, Datum, StepwiseLearner
 from isobit.serve.requests import Limits
 from isobit.serve.tinker import runs
+from tests.until import until
 
 from .helpers import KEY, OTHER_KEY, Running, serving
 
@@ -231,8 +232,7 @@ def test_scores_of_a_prompt_and_its_answer_are_of_the_same_weights(
     client.forward_backward(data(1), "cross_entropy").result()
     device = server.gateway.device
     asked = both(sampler)
-    while not device.num_open:
-        time.sleep(0.001)
+    until(lambda: device.num_open)
     client.optim_step(STEP).result()
     assert told(asked.result()) == alone
     fresh = client.save_weights_and_get_sampling_client().result()

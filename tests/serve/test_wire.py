@@ -94,6 +94,19 @@ def test_what_is_no_sparse_matrix_is_refused(given: dict[str, Any]) -> None:
         wire.read_batch(sparse(**given))
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf"), 3e38])
+def test_entries_that_are_not_finite_are_refused(number: float) -> None:
+    """Also those that no loss reads; the control is large and finite."""
+    entries = torch.tensor([1.0, number, 0.0])
+    for given in (entries, torch.diag(entries)):
+        if number == 3e38:
+            (found,) = read([5, 6, 7], advantages=given).data
+            assert torch.equal(found.inputs["advantages"], given)
+        else:
+            with pytest.raises(BadRequest, match=r"data\.0\.advantages has NaN or infinity in it$"):
+                read([5, 6, 7], advantages=given)
+
+
 def test_images_and_texts_of_a_loss_are_refused() -> None:
     messages = wire.package()
     request = messages.ForwardBackwardRequest()

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from tests.kinds import KINDS
 from tests.runs import fingerprint, wait_for_lines, write_config
 from tests.test_resume import start
 from tests.trackers.readers import READERS, wandb_records
+from tests.until import until
 
 pytestmark = pytest.mark.slow
 ALL = list(READERS)
@@ -126,10 +126,7 @@ def test_killed_and_resumed_no_step_is_doubled(tmp_path: Path, base_model: Path,
     process = start(config)
     run = tmp_path / "run"
     wait_for_lines(run / "metrics.jsonl", 5)
-    deadline = time.monotonic() + 300
-    while not _all_after(run, 4):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: _all_after(run, 4))
     children = _children(process.id)
     assert len(children) == 1
     process.kill()

@@ -2,7 +2,6 @@
 library by one that misbehaves in one way."""
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from isobit.monitor.trackers.process import Trackers, check_trackers
 from isobit.run.directory import read_jsonl
 from isobit.training.train import train
 from tests.runs import fingerprint, write_config
+from tests.until import MOST_SECONDS, until
 
 OFF = {
     "trackers": ["wandb"],
@@ -20,7 +20,7 @@ OFF = {
     "name": None,
     "group": None,
     "completions": 0,
-    "close_s": 3.0,
+    "close_s": MOST_SECONDS,
 }
 SETTINGS = OFF | {"wandb": {"entity": None, "mode": "offline", "tags": []}}
 
@@ -63,11 +63,8 @@ def rows(run: Path) -> list[str]:
     return path.read_text().split("\n")[:-1] if path.is_file() else []
 
 
-def tracked(
-    run: Path, steps: int, exit_code: int = 0, until: str | None = None, close_s: float = 3.0
-) -> list[str]:
-    """A run that writes some rows; returns what it said. `until`: wait for this on a line of the
-    tracker's."""
+def tracked(run: Path, steps: int, exit_code: int = 0, close_s: float = MOST_SECONDS) -> list[str]:
+    """A run that writes some rows; returns what it said."""
     run.mkdir(exist_ok=True)
     said: list[str] = []
     with (
@@ -79,11 +76,6 @@ def tracked(
         for step in range(1, steps + 1):
             f.write(f'{{"step": {step}, "entropy": 1.0}}\n')
             f.flush()
-            trackers.poll()
-        deadline = time.monotonic() + 300
-        while until is not None and until not in rows(run):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
             trackers.poll()
     return said
 
@@ -230,6 +222,7 @@ def test_a_tracker_that_raises_or_hangs_holds_up_no_other(
     settings = SETTINGS | {
         "trackers": ["trackio", "wandb"],
         "trackio": {"dir": None, "space_id": None},
+        "close_s": 5.0 if "sleep" in other else MOST_SECONDS,
     }
     run, ends = tmp_path / "run", "_exit" in other
     run.mkdir()
@@ -237,9 +230,7 @@ def test_a_tracker_that_raises_or_hangs_holds_up_no_other(
         "".join(f'{{"step": {step}, "entropy": 1.0}}\n' for step in (1, 2, 3))
     )
     with Trackers(settings, {}, run, lambda: 0, print) as trackers:
-        deadline = time.monotonic() + 60
-        while not ends and "3" not in rows(run) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: ends or "3" in rows(run))
     assert trackers.failed
     assert (rows(run) == ["1", "2", "3", "exit 0"]) is not ends
     error = capfd.readouterr().err

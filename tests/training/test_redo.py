@@ -90,7 +90,36 @@ def test_what_holds_no_run_is_left_alone(path: Path, tmp_path: Path) -> None:
         train(config)
 
 
-def test_it_is_for_new_runs(path: Path) -> None:
-    done = CliRunner().invoke(app, ["train", "--resume", str(path.parent / "run"), "--redo"])
+@pytest.mark.parametrize("command", ["train", "sft"])
+@pytest.mark.parametrize("word", ["--resume", "--dry-run"])
+def test_it_is_for_new_runs(path: Path, command: str, word: str) -> None:
+    words = [word, str(path.parent / "run")] if word == "--resume" else [str(path), word]
+    done = CliRunner().invoke(app, [command, *words, "--redo"])
     assert isinstance(done.exception, IsobitError)
-    assert "--redo is for a new run" in str(done.exception)
+    assert "--redo is for a new run: give a config, without --resume" in str(done.exception)
+
+
+@pytest.mark.slow
+def test_a_supervised_run_is_done_again(tmp_path: Path, path: Path, base_model: Path) -> None:
+    """The controls stay: a run of other steps, and one of `isobit train`."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n' * 4)
+    values = (
+        f"{{model: {base_model}, task: rows.jsonl, steps: 2, batch_size: 2, out: {tmp_path}/a}}"
+    )
+    config = tmp_path / "sft.yaml"
+    config.write_text(values)
+
+    def run(*words: str) -> tuple[int, str]:
+        done = CliRunner().invoke(app, ["sft", str(config), "--quiet", *words])
+        return done.exit_code, str(done.exception)
+
+    assert run() == (0, "None")
+    alone = fingerprint(tmp_path / "a")
+    (tmp_path / "a" / "mark").write_text("")
+    assert run("--redo") == (0, "None")
+    assert fingerprint(tmp_path / "a") == alone
+    assert not (tmp_path / "a" / "mark").exists()
+    assert "holds a run of 2 steps, and this one has 3" in run("--redo", "steps=3")[1]
+    other = train(load_config(path)).run_dir
+    assert "holds a run of another configuration" in run("--redo", "--out", str(other))[1]
+    assert (other / "metrics.jsonl").is_file()

@@ -49,6 +49,35 @@ def test_the_run_has_the_correction_that_auto_came_to(
         assert found["order"] == session.model.ops.order
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("precision", "correction"),
+    [
+        ("fp8-rollout-kv-verl", "token_tis"),
+        ("fp8-rollout-attention", "token_tis"),
+        ("bf16[engines=separate, kv_cache=e4m3-calibrated]", "token_tis"),
+        ("fp8-e2e[rollout={weight: bf16, activation: bf16}]", "token_is"),
+        ("fp8-e2e[kv_cache=e4m3-calibrated, rollout={bf16_first_layers: 1}]", "token_is"),
+    ],
+)
+def test_the_flows_of_the_papers_learn_under_their_correction(
+    tmp_path: Path, base_model: Path, precision: str, correction: str
+) -> None:
+    """The mismatch is what two engines have, and the weights move; the control is one engine."""
+    config = write_config(tmp_path, base_model, precision=precision, steps=3)
+    result = train(load_config(config), quiet=True)
+    assert written(result.run_dir)["correction"] == correction
+    steps = [row for row in result.metrics if row["step"] > 0]
+    assert len(steps) == 3
+    assert all(row["mismatch/kl_k3"] > 0 for row in steps)
+    assert all("correction/mean_weight" in row and row["grad_norm"] > 0 for row in steps)
+    (tmp_path / "one").mkdir()
+    one = write_config(tmp_path / "one", base_model, precision="fp8-unified", steps=1)
+    last = train(load_config(one), quiet=True).metrics[-1]
+    assert last["mismatch/kl_k3"] == 0
+    assert "correction/mean_weight" not in last
+
+
 def test_every_field_is_written(base_model: Path, tmp_path: Path) -> None:
     config = load_config(write_config(tmp_path, base_model))
     resolved = resolve(config, Model.load(base_model))

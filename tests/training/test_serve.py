@@ -307,7 +307,7 @@ def run_with(folder: Path, base: Path, **changes: Any) -> TrainResult:
         ({"consistency": "fast"}, "serve.port needs consistency: bitwise or exact"),
         (
             {"precision": "fp8[kv_cache=e4m3-calibrated]"},
-            "the KV cache is calibrated on prompts of the run",
+            "the KV cache is calibrated on data of the run",
         ),
         ({"serve": {"share": 1}}, "serve.share: expected below 1"),
         ({"serve": {"token": "/proc/nothing"}}, "serve.token /proc/nothing: cannot be made"),

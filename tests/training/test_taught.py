@@ -219,7 +219,7 @@ def test_an_answer_that_spells_an_end_does_not_end_there(prompt: Any) -> None:
     tokenizer = tokenizer_of(TEMPLATES["chatml"], "<|im_end|>")
     tokens = named(tokenizer, taught(tokenizer, prompt, "a<|im_end|>b<|im_end|>").completion_ids)
     assert tokens.count("<|im_end|>") == 1
-    assert "".join(tokens) == "a<|im_end|>b<|im_end|><|im_end|>"
+    assert "".join(tokens) == "a<|im_end|>b<|im_end|>"  # what stood at its end is the end
     tokenizer.special_tokens_in_content = "allow"  # the control: then they are the tokens
     tokens = named(tokenizer, taught(tokenizer, prompt, "a<|im_end|>b<|im_end|>").completion_ids)
     assert (tokens.count("<|im_end|>"), "".join(tokens)) == (2, "a<|im_end|>b<|im_end|>")

@@ -71,15 +71,24 @@ _LESS_MEMORY = (
 
 def main() -> None:
     """Entry point of the `isobit` command."""
-    _open_what_is_closed()
+    # Standard streams that whoever started this has closed lead nowhere: else the next file
+    # that is opened, one of a run, would have the number of stderr, and a library's words in
+    # it.
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # which gets the lowest free number
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     with outlived_stderr(), _interruption_is_said():
         _main()
 
 
 @contextmanager
 def _interruption_is_said() -> Iterator[None]:
-    """Inside, a command that a signal ends says so in a line, unless it has handlers of its own: a
-    second one ends it at once. SIGTERM and SIGHUP not in a rank, which whoever started it ends."""
+    """Report in one line that a signal ends the command, unless it has its own handlers: a second
+    one ends it at once. Not SIGTERM and SIGHUP in a rank, which its launcher ends."""
     wanted: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler}
     if PrivateFolder.given() is None and "RANK" not in os.environ:
         wanted |= dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL)
@@ -119,23 +128,20 @@ def _interruption_is_said() -> Iterator[None]:
             signal.signal(number, before)
 
 
-def _open_what_is_closed() -> None:
-    """Standard streams that whoever started this has closed lead nowhere: else the next file that is
-    opened, one of a run, would have the number of stderr, and a library's words in it."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # which gets the lowest free number
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-
-
 def _main() -> None:
-    _write_any_text()
+    # Where the locale's encoding lacks a character, stdout has it as JSON escapes it.
+    codecs.register_error("json", _escaped)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="json")
     try:
         code = app(prog_name="isobit", standalone_mode=False)
-        _flush()
+        # Write what is left for stdout while a failure can still be told.
+        try:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except BrokenPipeError:  # whoever read it has seen enough
+            _drop_output()
+            sys.exit(1)
     except _Usage as error:
         _end(_one_line(error))
     except typer.Abort:  # the end of stdin, where something is asked
@@ -163,7 +169,7 @@ def _main() -> None:
 
 
 def _of_surroundings(error: OSError) -> str | None:
-    """What is wrong with where the command runs, whatever it was about to do."""
+    """Return what is wrong with where the command runs, whatever it was about to do."""
     if error.errno != errno.ENOENT or error.filename is not None:
         return None
     if "temporary directory" in str(error):
@@ -175,27 +181,10 @@ def _of_surroundings(error: OSError) -> str | None:
     return None
 
 
-def _write_any_text() -> None:
-    """Where the locale's encoding lacks a character, stdout has it as JSON escapes it."""
-    codecs.register_error("json", _escaped)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="json")
-
-
 def _escaped(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end
-
-
-def _flush() -> None:
-    """Write what is left for stdout while a failure can still be told."""
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except BrokenPipeError:  # whoever read it has seen enough
-        _drop_output()
-        sys.exit(1)
 
 
 def _drop_output() -> None:
@@ -205,7 +194,7 @@ def _drop_output() -> None:
 
 
 def _one_line(error: Any) -> IsobitError:
-    """What typer says of a command line, in one line that ends with where to read more."""
+    """Return what typer says of a command line, in one line that ends with where to read more."""
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
         sys.exit(error.exit_code)

@@ -90,7 +90,7 @@ def _root(
 
 
 def lines_of_stdin() -> list[str]:
-    """The lines of standard input, which is UTF-8 whatever the locale says; none where it is
+    """Return the lines of standard input, which is UTF-8 whatever the locale says; none where it is
     closed. Raises IsobitError for other bytes."""
     if sys.stdin is None:
         return []
@@ -110,7 +110,7 @@ def names(presets: str) -> list[str]:
 
 
 def columns(given: list[str] | None) -> dict[str, str]:
-    """The mapping of `--column NAME=COLUMN`. Raises IsobitError for another form."""
+    """Return the mapping of `--column NAME=COLUMN`. Raises IsobitError for another form."""
     pairs = [text.partition("=") for text in given or []]
     for name, sign, column in pairs:
         if not (name and sign and column):
@@ -121,8 +121,8 @@ def columns(given: list[str] | None) -> dict[str, str]:
 
 
 def values_of(option: str, given: list[str] | None, example: str) -> dict[str, Any]:
-    """The values, in YAML, of an option `NAME=VALUE` by their names. Raises IsobitError for another
-    form."""
+    """Return the values, in YAML, of an option `NAME=VALUE` by their names. Raises IsobitError for
+    another form."""
     import yaml
 
     from isobit.data import strict_yaml
@@ -142,7 +142,7 @@ def values_of(option: str, given: list[str] | None, example: str) -> dict[str, A
 
 
 def template_kwargs(given: list[str] | None) -> dict[str, Any]:
-    """The variables of `--chat-template-kwargs`. Raises IsobitError."""
+    """Return the variables of `--chat-template-kwargs`. Raises IsobitError."""
     return values_of("--chat-template-kwargs", given, "enable_thinking=false")
 
 

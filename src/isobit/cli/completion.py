@@ -61,7 +61,7 @@ def presets(incomplete: str) -> list[str]:
 
 
 def backends(incomplete: str) -> list[str]:
-    """Values of --backend."""
+    """Return the values of --backend that begin so."""
     return [
         name for name in ("auto", "triton", "native", "reference") if name.startswith(incomplete)
     ]

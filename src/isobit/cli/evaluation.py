@@ -1,4 +1,4 @@
-"""The command `eval`."""
+"""The command line of `isobit eval`."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The command `doctor`."""
+"""The command line of `isobit doctor`."""
 
 from typing import Annotated
 

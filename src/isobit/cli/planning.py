@@ -1,4 +1,4 @@
-"""The command `plan`."""
+"""The command line of `isobit plan`."""
 
 from typing import Annotated
 

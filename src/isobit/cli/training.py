@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,10 +11,19 @@ from isobit.cli import completion
 from isobit.cli.app import Overrides, Quiet, app, names
 from isobit.errors import IsobitError, printable
 
+if TYPE_CHECKING:
+    from isobit.config import Config, SftConfig
+
 DryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run", help="check everything, show the memory plan and the first prompt, and stop"
+    ),
+]
+Redo = Annotated[
+    bool,
+    typer.Option(
+        "--redo", help="remove a finished run of this config from the run directory first"
     ),
 ]
 Out = Annotated[Path | None, typer.Option(metavar="DIR", help="run directory; default: run.dir")]
@@ -62,12 +71,7 @@ def train(
     ] = None,
     out: Out = None,
     dry_run: DryRun = False,
-    redo: Annotated[
-        bool,
-        typer.Option(
-            "--redo", help="remove a finished run of this config from the run directory first"
-        ),
-    ] = False,
+    redo: Redo = False,
     quiet: Quiet = False,
 ) -> None:
     """Train a model with reinforcement learning.
@@ -92,7 +96,7 @@ def train(
 
 
 def _without_config(config: str | None, overrides: list[str] | None) -> list[str]:
-    """The overrides of a run that has its config already: the first argument is one too."""
+    """Return the overrides of a run that has its config already: the first argument is one too."""
     if config is not None and "=" not in config:
         raise IsobitError(f"the run has its own config: leave {config!r} out")
     return [*([] if config is None else [config]), *(overrides or [])]
@@ -112,11 +116,8 @@ def _train(
     from isobit.config.reading import override
     from isobit.run.directory import CONFIG, require_run
 
-    if redo and (config is None or dry_run):
-        raise IsobitError(
-            "--redo is for a new run: give a config, without --resume, --from-rollouts and "
-            "--dry-run"
-        )
+    new = config is not None and not dry_run
+    _check_redo(redo, new, "--resume, --from-rollouts and --dry-run")
     if resume is not None and (from_rollouts is not None or out is not None or dry_run):
         raise IsobitError(
             "--resume continues a run in its own directory; leave out --from-rollouts, --out "
@@ -136,10 +137,8 @@ def _train(
     loaded = load_config(
         path, [*overrides, *([override("run.dir", out)] if out is not None else [])]
     )
-    if redo and os.environ.get("RANK", "0") == "0":
-        from isobit.training.recording.overwrite import clear_finished
-
-        clear_finished(loaded)
+    if redo:
+        _clear(loaded)
     if dry_run:
         from isobit.cli.commands.dry_run import dry_run as check
 
@@ -155,6 +154,19 @@ def _train(
         assert out is not None
         return trainer.replay(from_rollouts, out, overrides, quiet=quiet).exit_code
     return trainer.train(loaded, quiet=quiet).exit_code
+
+
+def _check_redo(redo: bool, new: bool, without: str) -> None:
+    if redo and not new:
+        raise IsobitError(f"--redo is for a new run: give a config, without {without}")
+
+
+def _clear(config: "Config | SftConfig") -> None:
+    """Remove a finished run of a config, once for all ranks."""
+    from isobit.training.recording.overwrite import clear_finished
+
+    if os.environ.get("RANK", "0") == "0":
+        clear_finished(config)
 
 
 @app.command()
@@ -177,6 +189,7 @@ def sft(
     ] = None,
     out: Out = None,
     dry_run: DryRun = False,
+    redo: Redo = False,
     quiet: Quiet = False,
 ) -> None:
     """Supervised training: on right answers, or on preferences. A run as those of `isobit train`.
@@ -192,6 +205,7 @@ def sft(
     from isobit.config.reading import override
     from isobit.run.directory import require_run
 
+    _check_redo(redo, resume is None and not dry_run, "--resume and --dry-run")
     if resume is not None:
         if out is not None or dry_run:
             raise IsobitError(
@@ -213,6 +227,8 @@ def sft(
 
         supervised_dry_run(loaded, lambda block: print(printable(block), flush=True))
         return
+    if redo:
+        _clear(loaded)
     if (code := _launched(loaded.ranks, Path(loaded.run.dir))) is not None:
         raise typer.Exit(code)
     # only here: a mistake in a config needs none of it
@@ -235,7 +251,7 @@ def _resume(run: Path, overrides: list[str], quiet: bool) -> int:
 
 
 def _launched(ranks: int, run: Path) -> int | None:
-    """The exit code of so many ranks, which are started here; None for one, or where this is one of
+    """Start `ranks` ranks and return their exit code; None for one, or where this is one of
     them."""
     from isobit.distributed.launch import launched
     from isobit.distributed.supervisor import start

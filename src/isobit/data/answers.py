@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from isobit.data.messages import standard_message
 from isobit.data.text_rows import kind
 from isobit.errors import IsobitError, brief
 
@@ -40,30 +41,39 @@ def content_text(content: Any) -> str | None:
     return "".join(texts) if texts else None
 
 
-def answer_messages(value: Any) -> list[dict[str, Any]]:
-    """An answer as messages of the assistant, whose contents are text. Keys that are null, with
-    which Parquet fills up, are left out. Raises NoAnswer."""
+def answer_messages(value: Any, *, learned: bool = False) -> list[dict[str, Any]]:
+    """Return an answer as messages of the assistant, whose contents are text. Keys that are null,
+    with which Parquet fills up, are left out. `learned`: it may call tools and say nothing, and
+    between its first message and its last others may answer. Raises NoAnswer."""
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}]
     if not isinstance(value, list | tuple):
         raise NoAnswer(kind(value))
     if not value:
         raise NoAnswer("an empty list")
-    return [_answer_message(message) for message in value]
+    last = len(value) - 1
+    return [
+        _answer_message(message, calls=learned, any_role=learned and 0 < place < last)
+        for place, message in enumerate(value)
+    ]
 
 
-def _answer_message(message: Any) -> dict[str, Any]:
+def _answer_message(message: Any, calls: bool, any_role: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise NoAnswer(f"a list with {kind(message)} in it")
-    if message.get("role") != "assistant":
+    try:
+        made = standard_message(message)
+    except ValueError as error:
+        raise NoAnswer(f"a message with {error}") from None
+    role, content = made.get("role"), made.get("content")
+    if role != "assistant" and not (any_role and isinstance(role, str)):
         raise NoAnswer(f"a message of role {message.get('role')!r:.40}")
-    content = message.get("content")
     text = content_text(content)
-    if message.get("tool_calls") and not (text or "").strip():
+    if made.get("tool_calls") and not calls and not (text or "").strip():
         raise NoAnswer("a message that calls tools and says nothing")
     if text is None:
         raise NoAnswer(f"a message whose content is {kind(content)}")
-    return {key: part for key, part in message.items() if part is not None} | {"content": text}
+    return made | {"content": text}
 
 
 def answer_text(value: Any) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 from isobit.data.answers import NoAnswer, answer_messages, content_text
 from isobit.data.given_rows import given_row
+from isobit.data.messages import TOOLS, standard_message, tools_of
 from isobit.data.mixture import shared_out
 from isobit.data.readers import Source, read_rows
 from isobit.data.text_rows import kind
@@ -55,8 +56,8 @@ _STREAMS_OF_A_FILE = 40
 @dataclass(frozen=True)
 class Example:
     """A prompt with its columns; `index` counts the rows of its source from 0, `where` names the
-    row in messages. `answer`: the assistant's message that ended `messages`, if it has more than
-    its text, such as thoughts. `source`: the number of its file, if there are several."""
+    row in messages. `answer`: the assistant's message that ended `messages`. `source`: the number
+    of its file, if there are several."""
 
     index: int
     prompt: Prompt
@@ -228,18 +229,19 @@ def read_examples(source: Source, shaping: Shaping = Shaping()) -> list[Example]
         name = shaping.columns.get(role, role)
         prompt, answer = row[name], None
         if role == "messages":
-            prompt, answer = _without_answer(where, name, prompt)
+            prompt, answer = _without_answer(where, name, prompt, shaping.supervised)
         prompt = _prompt(where, name, prompt)
         kinds.add((isinstance(prompt, str), answer is None))
         if len(kinds) > 1:
             raise IsobitError(f"{where}: {brief(name)!r} {_mixed(kinds)}")
         columns = _columns(row, name if role == "prompt" else None, shaping.columns)
-        more = None
         if answer is not None and "completion" not in columns:
             columns["completion"] = answer["content"]
-            more = answer if answer.keys() - {"role", "content"} else None
-        dressed = _with_variables(where, dress_prompt(where, prompt, shaping), columns)
-        examples.append(Example(len(examples), dressed, columns, where, more))
+        else:
+            answer = None
+        dressed = dress_prompt(where, prompt, shaping)
+        dressed = _with_variables(where, dressed, columns, shaping.supervised)
+        examples.append(Example(len(examples), dressed, columns, where, answer))
     if not examples:
         raise IsobitError(f"{source.label}: no examples in it: expected a row for each prompt")
     return examples
@@ -277,23 +279,31 @@ def dress_prompt(where: str, prompt: Prompt, shaping: Shaping) -> Prompt:
     )
 
 
-def _with_variables(where: str, prompt: Prompt, columns: Mapping[str, Any]) -> Prompt:
-    """Return the prompt with its row's own variables of the chat template, if the row has some.
-    Keys that are null, with which Parquet fills up, are left out. Raises IsobitError for variables
-    that are not a mapping or may not be set, and for variables of a text."""
+def _with_variables(
+    where: str, prompt: Prompt, columns: Mapping[str, Any], with_tools: bool
+) -> Prompt:
+    """Return the prompt with its row's own variables of the chat template, if the row has some, and
+    with its tools. Keys that are null, with which Parquet fills up, are left out. Raises
+    IsobitError for variables that are not a mapping or may not be set, for tools that are none, and
+    for either of a text."""
     given = columns.get(TEMPLATE_KWARGS)
-    if given is None:
-        return prompt
-    if not isinstance(given, Mapping):
+    if given is not None and not isinstance(given, Mapping):
         raise IsobitError(f"{where}: {TEMPLATE_KWARGS} must be a mapping, got {kind(given)}")
-    own = {key: value for key, value in given.items() if value is not None}
+    own = {key: value for key, value in (given or {}).items() if value is not None}
     check_variables(f"{where}: {TEMPLATE_KWARGS}", own)
-    if isinstance(prompt, str):
+    try:
+        tools = tools_of(columns.get(TOOLS)) if with_tools else []
+    except ValueError as error:
+        raise IsobitError(f"{where}: column {TOOLS!r}: {error}") from None
+    if isinstance(prompt, str) and (tools or given is not None):
         raise IsobitError(
-            f"{where}: {TEMPLATE_KWARGS} is for the chat template, and the prompt is text; set "
-            "task.chat: true"
+            f"{where}: {TOOLS if tools else TEMPLATE_KWARGS} is for the chat template, and the "
+            "prompt is text; set task.chat: true"
         )
-    return [{**prompt[0], TEMPLATE_KWARGS: own}, *prompt[1:]] if own else prompt
+    own |= {TOOLS: tools} if tools else {}
+    if not own or isinstance(prompt, str):
+        return prompt
+    return [{**prompt[0], TEMPLATE_KWARGS: own}, *prompt[1:]]
 
 
 def check_variables(where: str, given: Mapping[str, Any]) -> None:
@@ -373,29 +383,33 @@ def _prompt(where: str, column: str, value: Any) -> Prompt:
         raise IsobitError(f"{where}: {brief(column)!r} is an empty list of messages")
     messages = []
     for i, message in enumerate(value):
-        text = content_text(message.get("content")) if isinstance(message, dict) else None
-        if text is None or not isinstance(message.get("role"), str):
+        try:
+            made = standard_message(message) if isinstance(message, dict) else {}
+        except ValueError as error:
+            raise IsobitError(f"{where}: message {i} of {brief(column)!r}: {error}") from None
+        text = content_text(made.get("content"))
+        if text is None or not isinstance(made.get("role"), str):
             raise IsobitError(
                 f'{where}: message {i} of {brief(column)!r} must be {{"role": text, "content": '
                 "text}"
             )
-        messages.append(
-            {key: part for key, part in message.items() if part is not None} | {"content": text}
-        )
+        messages.append(made | {"content": text})
     return messages
 
 
-def _without_answer(where: str, column: str, messages: Any) -> tuple[Any, Message | None]:
+def _without_answer(
+    where: str, column: str, messages: Any, learned: bool
+) -> tuple[Any, Message | None]:
     """Split a chat into (the messages before the answer, the answer): the answer is the last
-    message if the assistant wrote it, else None. Raises IsobitError for text, for an answer
-    alone, and for an answer that cannot be read."""
+    message if the assistant wrote it, else None; one that is `learned` may be a call. Raises
+    IsobitError for text, for an answer alone, and for an answer that cannot be read."""
     if isinstance(messages, str):
         raise IsobitError(
             f"{where}: {brief(column)!r} must be a list of chat messages, got text; is it the "
             "prompt column?"
         )
     last = messages[-1] if isinstance(messages, list) and messages else None
-    if not isinstance(last, dict) or last.get("role") != "assistant":
+    if not isinstance(last, dict) or last.get("role") not in ("assistant", "function_call"):
         return messages, None
     if len(messages) == 1:
         raise IsobitError(
@@ -403,7 +417,7 @@ def _without_answer(where: str, column: str, messages: Any) -> tuple[Any, Messag
             "answers"
         )
     try:
-        return messages[:-1], answer_messages([last])[0]
+        return messages[:-1], answer_messages([last], learned=learned)[0]
     except NoAnswer as error:
         raise IsobitError(f"{where}: the last of {brief(column)!r}: {error}") from None
 

@@ -6,10 +6,12 @@ target is gone, and for a pointer that Git LFS or git-annex leave in the place o
 says so. A key may come only once in an object of JSON, since otherwise the last value would be
 taken silently. JSON has at most `MOST_DEPTH` levels and `MOST_DIGITS` digits in a whole number, so
 that code that walks or prints the values later cannot fail on them; NaN and infinity are read, and
-refused where a number is used. Left out: the longest length of a file, which the caller gives.
+refused where a number is used, or at once where the caller asks for that. Left out: the longest
+length of a file, which the caller gives.
 """
 
 import json
+import math
 import os
 import re
 import stat
@@ -34,6 +36,7 @@ MOST_CONTAINERS = 1 << 17
 """The most lists and objects of a text that is read with `patient`."""
 _PLAIN = 1 << 14  # values that the library reads at once
 _LONG_NUMBER = re.compile(rf"(?<!\d)\d{{{MOST_DIGITS + 1}}}")  # looks once at each number
+_RAISED = re.compile(r"\d[eE]\+?\d")  # shorter numbers without such a part are finite
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -132,16 +135,23 @@ class _Patient(json.JSONDecoder):
         return counted
 
 
-def parse_json(text: str, patient: bool = False) -> Any:
+def parse_json(text: str, patient: bool = False, finite: bool = False) -> Any:
     """Return the value of a JSON text. `patient`: other threads may run meanwhile if the text has
-    many values. Raises BadJson."""
+    many values; `finite`: NaN and infinite numbers, such as 1e999, are refused. Raises BadJson."""
     if text.startswith("\ufeff"):
         raise BadJson("it begins with a byte order mark; save it as UTF-8 without one")
     try:
         long = _whole if _LONG_NUMBER.search(text) else None
+        checked = _finite if finite and (long or _RAISED.search(text)) else None
         many = patient and sum(map(text.count, "[{,")) > _PLAIN
-        kind = _Patient if many else None
-        value = json.loads(text, cls=kind, parse_int=long, object_pairs_hook=_object)
+        value = json.loads(
+            text,
+            cls=_Patient if many else None,
+            parse_int=long,
+            parse_float=checked,
+            parse_constant=_finite if finite else None,
+            object_pairs_hook=_object,
+        )
     except json.JSONDecodeError as error:
         raise BadJson(error.msg, error.lineno, error.colno) from None
     except RecursionError:
@@ -166,6 +176,12 @@ def _whole(digits: str) -> int:
     if len(digits) > MOST_DIGITS:
         raise BadJson(f"a whole number of {len(digits):,} digits; at most {MOST_DIGITS} are read")
     return int(digits)
+
+
+def _finite(number: str) -> float:
+    if not math.isfinite(value := float(number)):
+        raise BadJson(f"{brief(number)} is no finite number")
+    return value
 
 
 def _deeper(value: Any) -> bool:

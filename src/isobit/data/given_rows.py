@@ -49,7 +49,8 @@ def _messages(where: str, row: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise IsobitError(f"{where}: 'conversations' must be a list of messages")
     messages = [
-        {"role": _ROLES.get(each["from"], each["from"]), "content": each["value"]}
+        {key: part for key, part in each.items() if key not in ("from", "value")}
+        | {"role": _ROLES.get(each["from"], each["from"]), "content": each["value"]}
         if isinstance(each.get("from"), str) and "value" in each
         else each
         for each in value

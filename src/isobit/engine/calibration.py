@@ -119,25 +119,25 @@ class Calibrator:
             return {}
         drift, self._of_last_step = scales.drift(self._of_last_step), scales
         k, v = scales.values[:, :2].unbind(1)
-        found = {
+        metrics = {
             "quant/kv_scale_k_mean": float(k.mean()),
             "quant/kv_scale_v_mean": float(v.mean()),
             "quant/kv_scale_drift": drift,
         }
         if self.model.precision.calibrated_queries:
-            found["quant/query_scale_mean"] = float(scales.values[:, 2].mean())
-        return found
+            metrics["quant/query_scale_mean"] = float(scales.values[:, 2].mean())
+        return metrics
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: the scales of the last step, those that are kept, and the batch
-        that the next ones are computed on."""
-        found = {} if self._of_last_step is None else {"scales": self._of_last_step.values}
+        """Return the tensors of a checkpoint: the scales of the last step, the scales that stay,
+        and the batch that the next ones are computed on."""
+        tensors = {} if self._of_last_step is None else {"scales": self._of_last_step.values}
         if self._kept is not None:
-            found["kept"] = self._kept
+            tensors["kept"] = self._kept
         if not self._batch:
-            return found
+            return tensors
         tokens = torch.tensor([token for ids in self._batch for token in ids], dtype=torch.int32)
-        return found | {
+        return tensors | {
             "tokens": tokens,
             "lengths": torch.tensor([len(ids) for ids in self._batch]),
         }

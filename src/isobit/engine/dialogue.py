@@ -21,7 +21,6 @@ from isobit.engine.prompts import Prompt, encode_prompt
 from isobit.engine.types import Completion
 from isobit.errors import IsobitError, did_you_mean
 from isobit.model.text.appending import Appending, numbered
-from isobit.model.text.chat import TookTooMuch
 from isobit.model.text.tokenizer import Tokenizer
 from isobit.model.text.tool_formats.base import ToolFormat
 from isobit.model.text.tool_formats.table import FORMATS, format_by_template, format_of
@@ -120,14 +119,9 @@ class Dialogue:
         tools: Sequence[Mapping[str, Any]],
         vocab_size: int,
     ) -> list[int]:
-        """The tokens of a conversation and of the beginning of the next answer, as the template
-        writes all of it. Raises IsobitError where it refuses."""
-        try:
-            return self.prompt([*prompt, *numbered(messages)], tools, vocab_size)  # type: ignore[list-item]
-        except TookTooMuch:
-            raise
-        except IsobitError:  # it may want the arguments of calls as JSON text
-            return self.prompt([*prompt, *numbered(messages, json.dumps)], tools, vocab_size)  # type: ignore[list-item]
+        """Return the tokens of a conversation and of the beginning of the next answer, as the
+        template writes all of it. Raises IsobitError where it refuses."""
+        return self.prompt([*prompt, *numbered(messages)], tools, vocab_size)  # type: ignore[list-item]
 
     def appending(self, prompt: Prompt) -> Appending:
         """What turns append to conversations whose prompts have the roles of this one and its

@@ -1,6 +1,6 @@
 """The operators (`ops.py`), a room for each kind: defined in PyTorch, and computed in C++ and in
 Triton for NVIDIA GPUs. `backends` has a table for each of the three, from an operator's name to its
-function."""
+function; what a function computes is said once, at that name in `Ops`."""
 
 from isobit.kernels.backends.composed import Composed
 from isobit.kernels.experts.definition import grouped_input_gradient

@@ -2,7 +2,7 @@
 
 `sm_90` (H100, H200) is what the kernels are written for: their FP8 products run on warpgroup matrix
 instructions, one class for every batch. On the other architectures of the table they compile with
-tiles of their own; what they compute there is checked at the first start
+their own tiles; what they compute there is checked at the first start
 (`kernels/backends/self_check.py`). Left out: several GPUs, and other vendors.
 """
 
@@ -19,11 +19,10 @@ from isobit.kernels.ops import Ops
 
 @dataclass(frozen=True)
 class Architecture:
-    """What decides tiles and pipelines: the KiB of shared memory that one program may take, and
-    where matrix units have operands and sums: in registers of one warp; operands in shared memory,
-    for four warps at once (`warpgroup`), so that large tiles need few registers; or sums in a
-    memory of their own (`tensor`). `fp8`: whether they multiply FP8.
-    """
+    """A GPU's properties that decide tiles and pipelines: the KiB of shared memory of one program,
+    and where matrix units have operands and sums: in registers of one warp; operands in shared
+    memory, for four warps at once (`warpgroup`), so that large tiles need few registers; or sums in
+    their own memory (`tensor`). `fp8`: whether they multiply FP8."""
 
     cards: str
     shared_kib: int
@@ -49,7 +48,7 @@ OLDEST_TRITON, NEWEST_TRITON = (3, 6), (3, 9)
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: its name, compute capability, memory in bytes, and number of multiprocessors."""
+    """A GPU: its name, compute capability, memory in bytes, and number of multiprocessors."""
 
     name: str
     capability: tuple[int, int]
@@ -65,7 +64,7 @@ class Gpu:
 
 
 def find_gpu() -> Gpu | None:
-    """The GPU that PyTorch would use, or None."""
+    """Return the GPU that PyTorch would use, or None."""
     if not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -75,7 +74,8 @@ def find_gpu() -> Gpu | None:
 
 
 def versions() -> dict[str, str]:
-    """Of what can change a bit: PyTorch, and Triton, CUDA and the GPU where they are."""
+    """Return the versions that can change a bit: PyTorch's, and Triton's, CUDA's and the GPU's
+    where they are present."""
     gpu = find_gpu()
     found = {
         "torch": torch.__version__,
@@ -88,7 +88,7 @@ def versions() -> dict[str, str]:
 
 
 def computed_by(ops: Ops) -> dict[str, str]:
-    """All that can change a bit of what a backend computes here."""
+    """Return all that can change a bit of what a backend computes here."""
     return {"backend": ops.backend, "consistency": ops.consistency, "order": ops.order} | versions()
 
 

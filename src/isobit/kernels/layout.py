@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Adder(Protocol):
-    """What `Copies.added` needs of `Ops`."""
+    """The part of `Ops` that `Copies.added` needs."""
 
     def sum_of_rows(self, x: Tensor, place: Tensor, gates: Tensor | None) -> Tensor: ...
 
@@ -48,7 +48,7 @@ class Copies:
 
     @staticmethod
     def of(index: Tensor, count: int) -> "Copies":
-        """Of rows `index` [R] int64 on the CPU."""
+        """Return the copies of rows `index` [R] int64 on the CPU."""
         order = torch.argsort(index, stable=True)
         taken, copies = torch.unique_consecutive(index[order], return_counts=True)
         start, widths = copies.cumsum(0) - copies, _power_of_two(copies)
@@ -62,7 +62,7 @@ class Copies:
         return Copies(index, count, taken, order[start], tuple(several))
 
     def to(self, device: torch.device) -> "Copies":
-        """The same with its tensors on `device`."""
+        """Return the same with its tensors on `device`."""
         index, taken, first = (
             tensor.to(device, non_blocking=True) for tensor in (self.index, self.taken, self.first)
         )
@@ -73,8 +73,8 @@ class Copies:
         return Copies(index, self.count, taken, first, several)
 
     def added(self, x: Tensor, ops: Adder) -> Tensor:
-        """Of each row the sum of its copies' x [R, ...], added in float32 in their order and
-        rounded once to x's dtype: [count, ...]; 0 where a row has none."""
+        """Return for each row the sum of its copies' x [R, ...], added in float32 in their order
+        and rounded once to x's dtype: [count, ...]; 0 where a row has none."""
         flat = x.reshape(len(x), -1)
         found = flat.new_zeros(self.count, flat.shape[1])
         found[self.taken] = flat[self.first]
@@ -84,7 +84,7 @@ class Copies:
 
 
 def _power_of_two(numbers: Tensor) -> Tensor:
-    """The least power of two that is not below each of the positive numbers."""
+    """Return the least power of two that is not below each of the positive numbers."""
     return 1 << torch.ceil(torch.log2(numbers.double())).long()
 
 
@@ -98,13 +98,13 @@ class Keys:
     copies: Copies
 
     def to(self, device: torch.device) -> "Keys":
-        """The same with its tensors on `device`."""
+        """Return the same with its tensors on `device`."""
         return Keys(self.start.to(device, non_blocking=True), self.copies.to(device))
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where the rows of a batch stand: T rows of S sequences over P pages each.
+    """The rows of a batch: T rows of S sequences over P pages each.
 
     row_start [S+1] int64: rows of sequence s are row_start[s] to row_start[s+1]. context [S] int64:
     position of its first row, that is how many keys are stored before. page_table [S, P] int32.
@@ -130,7 +130,7 @@ class Layout:
         return self.positions.shape[0]
 
     def to(self, device: torch.device) -> "Layout":
-        """The same with its tensors on `device`; itself, if they are there."""
+        """Return the same with its tensors on `device`; itself, if they are there."""
         if self.positions.device == device:
             return self
         names = ("row_start", "context", "page_table", "positions", "slots")
@@ -139,8 +139,8 @@ class Layout:
 
     @property
     def key_start(self) -> Tensor:
-        """Where the keys of each sequence begin among those of all, [S+1] int64; without `keys`
-        they are its rows."""
+        """The first key of each sequence among those of all, [S+1] int64; without `keys` they are
+        its rows."""
         return self.row_start if self.keys is None else self.keys.start
 
     @property
@@ -169,8 +169,8 @@ class Layout:
 
     @staticmethod
     def packed(lengths: Sequence[int], page_size: int = 16) -> "Layout":
-        """The learner's layout: whole sequences one after the other, each in its own contiguous
-        pages."""
+        """Return the learner's layout: whole sequences one after the other, each in its own
+        contiguous pages."""
         pages = [-(-length // page_size) for length in lengths]
         first = torch.cumsum(torch.tensor([0, *pages[:-1]]), 0)
         table = first.unsqueeze(1) + torch.arange(max(pages, default=0)).unsqueeze(0)

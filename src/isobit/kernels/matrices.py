@@ -58,25 +58,25 @@ def weight_of(prepared: Operand | Packed) -> Operand: ...
 @overload
 def weight_of(prepared: PackedFP4) -> PackedFP4: ...
 def weight_of(prepared: Prepared) -> StoredWeight:
-    """The weight without its packs."""
+    """Return the weight without its packs."""
     return prepared.weight if isinstance(prepared, Packed) else prepared
 
 
 def tensors_of(kept: StoredWeight) -> tuple[Tensor, ...]:
-    """The tensors of a matrix: itself, or codes and scales."""
+    """Return the tensors of a matrix: itself, or codes and scales."""
     if isinstance(kept, Tensor):
         return (kept,)
     return kept.tensors if isinstance(kept, PackedFP4) else (kept.data, kept.scale)
 
 
 def values(operand: Prepared) -> Tensor:
-    """The values of an operand: a plain tensor itself, or the dequantized float32 matrix."""
+    """Return the values of an operand: a plain tensor itself, or the dequantized float32 matrix."""
     kept = weight_of(operand)
     return kept if isinstance(kept, Tensor) else kept.dequantize()
 
 
 def picked(operand: Operand, rows: Tensor) -> Operand:
-    """The rows of an operand at these indices."""
+    """Return the rows of an operand at these indices."""
     if isinstance(operand, Tensor):
         return operand.index_select(0, rows)
     codes = operand.data.view(torch.uint8).index_select(0, rows).view(operand.data.dtype)
@@ -84,13 +84,13 @@ def picked(operand: Operand, rows: Tensor) -> Operand:
 
 
 def plain(operand: StoredWeight, dtype: torch.dtype) -> Tensor:
-    """A plain tensor itself, or the dequantized matrix in `dtype`."""
+    """Return a plain tensor itself, or the dequantized matrix in `dtype`."""
     return operand if isinstance(operand, Tensor) else operand.dequantize().to(dtype)
 
 
 def is_rounded(a: Operand, spec: QuantSpec | None) -> bool:
-    """Whether a product takes values of this format, NVFP4's, rounded to BF16, as `a` is BF16: as
-    its input gradient takes them."""
+    """Return whether a product takes values of this format, NVFP4's, rounded to BF16, as `a` is
+    BF16: as its input gradient takes them."""
     return spec == NVFP4 and isinstance(a, Tensor) and a.dtype == torch.bfloat16
 
 
@@ -100,8 +100,8 @@ Product = Callable[[Operand, Operand, Tensor | None, torch.dtype], Tensor]
 def by_rows(
     product: Product, a: Operand, b: PackedFP4, bias: Tensor | None, out: torch.dtype
 ) -> Tensor:
-    """`product` of a and some rows of b at a time: as an element's bits do not depend on the other
-    rows of b, those of the whole."""
+    """Return `product` of a and a few rows of b at a time: as an element's bits do not depend on
+    the other rows of b, those of the whole."""
     parts = [
         product(a, b.part(rows), None if bias is None else bias[rows], out)
         for rows in panels(b.shape[0], b.shape[1])

@@ -30,9 +30,9 @@ most 7 from 0; or 1 / (1 + exp(-x)), which gates what attention gives."""
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """How queries and keys are made of a projection's heads: `norms` [D] of queries and of keys, if
-    any, with `eps`; then rotation by the cosines and sines `tables`, each [positions, D / 2]
-    float32."""
+    """How queries and keys are computed from a projection's heads: `norms` [D] of queries and of
+    keys, if any, with `eps`; then rotation by the cosines and sines `tables`, each [positions, D /
+    2] float32."""
 
     norms: tuple[Tensor, Tensor] | None
     eps: float
@@ -96,40 +96,41 @@ class Ops(Protocol):
         are read."""
 
     def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
-        """`isobit.precision.quantize`, bit for bit."""
+        """Return `isobit.precision.quantize`, bit for bit."""
 
     def error_sums(self, x: Operand, quantized: QTensor) -> ErrorSums:
-        """`isobit.precision.error_sums` of x [R, C] and its quantization; sums of squares to some
-        last places."""
+        """Return `isobit.precision.error_sums` of x [R, C] and its quantization; sums of squares to
+        some last places."""
 
     def prepare(self, weight: Operand, into: Prepared | None = None) -> Prepared:
-        """A weight that is multiplied often, with this backend's packs of it, if any; products have
-        the same bits as with the weight itself. `into`: the same weight, prepared before it was
-        overwritten; its packs are overwritten in place."""
+        """Return a weight that is multiplied often, with this backend's packs of it, if any;
+        products have the same bits as with the weight itself. `into`: the same weight, prepared
+        before it was overwritten; its packs are overwritten in place."""
 
     def product(
         self, a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16
     ) -> Tensor:
-        """a [M, K] · b [N, K]ᵀ + bias [N], rounded once to `out`: [M, N]. Blocks of K as in
+        """Return a [M, K] · b [N, K]ᵀ + bias [N], rounded once to `out`: [M, N]. Blocks of K as in
         docs/numerics.md."""
 
     def rounds_last(self, a: Operand, b: Prepared) -> bool:
-        """Whether the product of these to bfloat16 is known to have the bits of the one to float32,
-        rounded; False says nothing."""
+        """Return whether the product of these to bfloat16 is known to have the bits of the one to
+        float32, rounded; False says nothing."""
 
     def quantize_along_tokens(self, x: Operand, spec: QuantSpec, name: str) -> QTensor:
-        """xᵀ [C, T] of x [T, C], quantized along the tokens; `spec` describes x, or a gradient,
-        along its columns."""
+        """Return xᵀ [C, T] of x [T, C], quantized along the tokens; `spec` describes x, or a
+        gradient, along its columns."""
 
     def quantize_both_ways(self, x: Tensor, spec: QuantSpec, name: str) -> tuple[QTensor, QTensor]:
-        """(`quantize`, `quantize_along_tokens`) of x [T, C]: the bits of the two operators."""
+        """Return (`quantize`, `quantize_along_tokens`) of x [T, C]: the bits of the two
+        operators."""
 
     def gradient_product(
         self, a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None
     ) -> Tensor:
-        """`product` for a backward: the same inputs give the same bits, but a row may depend on its
-        batch. With `into` [M, N] float32, contiguous, the float32 product is added to it, with the
-        bits of `into += product`."""
+        """Return `product` for a backward: the same inputs give the same bits, but a row may depend
+        on its batch. With `into` [M, N] float32, contiguous, the float32 product is added to it,
+        with the bits of `into += product`."""
 
     def by_expert(self, chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Choices [T, k] int64 among `count` experts, sorted by expert, then by row: each sorted
@@ -144,16 +145,16 @@ class Ops(Protocol):
         out: torch.dtype,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """`product` of every row of a [R, K] with the weights [N, K] of its expert, and its bias if
-        the experts have any: [R, N]. Rows offsets[e] to offsets[e + 1] are those of expert e;
-        offsets [E + 1] int64, offsets[E] = R. With `rows` [R] int64, row r is a's at rows[r]. Rows
-        do not share scales."""
+        """Return `product` of every row of a [R, K] with the weights [N, K] of its expert, and its
+        bias if the experts have any: [R, N]. Rows offsets[e] to offsets[e + 1] are those of expert
+        e; offsets [E + 1] int64, offsets[E] = R. With `rows` [R] int64, row r is a's at rows[r].
+        Rows do not share scales."""
 
     def prepare_factors(
         self, parts: Sequence[tuple[Tensor, Tensor, int, int]], scale: float
     ) -> "Factors":
-        """One adapter's factors of a weight: for rows lo to hi of it a [r, K], b [hi - lo, r], lo
-        and hi. They are packed as `prepare` packs a weight."""
+        """Return one adapter's factors of a weight: for rows lo to hi of it a [r, K], b [hi - lo,
+        r], lo and hi. They are packed as `prepare` packs a weight."""
 
     def adapted_product(
         self,
@@ -165,8 +166,8 @@ class Ops(Protocol):
         offsets: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
-        """`product` to float32, plus what adapters make of x [T, K] in `dtype`, each of its own
-        rows (`low_rank/definition.py`), rounded to `dtype`: [T, N]. The rows of adapter i are
+        """Return `product` to float32, plus what adapters make of x [T, K] in `dtype`, each of its
+        own rows (`low_rank/definition.py`), rounded to `dtype`: [T, N]. The rows of adapter i are
         rows[offsets[i]] to rows[offsets[i + 1]]; rows [R] int64 on the operators' device, none
         twice; offsets int64 on the CPU. Where the product `rounds_last` to bfloat16, `adapters` may
         be their addresses [G] int64, 0 for none: all is then read when it is computed."""
@@ -180,8 +181,8 @@ class Ops(Protocol):
         offsets: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
-        """`adapted_product` of a product that is there: `total` [T, N] float32, contiguous, which is
-        overwritten."""
+        """Return `adapted_product` of a product that is there: `total` [T, N] float32, contiguous,
+        which is overwritten."""
 
     def grouped_weight_gradient(
         self,
@@ -210,22 +211,23 @@ class Ops(Protocol):
     def sum_of_rows_backward(
         self, dy: Tensor, x: Tensor, place: Tensor, gates: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(gradient of x [R, C], of the gates [T, k] float32), where every row of x has one
+        """Return (gradient of x [R, C], of the gates [T, k] float32), where every row of x has one
         place."""
 
     def route(
         self, logits: Tensor, count: int, normalize: bool, given: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(p = softmax over the experts of logits [T, E] float32, rounded to float32; the `count`
-        most probable experts [T, count] int64, in descending order, ties to the lower; gates [T,
-        count] float32). Gates are p of the experts `given` [T, count] int64, by default of those
-        chosen; with `normalize` divided by their sum, which is added in float32 in their order."""
+        """Return (p = softmax over the experts of logits [T, E] float32, rounded to float32; the
+        `count` most probable experts [T, count] int64, in descending order, ties to the lower;
+        gates [T, count] float32). Gates are p of the experts `given` [T, count] int64, by default
+        of those chosen; with `normalize` divided by their sum, which is added in float32 in their
+        order."""
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(y, summed, rstd): summed = x + residual rounded, y = summed · rstd · weight rounded
-        once; x [R, C], rstd [R]."""
+        """Return (y, summed, rstd): summed = x + residual rounded, y = summed · rstd · weight
+        rounded once; x [R, C], rstd [R]."""
 
     def rms_norm_quantized(
         self,
@@ -236,17 +238,17 @@ class Ops(Protocol):
         spec: QuantSpec,
         name: str,
     ) -> tuple[QTensor, Tensor, Tensor]:
-        """`rms_norm` with its y quantized: the bits of the two operators in turn."""
+        """Return `rms_norm` with its y quantized: the bits of the two operators in turn."""
 
     def rms_norm_backward(
         self, dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(gradient of summed [R, C], gradient of weight [C] float32)."""
+        """Return (gradient of summed [R, C], gradient of weight [C] float32)."""
 
     def rms_norm_backward_added(
         self, dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor, added: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """`rms_norm_backward`, its first result plus `added` [R, C]: the bits of the two in
+        """Return `rms_norm_backward`, its first result plus `added` [R, C]: the bits of the two in
         turn."""
 
     def rotary(
@@ -258,14 +260,14 @@ class Ops(Protocol):
     def attention_inputs(
         self, qkv: Tensor, heads: Heads, store: KVStore, layout: Layout
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(q [T, H, D], k, v [T, KV, D]) of qkv [T, H + 2 KV, D]: q and k normed and rotated to the
-        layout's positions; k and v stored. The bits of `rms_norm`, `rotary` and `kv_write` in
-        turn."""
+        """Return (q [T, H, D], k, v [T, KV, D]) of qkv [T, H + 2 KV, D]: q and k normed and rotated
+        to the layout's positions; k and v stored. The bits of `rms_norm`, `rotary` and `kv_write`
+        in turn."""
 
     def attention_inputs_backward(
         self, gradients: tuple[Tensor, Tensor, Tensor], qkv: Tensor, heads: Heads, positions: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(gradient of qkv, of the two norms' weights [D] float32), of those of q, k and v;
+        """Return (gradient of qkv, of the two norms' weights [D] float32), of those of q, k and v;
         straight through the store."""
 
     def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
@@ -283,19 +285,19 @@ class Ops(Protocol):
         sinks: Tensor | None = None,
         probabilities: Format | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(out [T, H, D] in q's dtype, lse [T, H] float32): a row at position p attends to keys 0
-        to p of its sequence; with a `window` (at least 1) to the last `window` of them, itself
-        included. Keys that it does not see add nothing, and may be skipped: what is summed in which
-        order depends on positions alone. `sinks` [H] float32 are one score more for each head, of a
-        key whose value is 0, added to the others' sum last; lse has them. `probabilities`: E4M3
-        where the weights exp(score - peak), once they are summed, are rounded to it before they
-        meet the values (`kernels/attention/probabilities.py`)."""
+        """Return (out [T, H, D] in q's dtype, lse [T, H] float32): a row at position p attends to
+        keys 0 to p of its sequence; with a `window` (at least 1) to the last `window` of them,
+        itself included. Keys that it does not see add nothing, and may be skipped: what is summed
+        in which order depends on positions alone. `sinks` [H] float32 are one score more for each
+        head, of a key whose value is 0, added to the others' sum last; lse has them.
+        `probabilities`: E4M3 where the weights exp(score - peak), once they are summed, are rounded
+        to it before they meet the values (`kernels/attention/probabilities.py`)."""
 
     def attention_quantized(
         self, q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None,
         sinks: Tensor | None, probabilities: Format | None, spec: QuantSpec, name: str, keep: bool,
     ) -> tuple[Tensor | None, QTensor, Tensor]:  # fmt: skip
-        """(out, out as a matrix [T, H D] quantized, lse) of `attention`: the bits of the two
+        """Return (out, out as a matrix [T, H D] quantized, lse) of `attention`: the bits of the two
         operators in turn. Without `keep` out is None."""
 
     def attention_backward(
@@ -309,9 +311,9 @@ class Ops(Protocol):
         scale: float,
         window: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq [T, H, D], dk, dv [K, KV, D]) for packed layouts, whose keys are their rows, or of
-        the layout's `keys`; straight through all quantization, of probabilities too. Of sinks these
-        know by lse and out alone."""
+        """Return (dq [T, H, D], dk, dv [K, KV, D]) for packed layouts, whose keys are their rows,
+        or of the layout's `keys`; straight through all quantization, of probabilities too. Of sinks
+        these know by lse and out alone."""
 
     def sinks_backward(self, dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
         """Gradient [H] float32 of the sinks of `attention`; it repeats."""
@@ -324,16 +326,16 @@ class Ops(Protocol):
         layout: Layout,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Depthwise causal convolution and SiLU: y[t, c] = silu(bias[c] + Σ_j weight[c, j] · x[t -
-        W + 1 + j, c]), rounded once; x [T, C], weight [C, W] and bias [C] float32. Inputs of
-        earlier rows are in the `store`, which receives the last ones; None where sequences are
-        whole, and nobody goes on from them."""
+        """Compute a depthwise causal convolution and SiLU: y[t, c] = silu(bias[c] + Σ_j weight[c,
+        j] · x[t - W + 1 + j, c]), rounded once; x [T, C], weight [C, W] and bias [C] float32.
+        Inputs of earlier rows are in the `store`, which receives the last ones; None where
+        sequences are whole and are not continued."""
 
     def short_convolution_backward(
         self, dy: Tensor, x: Tensor, weight: Tensor, layout: Layout, bias: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """(gradient of x [T, C], of the weight [C, W] float32, and of the bias [C], if there is
-        one) of whole sequences; it repeats."""
+        """Return (gradient of x [T, C], of the weight [C, W] float32, and of the bias [C], if there
+        is one) of whole sequences; it repeats."""
 
     def delta_rule(
         self,
@@ -352,16 +354,17 @@ class Ops(Protocol):
     def delta_rule_backward(
         self, dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, layout: Layout
     ) -> tuple[Tensor, ...]:
-        """(gradient of qkv, of gates, of decay, of step_bias and, if there is one, of skip [Hv]
-        float32) of whole sequences; it repeats."""
+        """Return (gradient of qkv, of gates, of decay, of step_bias and, if there is one, of skip
+        [Hv] float32) of whole sequences; it repeats."""
 
     def gate_mul(self, activation: Activation, gate_up: Tensor) -> Tensor:
-        """activation(gate) · up, rounded once: [T, 2I] to [T, I]. Both as `Activation` says."""
+        """Return activation(gate) · up, rounded once: [T, 2I] to [T, I]. Both as `Activation`
+        says."""
 
     def gate_mul_quantized(
         self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str
     ) -> QTensor:
-        """`gate_mul`, quantized: the bits of the two operators in turn."""
+        """Return `gate_mul`, quantized: the bits of the two operators in turn."""
 
     def gate_mul_backward(self, activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
         """Gradient of gate_up [T, 2I]."""
@@ -369,32 +372,34 @@ class Ops(Protocol):
     def gate_mul_backward_quantized(
         self, activation: Activation, dh: Tensor, gate_up: Tensor, spec: QuantSpec, name: str
     ) -> tuple[QTensor, QTensor]:
-        """`gate_mul_backward`, by `quantize_both_ways`: the bits of the two operators in turn."""
+        """Return `gate_mul_backward`, by `quantize_both_ways`: the bits of the two operators in
+        turn."""
 
     def embedding_backward(self, dy: Tensor, tokens: Tensor, count: int) -> Tensor:
         """Gradient [count, C] float32 of a table whose rows `tokens` [T] have gradients dy [T, C];
         it repeats."""
 
     def square_sums(self, x: Tensor) -> Tensor:
-        """Of each row of x [R, C] float32 the sum of its squares, [R] float64. On a CPU the second
-        half of a row is added to the first, until one number is left."""
+        """Return for each row of x [R, C] float32 the sum of its squares, [R] float64. On a CPU the
+        second half of a row is added to the first, until one number is left."""
 
     def round_stochastically(self, x: Tensor, seed: int, step: int, first: int) -> Tensor:
-        """x [n] float32, elements number `first` (a multiple of 8) and on of a tensor, in bfloat16:
-        of the two neighbours the farther from 0 with a probability that is the distance to the
-        other, so the mean is x (`kernels/optim/definition.py`). The same bits in every backend:
-        random numbers are a function of `seed` (64 bits), `step` and an element's number."""
+        """Return x [n] float32, elements number `first` (a multiple of 8) and on of a tensor, in
+        bfloat16: of the two neighbours the farther from 0 with a probability that is the distance
+        to the other, so the mean is x (`kernels/optim/definition.py`). The same bits in every
+        backend: random numbers are a function of `seed` (64 bits), `step` and an element's
+        number."""
 
     def token_logprobs(
         self, logits: Tensor, tokens: Tensor, temperature: Temperature
     ) -> tuple[Tensor, Tensor]:
-        """(log-probability of `tokens`, entropy) [T] float32 of softmax(logits / temperature);
-        logits [T, V] float32."""
+        """Return (log-probability of `tokens`, entropy) [T] float32 of softmax(logits /
+        temperature); logits [T, V] float32."""
 
     def cap_logits(self, logits: Tensor, cap: float) -> Tensor:
-        """logits [T, V] float32, contiguous, overwritten by cap · tanh(logits / cap), float64 inside and
-        rounded once; elementwise. What samples and what learns hold such logits: operators of the
-        head know of no cap."""
+        """Return logits [T, V] float32, contiguous, overwritten by cap · tanh(logits / cap),
+        float64 inside and rounded once; elementwise. What samples and what learns hold such logits:
+        operators of the head know of no cap."""
 
     def sample(self, logits: Tensor, keys: Tensor, temperature: Temperature) -> Tensor:
         """Tokens [B] int64 from softmax(logits / temperature); keys [B, 4] int64: seed, prompt,
@@ -403,7 +408,7 @@ class Ops(Protocol):
     def head_logprobs(
         self, hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """`token_logprobs` of the output head's logits hidden [T, C] · weight [V, C]ᵀ."""
+        """Return `token_logprobs` of the output head's logits hidden [T, C] · weight [V, C]ᵀ."""
 
     def head_backward(
         self,
@@ -416,7 +421,7 @@ class Ops(Protocol):
         into: Tensor | None = None,
         trained: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """(gradient of hidden [T, C], of the weight [V, C] float32) of that of the
+        """Return (gradient of hidden [T, C], of the weight [V, C] float32) of that of the
         log-probabilities [T] and, where there is one, that of the entropies [T] float32. With
         `into` the weight's is added to it, as in `gradient_product`; one that is not `trained` has
         none."""
@@ -434,10 +439,10 @@ class Ops(Protocol):
         from_zero: bool = False,
         trained: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """`head_backward` of rows whose logits, [rows, V] float32 each, were kept in chunks, and are
-        overwritten: the bits of `head_backward` of each chunk in turn, which adds to the weight's
-        gradient of those before. That is added to `into`, or with `from_zero` to 0, as to an `into`
-        of zeros."""
+        """Return `head_backward` of rows whose logits, [rows, V] float32 each, were kept in chunks,
+        and are overwritten: the bits of `head_backward` of each chunk in turn, which adds to the
+        weight's gradient of those before. That is added to `into`, or with `from_zero` to 0, as to
+        an `into` of zeros."""
 
     def head_sample(
         self,
@@ -447,5 +452,6 @@ class Ops(Protocol):
         temperature: Temperature,
         source: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(tokens [B] int64, their log-probabilities [B] float32, which are `head_logprobs`'): key
-        b [B, 4] draws from row `source[b]` of hidden, by default row b. Tokens as by `sample`."""
+        """Return (tokens [B] int64, their log-probabilities [B] float32, which are
+        `head_logprobs`'): key b [B, 4] draws from row `source[b]` of hidden, by default row b.
+        Tokens as by `sample`."""

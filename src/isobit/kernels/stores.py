@@ -40,8 +40,8 @@ class KVStore:
         scales: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> "KVStore":
-        """An empty store; `scales` [2] float32 are the calibrated ones of K and V, and may be set
-        later."""
+        """Return an empty store; `scales` [2] float32 are the calibrated ones of K and V, and may
+        be set later."""
         shape = (num_slots, kv_heads, head_dim)
         dtype = kv.format.stored if kv is not None else compute.dtype
         k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
@@ -74,26 +74,26 @@ class KVStore:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that it holds."""
+        """The tensors that it holds."""
         return [
             t for t in (self.k, self.v, self.k_scale, self.v_scale, self.counts) if t is not None
         ]
 
     @property
     def nbytes(self) -> int:
-        """Of keys, values and scales."""
+        """The bytes of its tensors."""
         return sum(t.untyped_storage().nbytes() for t in self.tensors if t is not self.counts)
 
     def by_page(self, page_size: int) -> list[Tensor]:
-        """What of it belongs to pages, each a view [pages, page_size, ...]."""
+        """Return what of it belongs to pages, each a view [pages, page_size, ...]."""
         scales = () if self.calibrated else (self.k_scale, self.v_scale)
         return [
             t.view(-1, page_size, *t.shape[1:]) for t in (self.k, self.v, *scales) if t is not None
         ]
 
     def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values at `slots` [...], dequantized: two float32 tensors [..., kv_heads,
-        head_dim]."""
+        """Return the keys and values at `slots` [...], dequantized: two float32 tensors [...,
+        kv_heads, head_dim]."""
         return self._read(self.k, self.k_scale, slots), self._read(self.v, self.v_scale, slots)
 
     def _read(self, data: Tensor, scale: Tensor | None, slots: Tensor) -> Tensor:
@@ -106,8 +106,8 @@ class KVStore:
 @dataclass(frozen=True, eq=False)
 class StateStore:
     """States of one layer of linear attention. The state after row p of a sequence is in the page
-    of row p, where p is the last row of that page, or of the sequence so far: so whoever shares a
-    full page finds the state after it there.
+    of row p, where p is the last row of that page, or of the sequence so far: so a sequence that
+    shares a full page finds the state after it there.
 
     inputs [pages, W - 1, C]: the last inputs of the convolution, in the compute format. states
     [pages, Hv, Dk, Dv] float32: of the delta rule.
@@ -126,7 +126,7 @@ class StateStore:
         compute: Format,
         device: torch.device | str,
     ) -> "StateStore":
-        """An empty store for `inputs` (W - 1, C) and `state` (Hv, Dk, Dv)."""
+        """Return an empty store for `inputs` (W - 1, C) and `state` (Hv, Dk, Dv)."""
         return StateStore(
             torch.zeros(num_pages, *inputs, dtype=compute.dtype, device=device),
             torch.zeros(num_pages, *state, device=device),
@@ -134,22 +134,22 @@ class StateStore:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that it holds."""
+        """The tensors that it holds."""
         return [self.inputs, self.states]
 
     @property
     def nbytes(self) -> int:
-        """Of inputs and states."""
+        """The bytes of its tensors."""
         return sum(t.untyped_storage().nbytes() for t in self.tensors)
 
     def by_page(self, page_size: int) -> list[Tensor]:
-        """What of it belongs to pages, each [pages, ...]."""
+        """Return what of it belongs to pages, each [pages, ...]."""
         return self.tensors
 
 
 @dataclass(frozen=True)
 class NoStore:
-    """Of a layer that keeps nothing of earlier rows: one that is an MLP alone."""
+    """The store of a layer that keeps nothing of earlier rows: one that is only an MLP."""
 
     calibrated = False
     counts = None

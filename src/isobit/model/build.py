@@ -39,10 +39,9 @@ Made = dict[tuple[int | None, Flow], Layer | Outside]
 
 @dataclass(frozen=True, eq=False)
 class Sources:
-    """What working weights are made of. `masters` are the leaves: where these hold no numbers, what
-    is made is storage that `remake` fills. With an `adapter`, `masters` are values that nothing
-    trains, which are read one at a time and not kept, and `leaves` those of the adapter's
-    masters."""
+    """The sources of working weights. `masters` are the leaves: where these hold no numbers, the
+    result is storage that `remake` fills. With an `adapter`, `masters` are frozen values, which are
+    read one at a time and released, and `leaves` those of the adapter's masters."""
 
     masters: Mapping[str, Tensor]
     adapter: Adapter | None = None
@@ -50,18 +49,18 @@ class Sources:
     _stacks: dict[str, tuple[Stacked, Stacked]] = field(default_factory=dict)
 
     def leaf(self, master: Tensor) -> Tensor:
-        """That through which the gradient of a master returns."""
+        """Return that through which the gradient of a master returns."""
         return master if self.adapter is None else FROZEN
 
     def kept(self, quantized: QTensor, master: Tensor, dgrad: str) -> StoredWeight:
-        """A quantized weight as it is stored: what nothing writes again in nibbles, where these
-        hold it."""
+        """Return a quantized weight in its stored form: in nibbles, if it is never written again
+        and fits them."""
         frozen = self.adapter is not None and in_nibbles(quantized.spec, quantized.shape, dgrad)
         return packed_fp4.packed(quantized, master.detach()) if frozen else quantized
 
     def low_rank(self, name: str, flow: Flow) -> tuple[LowRank, ...]:
-        """The adapters of a weight, their working factors in the compute format; experts are asked
-        for in their order."""
+        """Return the adapters of a weight, their working factors in the compute format; experts are
+        asked for in their order."""
         if self.adapter is None:
             return ()
         dtype = flow.compute.dtype
@@ -91,8 +90,8 @@ class Sources:
 
 
 def factors(name: str, adapter: Adapter, compute: Format, ops: Ops) -> Factors | None:
-    """An adapter's factors of one weight that nothing trains, prepared for `ops`; None: it has
-    none."""
+    """Return an adapter's factors of one weight that nothing trains, prepared for `ops`; None: it
+    has none."""
 
     def working(name: str) -> Tensor:
         return adapter.tensors[name].to(ops.device).to(compute.dtype, copy=True)
@@ -107,8 +106,8 @@ def factors(name: str, adapter: Adapter, compute: Format, ops: Ops) -> Factors |
 def with_adapter(
     uses: Mapping[str, Working], precision: Precision, ops: Mapping[str, Ops], sources: Sources
 ) -> dict[str, Working]:
-    """The same storage, frozen, with the factors of the `sources`' adapter in the place of others;
-    where uses share a weight they share its factors."""
+    """Return the same storage, frozen, with the factors of the `sources`' adapter in the place of
+    others; where uses share a weight they share its factors."""
     made: dict[tuple[str, int], tuple[LowRank, ...]] = {}
 
     def of(use: str, working: Working) -> Working:
@@ -134,7 +133,7 @@ def with_adapter(
 
 
 def in_nibbles(spec: QuantSpec, shape: tuple[int, ...], dgrad: str) -> bool:
-    """Whether a frozen weight of this shape is stored with two codes to a byte. An FP8 DGrad
+    """Return whether a frozen weight of this shape is stored with two codes to a byte. An FP8 DGrad
     quantizes the transposed weight again, so it needs the whole."""
     return dgrad != "fp8" and packed_fp4.holds(spec, shape)
 
@@ -167,7 +166,7 @@ def make_working(
 
 
 def _prepared(part: Layer | Outside, ops: Ops) -> Any:
-    """The same with every linear layer's weight prepared for `ops`."""
+    """Return the same with every linear layer's weight prepared for `ops`."""
 
     def change(part: Weight | Vector) -> Weight | Vector:
         if not isinstance(part, Weight) or isinstance(
@@ -248,7 +247,7 @@ class _LayerMaker:
         )
 
     def latent(self, whole: bool) -> LatentAttention:
-        """`whole`: queries have no latent."""
+        """Return the weights of latent attention. `whole`: queries have no latent."""
         return LatentAttention(
             self.made("qkv_a"),
             None if whole else self.norm("q_a_norm"),
@@ -299,7 +298,7 @@ class _LayerMaker:
         return replace(found, scoring=scoring, balance=self.single("balance"))
 
     def stacked(self, role: str) -> tuple[Stacked, list[Weight]]:
-        """A matrix of all experts in one storage, and each expert's."""
+        """Yield a matrix of all experts in one storage, and each expert's."""
         assert self.config.experts is not None
         count = self.config.experts.count
         names, leaves = [f"experts.{number}.{role}" for number in range(count)], []
@@ -328,7 +327,7 @@ class _LayerMaker:
         return self.weight(name, self.sources.masters[self.named(name)])
 
     def made_of(self, name: str, master: Tensor) -> StoredWeight:
-        """A matrix as the flow stores it."""
+        """Return a matrix as the flow stores it."""
         spec = self.precision.linear_flow(self.flow, name.rpartition(".")[2]).weight
         if spec is None:
             return master.detach().to(self.flow.compute.dtype, copy=True)
@@ -338,7 +337,7 @@ class _LayerMaker:
         )
 
     def weight(self, name: str, master: Tensor, working: StoredWeight | None = None) -> Weight:
-        """A linear layer, of a `working` matrix that is made already, or makes it."""
+        """Return a linear layer, of the `working` matrix if there is one, else of a new one."""
         precision, sources, compute = self.precision, self.sources, self.flow.compute.dtype
         bias = sources.masters.get(f"{self.named(name)}_bias")
         rounded = None if bias is None else bias.detach().to(compute, copy=True)
@@ -360,8 +359,8 @@ class _LayerMaker:
 
 
 def _single(name: str, sources: Sources, dtype: torch.dtype = torch.float32) -> Weight:
-    """A linear layer that is not quantized: in FP32 a router, or the gates of linear attention; in
-    the compute format what belongs to embeddings of layers."""
+    """Return a linear layer that is not quantized: in FP32 a router, or the gates of linear
+    attention; in the compute format what belongs to embeddings of layers."""
     master, bias = sources.masters[name], sources.masters.get(f"{name}_bias")
     values = master.detach().to(dtype, copy=True)
     if bias is None:
@@ -378,7 +377,7 @@ def _single(name: str, sources: Sources, dtype: torch.dtype = torch.float32) -> 
 def _vector(
     name: str, flow: Flow, sources: Sources, offset: float = 0.0, dtype: torch.dtype | None = None
 ) -> Vector:
-    """`dtype`: of the working copy, by default the compute format."""
+    """Return a vector's leaf and working copy, this in `dtype`, by default the compute format."""
     master = sources.masters[name]
     return Vector(
         name,

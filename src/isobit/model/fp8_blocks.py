@@ -45,8 +45,8 @@ class BlockCheckpoint:
 
 
 def block_checkpoint(model: Model) -> BlockCheckpoint:
-    """The rollout's weights. A layer whose parts are not multiples of 128 in both dimensions stays
-    in BF16: readers merge query, key and value, and gate and up, along whole blocks, and
+    """Return the rollout's weights. A layer whose parts are not multiples of 128 in both dimensions
+    stays in BF16: readers merge query, key and value, and gate and up, along whole blocks, and
     transformers takes a block for a fraction of the matrix.
 
     Raises IsobitError if the model's flow has no E4M3 weights in 128x128 blocks, or no layer has

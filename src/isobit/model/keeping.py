@@ -8,7 +8,8 @@ from isobit.model.transformer import Transformer
 
 
 class KeptWeights:
-    """Of the learner, and with it of a rollout that shares its storage."""
+    """A CPU copy of the learner's working weights, and with them of a rollout that shares their
+    storage."""
 
     @torch.no_grad()
     def __init__(self, transformer: Transformer) -> None:

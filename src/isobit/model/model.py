@@ -95,8 +95,9 @@ class Model:
         masters: str = "fp32",
         rules: TextRules = DEFAULT_RULES,
     ) -> "Model":
-        """A Hugging Face directory of a supported family (`families/`); `precision` is a preset's
-        name, a mapping, or a `Precision`. Several `ranks` share the masters, and all must load.
+        """Return a Hugging Face directory of a supported family (`families/`); `precision` is a
+        preset's name, a mapping, or a `Precision`. Several `ranks` share the masters, and all must
+        load.
 
         With an `adapter`, a PEFT folder or a new one, the model is frozen and the adapter's are the
         only masters. A PEFT folder may be the `path`; its config names the model. `masters`: fp32,
@@ -159,8 +160,8 @@ class Model:
         )
 
     def under(self, precision: str | Mapping[str, object] | Precision) -> "Model":
-        """The same masters, in the same storage, under another precision flow; its working weights
-        are its own. Raises IsobitError with an adapter, whose model has no masters."""
+        """Return the same masters, in the same storage, under another precision flow; its working
+        weights are its own. Raises IsobitError with an adapter, whose model has no masters."""
         if self.transformer.adapter is not None:
             raise IsobitError(
                 "a model with an adapter has no masters to make weights of under another "
@@ -176,15 +177,16 @@ class Model:
         return model
 
     def without_adapter(self) -> "Model":
-        """The frozen model over the same storage, with its adapter switched off."""
+        """Return the frozen model over the same storage, with its adapter switched off."""
         model = Model(self.transformer.without_adapter(), self.tokenizer)
         model.generation = self.generation
         return model
 
     def adapted(self, adapter: str | Path | NewAdapter | Adapter) -> "Model":
-        """One more adapter to train over the frozen model: a new one, a PEFT folder, or factors,
-        which are copied. Nothing of the frozen model is copied or made again, and many such models
-        train and are served side by side. Raises IsobitError as `serving` for an adapter."""
+        """Return one more adapter to train over the frozen model: a new one, a PEFT folder, or
+        factors, which are copied. Nothing of the frozen model is copied or made again, and many
+        such models train and are served side by side. Raises IsobitError as `serving` for an
+        adapter."""
         base = "" if self.directory is None else str(self.directory.resolve())
         if isinstance(adapter, NewAdapter):
             given = new_adapter(self.config, adapter)
@@ -195,10 +197,10 @@ class Model:
         return model
 
     def serving(self, adapters: Mapping[str, str | Path]) -> "Model":
-        """The frozen model over the same storage, for an engine whose requests each name one of
-        several `adapters`, or none: PEFT folders by name, to which `add_adapter` adds. An adapter
-        that this model has itself is not among them. Raises IsobitError for one that is not an
-        adapter, is another model's or comes with another tokenizer, and for a precision with a
+        """Return the frozen model over the same storage, for an engine whose requests each name one
+        of several `adapters`, or none: PEFT folders by name, to which `add_adapter` adds. An
+        adapter that this model has itself is not among them. Raises IsobitError for one that is not
+        an adapter, is another model's or comes with another tokenizer, and for a precision with a
         calibrated KV cache, or with scales that the rows of a batch share."""
         if not isinstance(adapters, Mapping):
             raise IsobitError(
@@ -219,7 +221,7 @@ class Model:
         self.transformer.add_adapter(name, self.read_adapter(adapter))
 
     def read_adapter(self, adapter: str | Path | Adapter) -> Adapter:
-        """The factors of a PEFT folder, if this model can serve them. Raises IsobitError as
+        """Return the factors of a PEFT folder, if this model can serve them. Raises IsobitError as
         `serving`."""
         if isinstance(adapter, Adapter):
             return adapter
@@ -263,11 +265,11 @@ class Model:
         self.transformer.sync(rollout)
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """The masters, in a fixed order: the rows that this rank keeps."""
+        """Return the masters, in a fixed order: the rows that this rank keeps."""
         return list(self.transformer.parameters.values())
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The masters by name, in a fixed order: the rows that this rank keeps."""
+        """Return the masters by name, in a fixed order: the rows that this rank keeps."""
         return self.transformer.parameters
 
     @torch.no_grad()
@@ -305,9 +307,8 @@ class Model:
     def top_logprobs(
         self, sequence: Sequence[int], count: int, first: int = 1, adapter: str | None = None
     ) -> list[list[tuple[int, float]]]:
-        """Of a sequence of n tokens the `count` likeliest tokens, at temperature 1, at the place of
-        each from `first` (at least 1) on: n - first entries. By the rollout, as of `logprobs` with
-        an adapter."""
+        """Return, for a sequence of n tokens, the `count` likeliest tokens at temperature 1 at each
+        place from `first` (at least 1) on: n - first entries, as `logprobs` of an adapter."""
         parts = self.top_logprobs_in_parts(sequence, count, len(sequence), first, adapter)
         return [each for part in parts for each in part]
 
@@ -315,7 +316,8 @@ class Model:
     def top_logprobs_in_parts(
         self, sequence: Sequence[int], count: int, rows: int, first: int, adapter: str | None
     ) -> Iterator[list[list[tuple[int, float]]]]:
-        """`top_logprobs`, `rows` places at a time: each is `count` passes over the vocabulary."""
+        """Yield `top_logprobs`, `rows` places at a time: each is `count` passes over the
+        vocabulary."""
         (tokens,) = token_sequences([sequence], self.config.vocab_size, self.config.max_positions)
         hidden = self._packed_hidden([list(tokens[:-1])], "rollout", adapter)[first - 1 :]
         ops = self.transformer.ops["rollout"]
@@ -358,8 +360,8 @@ class Model:
         keys: Mapping[str, Any],
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
-        """Write a directory with these tensors, and these keys in config.json beside those of the
-        architecture. All ranks call this; the first one writes what is not weights."""
+        """Write a directory with these tensors and these keys in config.json, added to the
+        architecture's. All ranks call this; the first one writes what is not weights."""
         self.ranks.on_first(lambda: self._write_rest(directory, keys))
         write_weights(directory, tensors, shard_bytes, self.ranks)
 
@@ -404,7 +406,7 @@ class Model:
         return list(logprobs.split([len(row) for row in inputs]))
 
     def _packed_hidden(self, rows: list[list[int]], use: str, adapter: str | None) -> Tensor:
-        """The hidden states of sequences, none of which is empty, one after the other."""
+        """Return the hidden states of sequences, none of which is empty, one after the other."""
         tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
         adapters = None
         if adapter is not None:
@@ -416,8 +418,8 @@ class Model:
 
 @dataclass(frozen=True, eq=False)
 class _Read:
-    """What a directory holds: of the masters, the rows that a rank keeps; with an adapter all, one
-    at a time."""
+    """The contents of a directory: of the masters, the rows that a rank keeps; with an adapter all,
+    one at a time."""
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -436,7 +438,7 @@ def _read(
     dtype: torch.dtype,
     rules: TextRules,
 ) -> _Read:
-    """`files`: of a model whose adapter is trained, they stay open in it."""
+    """Read a directory. `files`: of a model whose adapter is trained, they stay open in it."""
     if is_adapter(directory):
         if adapter is not None:
             raise IsobitError(

@@ -54,7 +54,7 @@ USES = ("rollout", "learner")
 
 
 class Transformer:
-    """Masters, working weights and the forward.
+    """The masters, the working weights and the forward.
 
     `masters` are those of `parameter_shapes`, which defines their names and order: all their rows,
     or those that this one of several `ranks` keeps. After changing them call `sync`, with their
@@ -142,7 +142,8 @@ class Transformer:
 
     @property
     def _synced(self) -> list[Working]:
-        """What a sync makes of the masters; a separate rollout receives its copy afterwards."""
+        """The working weights that a sync computes from the masters; a separate rollout receives
+        its copy afterwards."""
         return (
             list(self._working.values()) if self._receiver is None else [self._working["learner"]]
         )
@@ -169,8 +170,8 @@ class Transformer:
             )
 
     def freeze(self) -> None:
-        """Keep only the learner's working weights; after this there is no gradient, no rollout
-        weights and no sync."""
+        """Keep only the learner's working weights; from then on there are neither gradients,
+        rollout weights nor syncs."""
         nothing = torch.empty(0)
 
         def without_master(part: Weight | Vector) -> Weight | Vector:
@@ -183,8 +184,8 @@ class Transformer:
         self.masters = Masters({}, {}, self.ops["learner"].device, self.masters.shards.ranks)
 
     def without_adapter(self) -> "Transformer":
-        """A frozen model over the same storage, its adapter switched off; scales of a KV cache are
-        its own."""
+        """Return a frozen model over the same storage, its adapter switched off; scales of a KV
+        cache are its own."""
         assert self.adapter is not None
 
         def bare(part: Weight | Vector) -> Weight | Vector:
@@ -199,7 +200,8 @@ class Transformer:
 
     @torch.no_grad()
     def adapted(self, adapter: Adapter) -> "Transformer":
-        """A model over the same frozen storage whose masters are a copy of an adapter's factors."""
+        """Return a model over the same frozen storage whose masters are a copy of an adapter's
+        factors."""
         found, ops = copy(self), self.ops["learner"]
         found.adapter, found.served = replace(adapter, tensors={}), None
         copied = {name: factor.clone() for name, factor in adapter.tensors.items()}
@@ -218,9 +220,9 @@ class Transformer:
         return found
 
     def serving(self, adapters: Mapping[str, Adapter]) -> "Transformer":
-        """A frozen model over the same storage that rolls out several adapters at once, each by its
-        name, and takes more later (`add_adapter`). Raises IsobitError for a flow whose KV cache is
-        calibrated, or in which rows of one batch share scales."""
+        """Return a frozen model over the same storage that rolls out several adapters at once, each
+        by its name, and takes more later (`add_adapter`). Raises IsobitError for a flow whose KV
+        cache is calibrated, or in which rows of one batch share scales."""
         if (reason := self.precision.varies_with_batch()) is not None:
             raise IsobitError(
                 f"precision {self.precision.name}: {reason}, so also by those of several adapters; "
@@ -320,8 +322,8 @@ class Transformer:
         context: Context | None = None,
         keep: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """(log-probability of `targets`, entropy) [T] float32, in chunks of rows: [T, vocabulary]
-        at once only to `keep` them for the backward."""
+        """Return (log-probability of `targets`, entropy) [T] float32, in chunks of rows: [T,
+        vocabulary] at once only to `keep` them for the backward."""
         rows, ops = chunk if chunk is not None else self.head_rows, self.ops[use]
         given = self._working[use].outside.head, targets, temperature, rows, ops
         return head_logprobs(hidden, *given, filtering, context, self.config.logit_cap, keep)
@@ -333,29 +335,29 @@ class Transformer:
         return head_divergence(hidden, head, other, divergence, rows, ops, cap)
 
     def head_weight(self, use: str = "learner") -> Prepared:
-        """The output head [vocabulary, hidden], prepared for products."""
+        """Return the output head [vocabulary, hidden], prepared for products."""
         return self._working[use].outside.head.prepared
 
     def rollout_tensors(self) -> list[tuple[str, StoredWeight]]:
-        """(name, working tensor) of each that the rollout stores, in an order that depends on the
-        model alone."""
+        """Return (name, working tensor) of each that the rollout stores, in an order that depends
+        on the model alone."""
         return [(name, operand) for name, operand, _ in self._working["rollout"].tensors()]
 
     def received(self, version: int) -> None:
-        """The rollout's working weights were overwritten by those of a version."""
+        """Note that the rollout's working weights were overwritten by those of a version."""
         self._version = version
         self.repacked("rollout")
 
     @torch.no_grad()
     def repacked(self, use: str = "learner") -> None:
-        """The working weights of a use were overwritten: pack them again."""
+        """Pack the working weights of a use again, which were overwritten."""
         for packed in self._working[use].packs().values():
             self.ops[use].prepare(packed.weight, packed)
         self.checksums.renew()
 
     def learner_storage(self) -> list[Tensor]:
-        """The tensors of the learner's working weights, in an order that depends on the model
-        alone."""
+        """Return the tensors of the learner's working weights, in an order that depends on the
+        model alone."""
         return [
             tensor
             for _, operand, _ in self._working["learner"].tensors()
@@ -363,8 +365,8 @@ class Transformer:
         ]
 
     def rollout_storage(self) -> tuple[int, ...]:
-        """What says where the rollout's working weights are, from which a captured graph reads, and
-        which scales its queries have."""
+        """Return what says where the rollout's working weights are, from which a captured graph
+        reads, and which scales its queries have."""
         operands = (operand for _, operand, _ in self._working["rollout"].tensors())
         weights = [tensor.data_ptr() for operand in operands for tensor in tensors_of(operand)]
         scales = self._kv_scales if self.precision.calibrated_queries else None
@@ -376,19 +378,20 @@ class Transformer:
         return head_rows(self.config.vocab_size, host=self.ops["learner"].device.type == "cpu")
 
     def rollout_weights(self) -> list[Weight]:
-        """The linear layers as the rollout multiplies them."""
+        """Return the linear layers as the rollout multiplies them."""
         return list(self._working["rollout"].linear_layers())
 
     def working_names(self, use: str) -> dict[int, str]:
-        """The names of a use's working weights, by `id` of the object that operators receive."""
+        """Return the names of a use's working weights, by `id` of the object that operators
+        receive."""
         working = self._working[use]
         packs = {key: packed.weight for key, packed in working.packs().items()}
         names = {id(operand): name for name, operand, _ in working.tensors()}
         return names | {key: names[id(weight)] for key, weight in packs.items()}
 
     def working_bytes(self) -> tuple[int, int]:
-        """Bytes of the rollout's working weights, and of those of the learner that are not the
-        rollout's."""
+        """Return the bytes of the rollout's working weights, and of those of the learner that are
+        not the rollout's."""
         rollout, learner = (
             {id(t): nbytes(t) for _, t, _ in self._working[use].tensors()} for use in USES
         )
@@ -406,8 +409,8 @@ class Transformer:
         return sum(packed.nbytes for packed in packs.values())
 
     def _written_by_sync(self) -> dict[str, Tensor]:
-        """The working weights of both uses, and what the backend packed of them, unless oneDNN
-        hides the bytes."""
+        """Return the working weights of both uses, and what the backend packed of them, unless
+        oneDNN hides the bytes."""
         found: dict[
             int, tuple[str, Tensor]
         ] = {}  # by address: uses that share a storage are summed once
@@ -462,7 +465,7 @@ class Transformer:
             )
 
     def rope_tables(self, layout: Layout) -> Tables:
-        """The present rotary tables; a forward with a longer context replaces them."""
+        """Return the present rotary tables; a forward with a longer context replaces them."""
         needed, cos = layout.max_keys, next(iter(self._tables.values())).cos
         if needed > cos.shape[0]:
             size = min(max(needed, 2 * cos.shape[0], 64), max(needed, self.config.max_positions))

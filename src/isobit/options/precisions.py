@@ -29,7 +29,7 @@ Product = Literal["fp8", "bf16"]
 
 @dataclass(frozen=True)
 class KVMargins:
-    """How much larger a calibrated scale is than it needs to be, by tensor."""
+    """The factor by which a calibrated scale exceeds amax / 448, for each tensor."""
 
     key: Annotated[float, above(0), "of the keys"] = 1.05
     value: Annotated[float, above(0), "of the values"] = 1.05
@@ -147,7 +147,7 @@ class PrecisionChanges(FlowChanges):
     kv_margin: Annotated[
         float | KVMargins | None,
         above(0),
-        "how much larger a calibrated scale is than it needs to be: a number, or one for each of "
+        "the factor by which a calibrated scale exceeds amax / 448: a number, or one for each of "
         "key, value and query. vLLM's amax/200 is 2.24, its amax/100 4.48",
     ] = None
     kv_calibration_prompts: Annotated[

@@ -90,19 +90,19 @@ def renamed(
 ) -> Mapping[Any, Any]:
     """Return the values under the names that options have now. Raises OptionError where an option
     has its old name and its present one."""
-    found = dict(values)
+    result = dict(values)
     for option in options.values():
         for former in option.former_names:
             now, old = dict(former.values), former.name
-            if old not in found or (now and found[old] not in tuple(now)):
+            if old not in result or (now and result[old] not in tuple(now)):
                 continue
-            if option.name in found:
+            if option.name in result:
                 raise OptionError((*path, old), f"is called {option.name}, which is given too")
-            value = found.pop(old)
-            found[option.name] = now[value] if now else value
-            what, new = (f": {value}", f": {now[value]}") if now else ("", "")
-            _say_renamed(".".join(map(str, (*path, old))) + what, option.name + new)
-    return found
+            value = result.pop(old)
+            result[option.name] = now[value] if now else value
+            was, new = (f": {value}", f": {now[value]}") if now else ("", "")
+            _say_renamed(".".join(map(str, (*path, old))) + was, option.name + new)
+    return result
 
 
 @cache

@@ -145,12 +145,12 @@ def _of_rollout(precision: Precision, changes: PrecisionChanges) -> tuple[str, .
 
 
 def _over(both: FlowChanges, side: FlowChanges, without: Sequence[str]) -> FlowChanges:
-    """What a side changes: what it says itself, else what is said of both, but for `without`."""
-    found = {each.name: getattr(side, each.name) for each in fields(FlowChanges)}
-    for name, value in found.items():
+    """Return the changes of a side: its own, then those of both sides, except `without`."""
+    values = {option.name: getattr(side, option.name) for option in fields(FlowChanges)}
+    for name, value in values.items():
         if value is None and name not in without:
-            found[name] = getattr(both, name)
-    return FlowChanges(**found)
+            values[name] = getattr(both, name)
+    return FlowChanges(**values)
 
 
 def _asked(changes: FlowChanges, *prefixes: str) -> list[str]:
@@ -201,6 +201,11 @@ def _calibration(precision: Precision, changes: PrecisionChanges) -> Calibration
         raise IsobitError(
             f"precision.{names[next(iter(given))]}: there is no calibrated KV cache; set kv_cache: "
             "e4m3-calibrated, or start from fp8-rollout-kv"
+        )
+    if given.get("schedule") == "never" and len(given) > 1:
+        raise IsobitError(
+            f"precision.{names[list(given)[1]]}: under kv_calibration: never every scale is 1; "
+            "leave it out"
         )
     return replace(precision.calibration, **given)
 

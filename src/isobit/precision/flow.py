@@ -77,7 +77,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Calibration:
-    """How static scales of keys and values are found, after the weights changed.
+    """The rule by which static scales of keys and values are found after the weights changed.
 
     scale = amax · `margin` / 448, with amax the `percentile` over batches of the largest magnitude
     in each. `data`: prompts (a forward of the rollout's flow over the first `prompts` of the step)
@@ -329,7 +329,7 @@ _ROLES = (
     ("queries", "query"),
 )
 _ENDS = ("bf16_first_layers", "bf16_last_layers")
-_IN_A_FLOW = tuple(each.name for each in fields(Flow) if each.name not in _ENDS)
+_IN_A_FLOW = tuple(field.name for field in fields(Flow) if field.name not in _ENDS)
 _OF_THE_WHOLE = tuple(
     each.name
     for each in fields(Precision)

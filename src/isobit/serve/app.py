@@ -48,9 +48,11 @@ seconds: else a request would meet a connection that closes."""
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options of a server. `grace`: the seconds that open requests have at the end."""
+    """Options of a server. `grace`: the seconds that open requests have at the end; `folder`: what
+    is served, as it was given: a run, or a model's folder."""
 
     grace: float = 30.0
+    folder: Path | None = None
     tool_format: str = "auto"
     limits: Limits = field(default_factory=Limits)
 
@@ -188,6 +190,8 @@ def run(
     RunFailed if the device thread failed."""
     tools = format_of(options.tool_format, engine.model.tokenizer.chat_template)
     gateway = Gateway(engine, name, tools, options.limits, state)
+    if options.folder is not None:
+        gateway.name_by(options.folder)
     for adapter, folder in adapters.items():
         gateway.device.snapshots.put(adapter, folder)
     config = server_config(gateway, tokens, options)

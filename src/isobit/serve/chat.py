@@ -6,13 +6,12 @@ Left out: how models write calls (`model/text/tool_formats/`), images, audio, an
 
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from isobit.data.dataset import TEMPLATE_KWARGS
-from isobit.data.foreign import BadJson, parse_json
+from isobit.data.messages import arguments_of
 from isobit.data.turns import Call
-from isobit.errors import IsobitError
+from isobit.model.text.template_tools import writes_tools
 from isobit.model.text.tokenizer import Tokenizer
 from isobit.serve.requests import BadRequest
 
@@ -63,21 +62,14 @@ def _content(where: str, value: Any) -> str:
 
 
 def _given_call(where: str, value: Any) -> dict[str, Any]:
-    """Return a call of an earlier turn with its arguments as an object, as templates take them.
-    Raises BadRequest."""
+    """Return a call of an earlier turn, whose arguments are an object where they say one. Raises
+    BadRequest."""
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRequest(f"{where}: expected objects with a function that has a name", "messages")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            arguments = parse_json(arguments, patient=True)
-        except BadJson as error:
-            raise BadRequest(
-                f"{where}: arguments are not JSON: {error.reason}", "messages"
-            ) from None
-    if not isinstance(arguments, dict):
-        raise BadRequest(f"{where}: expected arguments that are an object", "messages")
+    arguments = arguments_of(function.get("arguments"))
+    if not isinstance(arguments, dict | str):
+        raise BadRequest(f"{where}: expected arguments that are an object or text", "messages")
     return {**value, "function": {**function, "arguments": arguments}}
 
 
@@ -108,12 +100,7 @@ def check_tools(
 ) -> None:
     """Raise BadRequest for tools that the template does not write: the model would not know of
     them."""
-    if "tools" not in variables:
-        return
-    others, hidden = {key: value for key, value in variables.items() if key != "tools"}, None
-    with suppress(IsobitError):  # a template that takes no such conversation without tools
-        hidden = tokenizer.render_chat(messages, True, others)
-    if hidden == tokenizer.render_chat(messages, True, variables):
+    if "tools" in variables and not writes_tools(tokenizer, messages, variables):
         raise BadRequest(
             "tools: the model's chat template shows none, so the model would not know of them; "
             "leave them out, or serve it with --chat-template FILE",

@@ -1,13 +1,16 @@
 """Connections within bounds for which uvicorn has no options: how many there are (`crowd.py`), how
 long one may take for a request's first lines, and how long an answer may wait for its reader.
 
-A connection that is one too many is answered 503, and closed. Left out: bodies that a route reads,
-whose bounds are in `wire.py`, and the cost of a request.
+A connection that is one too many is answered 503, and closed. To close a connection at which bytes
+still come resets it, and a reset takes the answer from a client that has not read it yet; so these
+bytes are read first and thrown away, within a bound of bytes and of time. Left out: bodies that a
+route reads, whose bounds are in `wire.py`, and the cost of a request.
 """
 
 import asyncio
 import json
 import resource
+from collections.abc import Callable
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -21,6 +24,7 @@ from isobit.serve.wire import CONNECTION, error_value
 
 h11 = h11_impl.h11  # uvicorn's own
 REFUSED = 64  # connections that are being answered that they are too many
+THROWN_BODIES = 8  # of the longest; as many bytes behind an answer are thrown away
 _OWN = 256  # descriptors for files, a GPU, and those of a run
 _TOO_MANY = Refused(503, "too many connections are open; close some, or come again later")
 _INVALID = BadRequest("the request is not valid HTTP")
@@ -48,6 +52,16 @@ class _Logger:
         self.warning = lines.add
 
 
+class _Gentle:
+    """A transport of uvicorn's whose `close` is another function."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self._transport, self.close = transport, close
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class Connection(h11_impl.H11Protocol):
     """A connection of uvicorn's that is a member of a crowd."""
 
@@ -57,20 +71,43 @@ class Connection(h11_impl.H11Protocol):
         self.app_state = {**self.app_state, CONNECTION: self}
         self.logger: Any = _Logger(self.logger, crowd.lines)
         self._head: asyncio.TimerHandle | None = None  # cuts, unless what `_waits` names comes
-        self._waits = ""  # what the timer waits for: "head", "body" or nothing
+        self._waits = ""  # what the timer waits for: "head", "rest" or nothing
         self._reader: asyncio.TimerHandle | None = None  # cuts, unless an answer is read
+        self._thrown = 0  # bytes that came behind the answer to their request
+        self._ending = False  # nothing more is written
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the new connection, or refuse it where the crowd has no room for it."""
         super().connection_made(transport)
+        self._socket, self.transport = transport, _Gentle(transport, self._end)  # type: ignore[assignment]
         if not self.crowd.join(self):
             self.app = _too_many
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Read bytes that came: a part of a request, or several requests."""
-        super().data_received(data)
+        """Read bytes that came: a part of a request, or several requests. Those behind the answer to
+        their request, or behind the last one, are thrown away."""
+        last = self.conn.their_state in (h11.MUST_CLOSE, h11.CLOSED)
+        behind = self._ending or last or self._is_answered
+        self._thrown += len(data) * behind
+        if self._thrown > THROWN_BODIES * self._limits.body_bytes:
+            self.cut()
+        elif not self._ending and not last:
+            super().data_received(data)
+            self._watch()
+
+    def on_response_complete(self) -> None:
+        """Go on behind a whole answer."""
+        self._thrown = 0
+        super().on_response_complete()
         self._watch()
+
+    def shutdown(self) -> None:
+        """End with the server, once an answer that has begun is whole."""
+        if self._ending:
+            self._socket.close()
+        else:
+            super().shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Leave the crowd, and cancel the timers."""
@@ -120,17 +157,31 @@ class Connection(h11_impl.H11Protocol):
         """End the connection at once."""
         self.transport.abort()
 
+    def _end(self) -> None:
+        """Close the connection; where the client may still send, when it has ended that."""
+        done = (h11.IDLE, h11.DONE, h11.MUST_CLOSE, h11.CLOSED)
+        if self.conn.their_state in done and not self.conn.trailing_data[0]:
+            self._socket.close()
+        elif not self._ending and not self._socket.is_closing():
+            self._ending = True
+            self._socket.write_eof()
+            self._socket.resume_reading()
+            self._watch()
+
+    @property
+    def _is_answered(self) -> bool:
+        """Whether a body comes whose request is answered already."""
+        return self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
+
     def _unsupported_upgrade_warning(self) -> None:
         self.crowd.lines.add("an upgrade that is not offered")
 
     def _watch(self) -> None:
         """Start or stop the timer of what the client sends. It runs until the first lines of a
-        request are complete, and while a body comes whose request is answered already, which
-        therefore no route reads."""
-        theirs, answered = self.conn.their_state, self.conn.our_state is h11.DONE
-        waits = "head" if theirs is h11.IDLE else ""
-        if theirs is h11.SEND_BODY and answered:
-            waits = "body"
+        request are complete, and while bytes are thrown away."""
+        waits = "head" if self.conn.their_state is h11.IDLE else ""
+        if self._ending or self._is_answered:
+            waits = "rest"
         if waits == self._waits:
             return
         if self._head is not None:

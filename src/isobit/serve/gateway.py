@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from isobit.engine.engine import Engine
@@ -96,7 +97,8 @@ class Gateway:
         """Whether training runs train the weights of the model itself, so that there is one run."""
         self.folder = os.path.abspath(self.model.directory or name)
         """The model's whole path, by which clients may ask for it too."""
-        self._paths = {self.folder, os.path.realpath(self.folder)}
+        self._paths = set[str]()
+        self.name_by(self.folder)
         self.metrics = Metrics(self.device)
         self.desk = Desk()
         self.sessions = Sessions()
@@ -122,6 +124,10 @@ class Gateway:
         thread."""
         self.device.stop()
         self.desk.end(Refused(STOPPING.status, STOPPING.message))
+
+    def name_by(self, path: str | Path) -> None:
+        """Let clients ask for the model by a path too, such as that of the run that is served."""
+        self._paths |= {os.path.abspath(path), os.path.realpath(path)}
 
     def adapter_of(self, model: str | None) -> str | None:
         """Return the adapter that a request's `model` names; None: it names the base. Raises

@@ -100,7 +100,7 @@ class Fields:
     def parse(body: bytes) -> "Fields":
         """Parse a request's body. Raises BadRequest for bytes that are not a JSON object."""
         try:
-            return Fields(parse_json(body.decode("utf-8"), patient=True))
+            return Fields(parse_json(body.decode("utf-8"), patient=True, finite=True))
         except UnicodeDecodeError:
             raise BadRequest("the body is not UTF-8 text") from None
         except BadJson as error:

@@ -59,8 +59,6 @@ def error_response(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):  # no route takes it
         value["error"]["message"] = _of_routes(request, error)
         headers |= error.headers or {}
-    if status == 413:
-        headers["Connection"] = "close"
     return JSONResponse(value, status, headers)
 
 

@@ -22,6 +22,7 @@ from isobit.tasks.rewards.sandbox.launch import Limits, Outcome, check_cage, run
 from isobit.tasks.rewards.spec import RewardSpec
 from tests.documents import ROOT, parsed
 from tests.documents import run as run_command
+from tests.until import until
 
 pytestmark = pytest.mark.usefixtures("cage")
 
@@ -135,6 +136,24 @@ def test_no_test_is_passed_by_cheating(name: str) -> None:
 
 def test_the_cheats_fail_for_what_they_do_and_the_honest_one_passes() -> None:
     assert rate(GOOD, tests=HELPERS) == 1.0
+
+
+NEEDS = """from __future__ import annotations
+class Solution:
+    def longest(self, words: List[str]) -> float:
+        return sqrt(len(max(deque(words), key=len)))
+"""
+
+
+def test_imports_that_livecodebench_has_are_an_option() -> None:
+    """Also for programs that read stdin, and beside what a program imports of `__future__`."""
+    tests = ["assert Solution().longest(['a', 'bbbb']) == 2"]
+    assert rate(NEEDS, {"prelude": "livecodebench"}, tests=tests) == 1
+    assert rate(NEEDS, tests=tests) == 0
+    pair: dict[str, Any] = {"inputs": ["3 4"], "outputs": ["5.0"]}
+    source = "a, b = map(int, input().split())\nprint(sqrt(a * a + b * b))"
+    assert rate(source, {"tests": "stdin", "prelude": "livecodebench"}, **pair) == 1
+    assert rate(source, {"tests": "stdin"}, **pair) == 0
 
 
 @pytest.mark.slow
@@ -474,14 +493,16 @@ def marked() -> list[str]:
 @pytest.mark.slow
 def test_a_child_in_the_background_dies_with_the_program() -> None:
     source = (
-        "import os, sys, time\n"
+        "import os, sys\n"
+        "begun, ends = os.pipe()  # which a program that begins closes\n"
         "if os.fork() == 0:\n"
         "    os.setsid()\n"
         "    if os.fork() == 0:\n"
         "        os.execv(sys.executable, [sys.executable, '-S', '-c', 'import time; "
         f"time.sleep(30)', {MARK!r}])\n"
         "    os._exit(0)\n"
-        "time.sleep(1)\n"
+        "os.close(ends)\n"
+        "os.read(begun, 1)\n"
         "print('left')\n"
     )
     assert run(source).output == "left\n"
@@ -505,14 +526,8 @@ def test_everything_dies_with_the_worker() -> None:
         with RewardPool([RewardSpec("code", options=options, deadline_s=600)]) as pool:
             batch = pool.begin(1)
             batch.add(0, ["p"], [source], [{"tests": "assert 1"}])
-            end = time.monotonic() + 120
-            while not marked() and time.monotonic() < end:
-                time.sleep(0.05)
-            assert marked()
-        end = time.monotonic() + 120
-        while marked() and time.monotonic() < end:
-            time.sleep(0.05)
-        assert marked() == []
+            until(marked)
+        until(lambda: not marked())
 
 
 def test_no_privileges_and_a_small_environment() -> None:

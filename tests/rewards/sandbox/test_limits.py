@@ -5,13 +5,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from isobit.tasks.rewards.sandbox.launch import Limits, Outcome, run_caged
+from tests.until import until
 
 pytestmark = pytest.mark.usefixtures("cage")
 
@@ -134,10 +134,8 @@ def test_where_memory_runs_out_the_kernel_begins_with_the_cage() -> None:
         target=lambda: found.append(run("import time\ntime.sleep(60)", name=name, timeout_s=30))
     )
     thread.start()
-    victim = None
-    while thread.is_alive() and victim is None:
-        victim = next(_called(name), None)
-        time.sleep(0.01)
+    until(lambda: not thread.is_alive() or next(_called(name), None))
+    victim = next(_called(name), None)
     assert victim is not None, found
     score = Path(f"/proc/{victim}/oom_score_adj").read_text()
     os.kill(victim, signal.SIGKILL)

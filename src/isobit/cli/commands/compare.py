@@ -68,7 +68,7 @@ def compare(config: CompareConfig, *, quiet: bool = True) -> int:
 
 
 def folder_name(preset: str) -> str:
-    """A directory's name for a preset: `fp8[wgrad=bf16]` becomes `fp8-wgrad-bf16`."""
+    """Return a directory's name for a preset: `fp8[wgrad=bf16]` becomes `fp8-wgrad-bf16`."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", preset).strip("-")
 
 

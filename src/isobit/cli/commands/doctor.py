@@ -35,6 +35,7 @@ _EXTRAS = {
     "text": "rapidfuzz",
     "ray": "ray",
     "track": "wandb",
+    "trackio": "trackio",
     "serve": "starlette",
     "tinker": "tinker",
 }

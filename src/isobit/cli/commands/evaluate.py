@@ -54,10 +54,10 @@ _EMPTY = {"model": {"path": "."}, "sampling": {"max_new_tokens": 256}}
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks. `given`: sections of a run's configuration, as far as they are
-    given; `best`: a run's best model instead of its newest; `completions`: a column to score
-    instead of a model's answers; `adapters`: PEFT folders or runs by name, each asked over the
-    model, which is asked alone too."""
+    """The options of the command line. `given`: sections of a run's configuration that were given;
+    `best`: a run's best model instead of its newest; `completions`: a column to score instead of a
+    model's answers; `adapters`: PEFT folders or runs by name, each asked over the model, which is
+    asked alone too."""
 
     given: Mapping[str, Any]
     best: bool = False
@@ -90,7 +90,7 @@ def evaluate_command(
 
 
 def evaluation_config(run: Path | None, given: Mapping[str, Any]) -> Config:
-    """A run's configuration, or an empty one, with what is given in its place.
+    """Return a run's configuration, or an empty one, with what is given in its place.
 
     A task that is named replaces the run's whole, a file its files, a number of samples its k.
     Raises IsobitError for values that cannot be.
@@ -110,7 +110,7 @@ def evaluation_config(run: Path | None, given: Mapping[str, Any]) -> Config:
 
 
 def _values_of(run: Path) -> dict[str, Any]:
-    """What a run says of an evaluation; of a supervised one all but how it samples."""
+    """Return what a run says of an evaluation; of a supervised one all but how it samples."""
     config = load_any_run_config(run)
     values: dict[str, Any] = plain(config)
     if isinstance(config, Config):
@@ -125,8 +125,8 @@ def _values_of(run: Path) -> dict[str, Any]:
 
 
 def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
-    """The result of each side; of given completions where there is none; after a side those of its
-    adapters."""
+    """Return the result of each side; of given completions where there is none; after a side those
+    of its adapters."""
     for path in (
         path for path in sides if not is_saved(path)
     ):  # before what is asked of it, which may be a run's
@@ -220,7 +220,8 @@ def _ask(
     processes: Processes,
     now: datetime,
 ) -> list[tuple[Question, ...]]:
-    """The answers of a model, and of each of its adapters; `now`: the date that they are told."""
+    """Return the answers of a model, and of each of its adapters; `now`: the date in their
+    prompts."""
     gc.collect()  # of a model that was asked before
     plan, names, rules = evaluation_plan(config), [None, *adapters], text_rules(config, now)
     flow = (config.precision, config.backend, config.consistency)
@@ -247,7 +248,7 @@ def _ask(
 
 
 def _limit(config: Config, of_run: bool, given: Mapping[str, Any]) -> int | None:
-    """How many examples: as given; of a run's own task as many as its evaluations take; else
+    """Return how many examples: as given; of a run's own task as many as its evaluations take; else
     all."""
     own = of_run and not {"name", "path"} & set(given.get("task", {}))
     return config.evaluation.samples if own or "samples" in given.get("evaluation", {}) else None

@@ -91,8 +91,8 @@ def _conversations(
     tools: EnvironmentConfig,
     adapters: Sequence[str | None],
 ) -> list[list[Completion]]:
-    """Episodes with tools, which run in processes of their own. Raises IsobitError for tools that
-    cannot be used, and for a template that cannot be asked about them."""
+    """Run episodes with tools, which run in their own processes. Raises IsobitError for tools that
+    cannot be used, and for a template that has no place for them."""
     from isobit.engine.dialogue import Dialogue
     from isobit.engine.episodes import Episodes
     from isobit.tasks.environments.pool import EnvironmentPool
@@ -120,8 +120,8 @@ def _text(prompt: str, completion: Completion, chat: bool, n: int) -> str:
 
 
 def _said(message: Mapping[str, Any]) -> str:
-    """A message of a conversation: what the model said and which tools it called, or what a tool
-    answered."""
+    """Return a message of a conversation: what the model said and which tools it called, or what a
+    tool answered."""
     if message["role"] != "assistant":
         name = message.get("name")
         return f"[{message['role']}{'' if name is None else f' {name}'}] {message['content']}"

@@ -110,7 +110,7 @@ def _gpus(job: Job) -> str:
 
 
 def _plain(found: Planned) -> dict[str, Any]:
-    """All of it as plain values, in bytes."""
+    """Return all of it as plain values, in bytes."""
     job = found[0][0]
     return {
         "model": {

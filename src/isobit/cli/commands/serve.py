@@ -91,7 +91,7 @@ def serve_model(
             if kept is not None:
                 print(f"training runs are kept in {kept.folder}", file=sys.stderr)
 
-        options = app.ServerOptions(grace, tool_format)
+        options = app.ServerOptions(grace, given, tool_format)
         app.run(engine, called, dict(adapters), tokens, options, listener, started, kept)
 
 

@@ -16,7 +16,8 @@ keeping it."""
 def open_frozen(
     path: Path, flow: tuple[str | Mapping[str, object], str, str], rules: TextRules = DEFAULT_RULES
 ) -> Model:
-    """The model at `path` under `flow`, (precision, backend, consistency), without masters."""
+    """Return the model at `path` under `flow`, (precision, backend, consistency), without
+    masters."""
     return Model.load(path, *flow, adapter=_OF_NOTHING, rules=rules)
 
 
@@ -26,5 +27,5 @@ def open_serving(
     flow: tuple[str | Mapping[str, object], str, str],
     rules: TextRules = DEFAULT_RULES,
 ) -> Model:
-    """`open_frozen` with PEFT folders by name. Raises IsobitError as `Model.serving`."""
+    """Return `open_frozen` with PEFT folders by name. Raises IsobitError as `Model.serving`."""
     return open_frozen(path, flow, rules).serving(adapters)

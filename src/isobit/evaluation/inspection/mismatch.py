@@ -123,8 +123,8 @@ def _sources(precision: Precision) -> list[str]:
     rollout, learner = precision.rollout, precision.learner
     found = [
         name
-        for name, each in _SOURCES.items()
-        if any(getattr(rollout, field) != getattr(learner, field) for field in each)
+        for name, roles in _SOURCES.items()
+        if any(getattr(rollout, role) != getattr(learner, role) for role in roles)
     ]
     return found if precision.shared else [*found, "kernels"]
 
@@ -134,9 +134,9 @@ def _variant(precision: Precision, parts: set[str]) -> Precision:
     rollout, learner = precision.rollout, precision.learner
 
     taken = {
-        field: getattr(rollout if name in parts else learner, field)
-        for name, each in _SOURCES.items()
-        for field in each
+        role: getattr(rollout if name in parts else learner, role)
+        for name, roles in _SOURCES.items()
+        for role in roles
     }
     flow = replace(learner, **taken)
     return replace(precision, rollout=flow, engines="separate" if "kernels" in parts else "shared")

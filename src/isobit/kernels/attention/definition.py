@@ -51,8 +51,8 @@ def attention(
     sinks: Tensor | None = None,
     probabilities: Format | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q·kᵀ·scale)·v and the log-sum-exp of the scores (Vaswani et al. 2017, eq. 1), a
-    head's sink among them, whose weight is the last that is added to the sum of weights."""
+    """Return softmax(q·kᵀ·scale)·v and the log-sum-exp of the scores (Vaswani et al. 2017, eq. 1),
+    a head's sink among them, whose weight is the last that is added to the sum of weights."""
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     lse = torch.empty((*q.shape[:2], 1), dtype=torch.float64, device=q.device)
     for batch in _batches(layout, q.shape[1], store, torch.float64, window):
@@ -79,7 +79,7 @@ def attend(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, H, D], lse [T, H]) computed in `dtype`, with sums in the order of the BLAS.
+    """Return (out [T, H, D], lse [T, H]) computed in `dtype`, with sums in the order of the BLAS.
     `probabilities`: the format to which unnormalized probabilities are rounded before P·V, but not
     in their sum."""
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
@@ -95,8 +95,8 @@ def attend(
 
 
 class _Given(NamedTuple):
-    """What the rows of a batch are computed from: queries [S, KV, G·R, D], keys and values [S, KV,
-    K, D], a sink for each row of queries, and the format of unnormalized probabilities."""
+    """The inputs of a batch's rows: queries [S, KV, G·R, D], keys and values [S, KV, K, D], a sink
+    for each row of queries, and the format of unnormalized probabilities."""
 
     queries: Tensor
     keys: Tensor
@@ -109,8 +109,9 @@ class _Given(NamedTuple):
 def _mix(
     scores: Tensor, given: _Given, error: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(mixed values [S, KV, G·R, D], log-sum-exp [S, KV, G·R, 1], rows [S, KV, G·R] of which scores
-    within `error` might have probabilities of other codes) of scores, which are overwritten."""
+    """Return (mixed values [S, KV, G·R, D], log-sum-exp [S, KV, G·R, 1], rows [S, KV, G·R] of which
+    scores within `error` might have probabilities of other codes) of scores, which are
+    overwritten."""
     peak = _highest(scores, given.sink)
     shifted = scores.sub_(peak)
     unsure = None if error is None or given.probabilities is None else uncertain(shifted, error)
@@ -120,8 +121,8 @@ def _mix(
 
 
 def _highest(scores: Tensor, sink: Tensor | None) -> Tensor:
-    """The peak of the scores in the last dimension, which stays, and of sinks that broadcast with
-    it."""
+    """Return the peak of the scores over the last dimension, which is kept, and of sinks that
+    broadcast with it."""
     peak = scores.amax(-1, keepdim=True)
     return peak if sink is None else torch.maximum(peak, sink)
 
@@ -131,8 +132,8 @@ def _with_sink(total: Tensor, peak: Tensor, sink: Tensor | None) -> Tensor:
 
 
 def _error(given: _Given) -> Tensor:
-    """How far two orders of sums may be apart: in the log-sum-exp, in score - peak, and in the
-    output over the largest value that it is a mean of [S, KV, G·R, 1].
+    """Return how far two orders of sums may be apart: in the log-sum-exp, in score - peak, and in
+    the output over the largest value that it is a mean of [S, KV, G·R, 1].
 
     To first order, in units of 2^-53 and with B the largest |q|·|k|·scale: two orders of a score
     are (D + 12) B apart; a weight, relatively, twice that, 4 B for the roundings of its exponent
@@ -160,9 +161,9 @@ def _in_order(
     unsure: Tensor | None,
     dtype: torch.dtype,
 ) -> None:
-    """Where the order of sums might change the rounding of a row, or a code of its probabilities,
-    replace its results by those of the trees. A code's value is at most twice the weight, so those
-    of a row add up to at most two."""
+    """Replace the results of rows whose rounding, or a code of whose probabilities, might change
+    with the order of sums by those of the trees. A code's value is at most twice the weight, so
+    those of a row add up to at most two."""
     largest = given.values.abs().amax(-2, keepdim=True)
     largest.add_(largest.sign(), alpha=2.0**-66)
     if unsure is not None:
@@ -227,7 +228,7 @@ def attention_backward(
 
 
 def assert_whole(layout: Layout) -> None:
-    """A backward needs the rows that stored the keys."""
+    """Assert that the batch has the rows that stored the keys, which a backward needs."""
     assert layout.keys is not None or not layout.context.any(), (
         "a backward takes packed layouts, or such with keys"
     )
@@ -328,7 +329,7 @@ class _Batch:
         return grouped.reshape(pieces, self.kv_heads, -1, dim)
 
     def scores(self, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-        """queries·keysᵀ·scale [S, KV, G·R, K], -inf where a row does not see the key."""
+        """Return queries·keysᵀ·scale [S, KV, G·R, K], -inf where a row does not see the key."""
         scores = torch.matmul(queries, keys.transpose(-1, -2)).mul_(scale)
         pieces, rows, count = self.visible.shape
         scores.view(pieces, self.kv_heads, -1, rows, count).masked_fill_(
@@ -337,7 +338,7 @@ class _Batch:
         return scores
 
     def of_heads(self, values: Tensor | None) -> Tensor | None:
-        """One number for each head [H], as [1, KV, G·R, 1]."""
+        """Return one number for each head [H], as [1, KV, G·R, 1]."""
         if values is None:
             return None
         grouped = values.to(self.dtype).view(1, self.kv_heads, -1, 1)
@@ -360,8 +361,8 @@ class _Batch:
 
 
 def sinks_backward(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """`Ops.sinks_backward`: the value of a sink is 0, so that of dS = P · (dO·V - Σ dO·O) the
-    second term is left."""
+    """Compute `Ops.sinks_backward`: the value of a sink is 0, so that of dS = P · (dO·V - Σ dO·O)
+    the second term is left."""
     rows = zip(dout.split(_SINK_ROWS), out.split(_SINK_ROWS))
     inner = torch.cat([(gradient.double() * values.double()).sum(-1) for gradient, values in rows])
     return -(torch.exp(sinks.double() - lse.double()) * inner).sum(0).float()
@@ -371,6 +372,6 @@ def attention_quantized(
     ops: Ops, q: Tensor, store: KVStore, layout: Layout, scale: float, window: int | None,
     sinks: Tensor | None, probabilities: Format | None, spec: QuantSpec, name: str, keep: bool,
 ) -> tuple[Tensor | None, QTensor, Tensor]:  # fmt: skip
-    """As `Ops.attention_quantized`: the two operators in turn."""
+    """Compute `Ops.attention_quantized`: the two operators in turn."""
     out, lse = ops.attention(q, store, layout, scale, window, sinks, probabilities)
     return out if keep else None, ops.quantize(out.flatten(1), spec, name), lse

@@ -55,7 +55,6 @@ def attention(
     sinks: Tensor | None = None,
     probabilities: Format | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `Ops.attention`."""
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=q.device)
     group = q.shape[1] // store.k.shape[1]
     for sequence, (start, stop) in enumerate(_bounds(layout)):
@@ -97,7 +96,6 @@ def attention_backward(
     scale: float,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `Ops.attention_backward`."""
     assert_whole(layout)
     kv_heads = store.k.shape[1]
     dq, dk = torch.empty_like(q), q.new_empty(len(layout.key_slots), kv_heads, q.shape[2])
@@ -140,13 +138,13 @@ def _bounds(layout: Layout) -> list[tuple[int, int]]:
 
 
 def _visible(keys: int, positions: Tensor, window: int | None) -> Tensor:
-    """Whether rows at `positions` [R] see each of the keys: [R, keys]."""
+    """Return whether rows at `positions` [R] see each of the keys: [R, keys]."""
     key, row = torch.arange(keys, device=positions.device), positions.unsqueeze(-1)
     return key <= row if window is None else (key <= row) & (key > row - window)
 
 
 def _slots(layout: Layout, sequence: int, count: int) -> Tensor:
-    """Where the first `count` keys of a sequence are."""
+    """Return the slots of the first `count` keys of a sequence."""
     position = torch.arange(count, device=layout.page_table.device)
     pages = layout.page_table[sequence, position // layout.page_size].long()
     return pages * layout.page_size + position % layout.page_size
@@ -155,8 +153,8 @@ def _slots(layout: Layout, sequence: int, count: int) -> Tensor:
 def _read(
     data: Tensor, scales: Tensor | None, store: KVStore, slots: Tensor, head: int, by: float
 ) -> tuple[Tensor, Tensor]:
-    """(values [K, D], those of E4M3 codes times 2^-8; what their scores or weights are multiplied
-    by [K]), float32."""
+    """Return (values [K, D], those of E4M3 codes times 2^-8; what their scores or weights are
+    multiplied by [K]), float32."""
     picked, factor = data[slots, head], torch.tensor(by, device=data.device)
     if store.kv is None or scales is None:
         return picked.float(), factor.expand(len(slots))
@@ -177,7 +175,7 @@ def _lane_sum(x: Tensor) -> Tensor:
 
 
 def _chain(a: Tensor, b: Tensor) -> Tensor:
-    """a [M, D] · b [N, D]ᵀ, each sum one ascending chain."""
+    """Return a [M, D] · b [N, D]ᵀ, each sum one ascending chain."""
     total = torch.zeros(a.shape[0], b.shape[0], device=a.device)
     for d in range(a.shape[1]):
         total = fma(a[:, d, None], b[:, d], total)

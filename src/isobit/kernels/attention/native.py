@@ -26,7 +26,6 @@ def attention(
     sinks: Tensor | None = None,
     probabilities: Format | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `Ops.attention`."""
     if not _supports(q, store):
         return ops.falls_back("attention", store.kv or q.dtype).attention(
             q, store, layout, scale, window, sinks, probabilities
@@ -53,7 +52,6 @@ def attention_backward(
     scale: float,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `Ops.attention_backward`."""
     if not _supports(q, store) or dout.dtype != q.dtype:
         return ops.falls_back("attention_backward", store.kv or q.dtype).attention_backward(
             dout, q, out, lse, store, layout, scale, window
@@ -73,14 +71,15 @@ def attention_backward(
 
 
 def _kind_of(ops: NativeBase, probabilities: Format | None, q: Tensor) -> int:
-    """What weights are rounded to before they meet values; FP32 where they are not."""
+    """Return the format that weights are rounded to before they meet values; FP32 where they are
+    not."""
     if probabilities is not None:
         return KINDS[probabilities.dtype]
     return KINDS[q.dtype if ops.rounds_probabilities else torch.float32]
 
 
 def reads(kv: QuantSpec) -> bool:
-    """Whether C++ attends to keys and values in this format."""
+    """Return whether C++ attends to keys and values in this format."""
     return kv.format.dtype in (torch.float8_e4m3fn, torch.int8)
 
 

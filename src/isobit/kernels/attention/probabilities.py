@@ -29,12 +29,12 @@ _DIGITS = 50
 
 
 def to_e4m3(weights: Tensor) -> Tensor:
-    """E4M3(w · 2^8) / 2^8 of float32 weights from 0 to 1."""
+    """Return E4M3(w · 2^8) / 2^8 of float32 weights from 0 to 1."""
     return (weights * SHIFT).to(E4M3.dtype).to(weights.dtype) / SHIFT
 
 
 def weigh(shifted: Tensor, probabilities: Format | None) -> tuple[Tensor, Tensor]:
-    """(w, w as it meets the values) of score - peak, which is overwritten."""
+    """Return (w, w as it meets the values) of score - peak, which is overwritten."""
     if probabilities is E4M3 and shifted.dtype == torch.float64:
         rounded = _values(shifted.device)[_codes(shifted)]
         return shifted.exp_(), rounded
@@ -48,7 +48,7 @@ def weigh(shifted: Tensor, probabilities: Format | None) -> tuple[Tensor, Tensor
 
 
 def uncertain(shifted: Tensor, error: Tensor) -> Tensor:
-    """Which rows [..., R] of score - peak [..., R, K] have a code that another number within
+    """Return which rows [..., R] of score - peak [..., R, K] have a code that another number within
     `error` [..., R, 1] might not have."""
     return (_codes(shifted - error) != _codes(shifted + error)).any(-1)
 
@@ -81,7 +81,7 @@ def boundaries() -> Tensor:
 
 @cache
 def _values(device: torch.device) -> Tensor:
-    """Of the codes from 0 to that of 2^8, over 2^8."""
+    """Return the values of the codes from 0 to that of 2^8, over 2^8."""
     last = int(torch.tensor(SHIFT).to(E4M3.dtype).view(torch.uint8))
     codes = torch.arange(last + 1, dtype=torch.uint8, device=device)
     return codes.view(E4M3.dtype).double() / SHIFT

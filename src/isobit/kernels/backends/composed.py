@@ -36,7 +36,7 @@ class Composed(Ops):
         """Nothing to do: operators raise at once when they meet NaN or infinity."""
 
     def rounds_last(self, a: Operand, b: Prepared) -> bool:
-        """Not known."""
+        """Return False: it is not known."""
         return False
 
     quantize_along_tokens = quantize.quantize_along_tokens

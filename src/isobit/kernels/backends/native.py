@@ -97,7 +97,7 @@ class NativeOps(NativeBase, Composed):
 
 
 def unsupported(precision: Precision, consistency: str) -> list[str]:
-    """What of a precision flow C++ leaves to the reference operators, each as `operator of
+    """Return what of a precision flow C++ leaves to the reference operators, each as `operator of
     format`."""
     found = [
         text

@@ -34,8 +34,8 @@ _SINGLE: dict[str, Callable[..., object]] = {
 
 
 def order_of(consistency: str) -> str:
-    """The order of products, and of sums within a row, on a CPU, as a run records it; of a resolved
-    consistency."""
+    """Return the order of products, and of sums within a row, on a CPU, as a run records it; of a
+    resolved consistency."""
     sums = orders.order(consistency)
     if sums is not None:
         return f"{ordered.VERSIONS[sums]}+{norms32.ORDER}"

@@ -51,9 +51,9 @@ Found = tuple[str, bool]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of what is computed. `products`: outputs and inputs; the second sums in chunks, the third has
-    the tiles of many programs. `length` of a sequence: two splits of keys. `width` of what is
-    normed and gated. `states`: rows of linear attention, its heads of keys and of values, their
+    """The sizes of the check. `products`: outputs and inputs; the second sums in chunks, the third
+    has the tiles of many programs. `length` of a sequence: two splits of keys. `width` of normed
+    and gated rows. `states`: rows of linear attention, its heads of keys and of values, their
     dimension."""
 
     products: tuple[tuple[int, int], ...] = ((192, 640), (64, 8192), (16896, 256))
@@ -68,7 +68,7 @@ SMALL = Sizes(((64, 160),), 70, 96, (9, 1, 2, 8))
 
 
 def failures(ops: "TritonOps", fp8: bool = True, sizes: Sizes = FULL) -> list[str]:
-    """What does not hold here, a phrase each."""
+    """Check the operators on this GPU, and return the failures, a phrase each."""
     kinds = ("BF16", "FP8", "INT8") if fp8 else ("BF16", "INT8")
     return [what for kind in kinds for what, holds in _all(ops, kind, sizes) if not holds]
 
@@ -79,7 +79,7 @@ def remembered(
     tried: dict[str, list[str]] | None = None,
     sizes: Sizes = FULL,
 ) -> list[str]:
-    """`failures`, unless there were none before on the same GPU with the same software.
+    """Return `failures`, unless there were none before on the same GPU with the same software.
 
     Decoding exchanges the operands of the learner's matrix instructions, in attention and in FP8
     products, which no specification says to keep bits. Where these alone fail, they are asked again
@@ -103,7 +103,7 @@ def remembered(
 
 
 def side() -> str:
-    """How this process multiplies."""
+    """Return how this process multiplies."""
     return EXCHANGED if attention.keys_first() else ONE_SIDE
 
 
@@ -138,14 +138,14 @@ def _all(ops: "TritonOps", kind: str, sizes: Sizes) -> Iterator[Found]:
 
 
 def _random(ops: Ops, seed: int, *shape: int) -> Tensor:
-    """BF16 of widely varying magnitudes: sums of equal ones would hide an order. The user's
+    """Return BF16 of widely varying magnitudes: sums of equal ones would hide an order. The user's
     generators stay as they are."""
     signed, exponents = torch.randn(2, *shape, generator=torch.Generator().manual_seed(seed))
     return (signed * torch.exp(exponents)).bfloat16().to(ops.device)
 
 
 def _same(found: Tensor, wanted: Tensor) -> bool:
-    """Whether every bit is: a zero's sign too."""
+    """Return whether every bit is: a zero's sign too."""
     bits = (x.contiguous().view(_WORDS[x.element_size()]) for x in (found, wanted))
     return found.dtype == wanted.dtype and torch.equal(*bits)
 
@@ -182,9 +182,9 @@ def _rows(x: Operand, lo: int, hi: int) -> Operand:
 
 
 def _attention(ops: "TritonOps", kind: str, length: int) -> Iterator[Found]:
-    """A sequence at once, some of its rows as if decoded one by one, and its last ones in chunks:
-    tiles of 16, 32, 64 and 128 rows, which stand on either side of the matrix instruction. Results
-    before they are rounded, and logarithms of sums."""
+    """Yield a sequence at once, some of its rows as if decoded one by one, and its last ones in
+    chunks: tiles of 16, 32, 64 and 128 rows, which stand on either side of the matrix instruction.
+    Results before they are rounded, and logarithms of sums."""
     heads, kv_heads, dim = 2, 1, 128
     kv, what = _CACHES[kind], f"attention over keys in {kind}"
     q, k, v = (
@@ -262,7 +262,7 @@ def _recurrent(ops: Ops, sizes: tuple[int, int, int, int], rule: str) -> Iterato
 def _recurrent_by_definition(
     x: Tensor, weight: Tensor, bias: Tensor | None, mixed: Tensor, gates: Tensor, heads: DeltaHeads
 ) -> tuple[Tensor, Tensor]:
-    """The convolution of x, and what is recalled of `mixed`."""
+    """Return the convolution of x, and what is recalled of `mixed`."""
     reference, layout = ReferenceOps("exact"), Layout.packed([len(x)])
     skip = None if heads.skip is None else heads.skip.cpu()
     there = replace(heads, decay=heads.decay.cpu(), step_bias=heads.step_bias.cpu(), skip=skip)
@@ -316,7 +316,7 @@ def _quantized(ops: Ops, width: int) -> Iterator[Found]:
 
 
 def _rounded(ops: Ops) -> Iterator[Found]:
-    """Of masters that are kept in BF16, from an element in the middle of a parameter on."""
+    """Yield stochastically rounded masters, from an element in the middle of a parameter on."""
     x, given = _random(ops, 0, 5000).float() * 1.001, (1 << 40 | 7, 3, 4096)
     found, wanted = ops.round_stochastically(x, *given), round_stochastically(x.cpu(), *given)
     same = _same(found.cpu(), wanted)

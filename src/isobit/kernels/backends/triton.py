@@ -159,7 +159,7 @@ class TritonOps(Ops):
     add_low_rank = low_rank.add_low_rank
 
     def rounds_last(self, a: Operand, b: Prepared) -> bool:
-        """Not known: what is launched may depend on the type of the result."""
+        """Return False: what is launched may depend on the type of the result."""
         return False
 
     grouped_bias_gradient = staticmethod(grouped.grouped_bias_gradient)

@@ -61,7 +61,8 @@ class Rows(NamedTuple):
         return self.pages[(self.context - 1) // self.page_size] if self.context else None
 
     def kept(self) -> Iterator[tuple[int, int]]:
-        """(row of the sequence's new ones after which the state is kept, page that keeps it)."""
+        """Yield (row of the sequence's new ones after which the state is kept, page that keeps
+        it)."""
         for row in range(self.stop - self.start):
             position = self.context + row
             if (position + 1) % self.page_size == 0 or self.start + row + 1 == self.stop:
@@ -69,7 +70,7 @@ class Rows(NamedTuple):
 
 
 def sequences(layout: Layout) -> Iterator[Rows]:
-    """The sequences of a batch that have rows."""
+    """Yield the sequences of a batch that have rows."""
     bounds = layout.row_start.tolist()
     contexts = layout.context.tolist()
     tables = layout.page_table.tolist()
@@ -85,7 +86,7 @@ def short_convolution(
     layout: Layout,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """As `Ops.short_convolution`: a chain of fused multiply-adds from the bias, or zero, over
+    """Compute `Ops.short_convolution`: a chain of fused multiply-adds from the bias, or zero, over
     ascending j, then s / (1 + exp(-s))."""
     width, y = weight.shape[1], torch.empty_like(x)
     for rows in sequences(layout):
@@ -116,7 +117,7 @@ def _convolved(seen: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def short_convolution_backward(
     dy: Tensor, x: Tensor, weight: Tensor, layout: Layout, bias: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """As `Ops.short_convolution_backward`, in float32."""
+    """Compute `Ops.short_convolution_backward`, in float32."""
     width, dx, dweight = weight.shape[1], torch.empty_like(x), torch.zeros_like(weight)
     begin = weight.new_zeros(len(weight)) if bias is None else bias
     dbias = torch.zeros_like(begin)
@@ -136,8 +137,8 @@ def short_convolution_backward(
 
 
 class Parts(NamedTuple):
-    """Of every token and head in float32: queries and keys [T, Hk, Dk], values [T, Hv, Dv], what is
-    left of the state and the strength [T, Hv]."""
+    """The inputs of the recurrence, for every token and head, in float32: queries and keys [T, Hk,
+    Dk], values [T, Hv, Dv], the state's decay and the strength [T, Hv]."""
 
     q: Tensor
     k: Tensor
@@ -153,7 +154,6 @@ Backward = Callable[[Parts, Tensor], Parts]
 def delta_rule(
     qkv: Tensor, gates: Tensor, heads: DeltaHeads, store: StateStore | None, layout: Layout
 ) -> Tensor:
-    """As `Ops.delta_rule`."""
     parts = _parts(qkv, gates, heads)
     each = heads.value_heads // heads.key_heads
     q, k = (x.repeat_interleave(each, 1) for x in (parts.q, parts.k))
@@ -179,7 +179,7 @@ def delta_rule(
 
 
 def _recall(query: Tensor, state: Tensor) -> Tensor:
-    """queryᵀ · state of each head, [H, Dv]."""
+    """Return queryᵀ · state of each head, [H, Dv]."""
     return dot(query.unsqueeze(1), state.transpose(1, 2), LANES)
 
 
@@ -217,7 +217,6 @@ def _inverse_length(x: Tensor) -> Tensor:
 def delta_rule_backward(
     dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, layout: Layout
 ) -> tuple[Tensor, ...]:
-    """As `Ops.delta_rule_backward`."""
     return through_parts(
         dout, qkv, gates, heads, lambda parts, dout: _backward(parts, dout, layout, heads.corrects)
     )
@@ -226,8 +225,8 @@ def delta_rule_backward(
 def through_parts(
     dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, backward: Backward
 ) -> tuple[Tensor, ...]:
-    """`Ops.delta_rule_backward`, given that of the recurrence: `backward(parts, dout)` gives the
-    gradients of parts, skip left out."""
+    """Compute `Ops.delta_rule_backward`, given that of the recurrence: `backward(parts, dout)`
+    gives the gradients of parts, skip left out."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (qkv, gates, heads.decay, heads.step_bias)]
         own, own_gates, decay, step_bias = leaves

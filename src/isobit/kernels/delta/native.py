@@ -1,6 +1,6 @@
 """Linear attention by the gated delta rule, and Mamba-2's recurrence, in C++ (`convolution.cpp`,
 `delta.cpp`): the bits of `kernels/delta/definition.py`, which defines them for every `consistency`.
-Gradients (`delta_backward.cpp`) are float32 in an order of their own, the same for any number of
+Gradients (`delta_backward.cpp`) are float32 in their own order, the same for any number of
 threads. Inputs of other types than bfloat16 and float32 go to the reference operators."""
 
 import ctypes
@@ -30,7 +30,6 @@ def short_convolution(
     layout: Layout,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """As `Ops.short_convolution`."""
     if x.dtype not in PLAIN or (store is not None and store.inputs.dtype != x.dtype):
         return ops.falls_back("short_convolution", x.dtype).short_convolution(
             x, weight, store, layout, bias
@@ -58,7 +57,6 @@ def short_convolution_backward(
     layout: Layout,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """As `Ops.short_convolution_backward`."""
     if x.dtype not in PLAIN or dy.dtype != x.dtype:
         return ops.falls_back("short_convolution_backward", x.dtype).short_convolution_backward(
             dy, x, weight, layout, bias
@@ -91,7 +89,6 @@ def delta_rule(
     store: StateStore | None,
     layout: Layout,
 ) -> Tensor:
-    """As `Ops.delta_rule`."""
     if qkv.dtype not in PLAIN:
         return ops.falls_back("delta_rule", qkv.dtype).delta_rule(qkv, gates, heads, store, layout)
     sizes = heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim
@@ -117,7 +114,6 @@ def delta_rule(
 def delta_rule_backward(
     ops: NativeBase, dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, layout: Layout
 ) -> tuple[Tensor, ...]:
-    """As `Ops.delta_rule_backward`."""
     if qkv.dtype not in PLAIN:
         return ops.falls_back("delta_rule_backward", qkv.dtype).delta_rule_backward(
             dout, qkv, gates, heads, layout
@@ -148,7 +144,7 @@ def backward(
 
 
 def _added(x: Tensor) -> Tensor:
-    """The sum over the third dimension, in ascending order."""
+    """Return the sum over the third dimension, in ascending order."""
     first, *others = x.unbind(2)
     for other in others:
         first = first + other
@@ -156,7 +152,7 @@ def _added(x: Tensor) -> Tensor:
 
 
 def _sequences(x: Tensor, store: StateStore | None, layout: Layout) -> SequenceArguments:
-    """The sequences of a batch with these rows. The layout must live until the call."""
+    """Return the sequences of a batch with these rows. The layout must live until the call."""
     table = layout.page_table
     assert len(x) == layout.num_rows
     assert table.is_contiguous()

@@ -22,7 +22,6 @@ from isobit.precision.packed_fp4 import panels
 def route(
     logits: Tensor, count: int, normalize: bool, given: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `Ops.route`."""
     wide = logits.double()
     weights = torch.exp(wide - wide.amax(1, keepdim=True))
     probabilities = (weights / tree_sum(weights).unsqueeze(1)).float()
@@ -40,7 +39,7 @@ def ordered_sum(x: Tensor) -> Tensor:
 
 
 def by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`Ops.by_expert`, by a stable sort."""
+    """Compute `Ops.by_expert`, by a stable sort."""
     assert count < 1 << 15
     found = (
         chosen.flatten().to(torch.int16).sort(stable=True)
@@ -61,7 +60,6 @@ def grouped_product(
     out: torch.dtype,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """As `Ops.grouped_product`."""
     a = a if rows is None else picked(a, rows)
     parts = [
         ops.product(rows_of(a, start, stop), weight, bias, out)
@@ -78,7 +76,7 @@ def grouped_product(
 def grouped_input_gradient(
     ops: Ops, dy: Tensor, weights: Stacked, offsets: Tensor, out: torch.dtype | None = None
 ) -> Tensor:
-    """dx [R, K] = dy [R, N] · W [N, K] of every row's expert, in `out`, or dy's type."""
+    """Return dx [R, K] = dy [R, N] · W [N, K] of every row's expert, in `out`, or dy's type."""
     out = out or dy.dtype
     if weights.common is None:
         whole = weights if weights.spec is None else weights.map(lambda one: plain(one, dy.dtype))
@@ -99,7 +97,6 @@ def grouped_weight_gradient(
     name: str,
     into: Gradients = (),
 ) -> list[Tensor | None]:
-    """As `Ops.grouped_weight_gradient`."""
     found: list[Tensor | None] = []
     for (start, stop), before in zip_longest(pairwise(offsets.tolist()), into):
         rows, own = dy[start:stop], rows_of(x, start, stop)
@@ -117,7 +114,7 @@ def grouped_weight_gradient(
 
 
 def grouped_bias_gradient(dy: Tensor, offsets: Tensor) -> list[Tensor | None]:
-    """`Ops.grouped_bias_gradient`, in float64."""
+    """Compute `Ops.grouped_bias_gradient`, in float64."""
     bounds = pairwise(offsets.tolist())
     return [
         dy[start:stop].double().sum(0).float() if stop > start else None for start, stop in bounds
@@ -125,7 +122,6 @@ def grouped_bias_gradient(dy: Tensor, offsets: Tensor) -> list[Tensor | None]:
 
 
 def sum_of_rows(x: Tensor, place: Tensor, gates: Tensor | None) -> Tensor:
-    """As `Ops.sum_of_rows`."""
     total: Tensor | None = None
     for slot in range(place.shape[1]):
         row = x.index_select(0, place[:, slot]).float()
@@ -138,7 +134,6 @@ def sum_of_rows(x: Tensor, place: Tensor, gates: Tensor | None) -> Tensor:
 def sum_of_rows_backward(
     dy: Tensor, x: Tensor, place: Tensor, gates: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `Ops.sum_of_rows_backward`."""
     dx, dgates, wide = torch.empty_like(x), torch.empty_like(gates), dy.float()
     for slot in range(place.shape[1]):
         dx.index_copy_(0, place[:, slot], (wide * gates[:, slot : slot + 1]).to(x.dtype))

@@ -18,7 +18,6 @@ def grouped_product(
     out: torch.dtype,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """As `Ops.grouped_product`."""
     a = a if rows is None else picked(a, rows)
     bounds, first = offsets.tolist(), weights.experts[0]
     if ops.ordered is None or not bounds[-1] or not computes(a, first):

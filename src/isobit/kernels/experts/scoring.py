@@ -29,7 +29,7 @@ class Scoring:
     scale: float
 
     def check(self, experts: int, per_token: int) -> None:
-        """Raise IsobitError unless so many experts stand in such groups, of two or more each."""
+        """Raise IsobitError unless the experts divide into the groups, of two or more each."""
         size = experts // self.groups
         if experts % self.groups or size < 2:
             raise IsobitError(
@@ -51,8 +51,8 @@ def by_score(
     scoring: Scoring,
     given: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(scores [T, E] float32; the `count` experts chosen [T, count] int64, in descending order;
-    gates [T, count] float32) of logits [T, E] float32 and bias [E] float32. Gates are of the
+    """Return (scores [T, E] float32; the `count` experts chosen [T, count] int64, in descending
+    order; gates [T, count] float32) of logits [T, E] float32 and bias [E] float32. Gates are of the
     experts `given` [T, count] int64, by default of those chosen."""
     scores = torch.sigmoid(logits.double()).float()
     wanted = scores + bias
@@ -73,8 +73,8 @@ def by_score_backward(
     normalize: bool,
     scoring: Scoring,
 ) -> Tensor:
-    """The gradient of the logits [T, E] float32: of gates g = scale · s / Σ s, ds = (scale · dg -
-    Σ dg · g) / Σ s, and d logits = ds · s · (1 - s)."""
+    """Return the gradient of the logits [T, E] float32: of gates g = scale · s / Σ s, ds = (scale ·
+    dg - Σ dg · g) / Σ s, and d logits = ds · s · (1 - s)."""
     s, dpicked = scores.double(), dgates.double() * scoring.scale
     if normalize:
         picked = s.gather(1, experts)
@@ -85,7 +85,7 @@ def by_score_backward(
 
 
 def _open(wanted: Tensor, scoring: Scoring) -> Tensor:
-    """`wanted` [T, E], -inf in all groups but the best."""
+    """Return `wanted` [T, E], -inf in all groups but the best."""
     grouped = wanted.unflatten(1, (scoring.groups, -1))
     two = grouped.sort(dim=2, descending=True, stable=True).values[..., :2]
     best = _largest(two[..., 0] + two[..., 1], scoring.best)
@@ -94,5 +94,6 @@ def _open(wanted: Tensor, scoring: Scoring) -> Tensor:
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
-    """The places of the `count` largest of each row, in descending order, ties to the lower."""
+    """Return the places of the `count` largest of each row, in descending order, ties to the
+    lower."""
     return x.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()

@@ -13,14 +13,12 @@ from isobit.kernels.ops import Ops, Temperature
 
 
 def embedding_backward(dy: Tensor, tokens: Tensor, count: int) -> Tensor:
-    """As `Ops.embedding_backward`."""
     return torch.zeros(count, dy.shape[1], device=dy.device).index_add_(0, tokens, dy.float())
 
 
 def head_logprobs(
     ops: Ops, hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """As `Ops.head_logprobs`."""
     return ops.token_logprobs(ops.product(hidden, weight, None, torch.float32), tokens, temperature)
 
 
@@ -32,7 +30,6 @@ def head_sample(
     temperature: Temperature,
     source: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `Ops.head_sample`."""
     logits = ops.product(hidden, weight, None, torch.float32)
     logits = logits if source is None else logits.index_select(0, source)
     tokens = ops.sample(logits, keys, temperature)
@@ -50,7 +47,6 @@ def head_backward(
     into: Tensor | None = None,
     trained: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `Ops.head_backward`."""
     logits = ops.product(hidden, weight, None, torch.float32)
     given = (hidden, weight, tokens, temperature, dentropy)
     return head_gradients(ops, dlogprobs, logits, *given, into=into, trained=trained)
@@ -69,7 +65,6 @@ def head_backward_kept(
     from_zero: bool = False,
     trained: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `Ops.head_backward_kept`."""
     dhidden, total = torch.empty_like(hidden), None
     for rows, some in rows_of(logits):
         dhidden[rows], total = head_gradients(
@@ -84,7 +79,7 @@ def head_backward_kept(
 
 
 def rows_of(chunks: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
-    """The rows of each chunk in the whole, and the chunk."""
+    """Yield the rows of each chunk in the whole, and the chunk."""
     start = 0
     for chunk in chunks:
         yield slice(start, start + len(chunk)), chunk
@@ -104,8 +99,8 @@ def head_gradients(
     into: Tensor | None = None,
     trained: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """`Ops.head_backward` where the logits [T, V] float32 are given; one of -inf has no gradient.
-    `slope` [T, V]: their derivatives by those of the head."""
+    """Compute `Ops.head_backward` where the logits [T, V] float32 are given; one of -inf has no
+    gradient. `slope` [T, V]: their derivatives by those of the head."""
     # d log p(token) / d logits = (onehot - softmax) / temperature
     dlogits = torch.softmax(logits / temperature, -1)
     of_entropy = None if dentropy is None else _entropy_slope(dlogits)
@@ -122,6 +117,6 @@ def head_gradients(
 
 
 def _entropy_slope(probabilities: Tensor) -> Tensor:
-    """d entropy / d log-odds = -p·(log p + entropy), [T, V]; 0 where p is 0."""
+    """Return d entropy / d log-odds = -p·(log p + entropy), [T, V]; 0 where p is 0."""
     terms = torch.special.entr(probabilities)
     return terms - probabilities * terms.sum(-1, keepdim=True)

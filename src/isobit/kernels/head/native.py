@@ -25,7 +25,6 @@ def head_backward(
     into: Tensor | None = None,
     trained: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `Ops.head_backward`."""
     if dentropy is not None or hidden.dtype != torch.bfloat16:
         given = (dlogprobs, hidden, weight, tokens, temperature, dentropy)
         return definition.head_backward(ops, *given, into, trained)
@@ -50,7 +49,6 @@ def head_backward_kept(
     from_zero: bool = False,
     trained: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `Ops.head_backward_kept`."""
     given = hidden, weight, tokens, temperature
     if dentropy is not None or hidden.dtype != torch.bfloat16 or ops.ordered is None or not logits:
         return definition.head_backward_kept(
@@ -87,8 +85,9 @@ def _gradient(
 
 @cache
 def _softmax_is_pytorchs(lib: ctypes.CDLL, count: int) -> bool:
-    """Whether the softmax of rows of `count` in C++ has the bits of PyTorch's, which depend on the
-    processor and on PyTorch's version: of logits that are close to each other, and far apart."""
+    """Return whether the softmax of rows of `count` in C++ has the bits of PyTorch's, which depend
+    on the processor and on PyTorch's version: of logits that are close to each other, and far
+    apart."""
     x = torch.randn(6, count, generator=torch.Generator().manual_seed(0))
     x *= torch.tensor([0.01, 1.0, 5.0, 20.0, 60.0, 1000.0]).unsqueeze(1)
     found, wanted = x.clone(), torch.softmax(x, -1)

@@ -103,7 +103,7 @@ def _head_tiles(
 
 
 def _tile(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """(BLOCK_T, BLOCK_K, warps, stages) for so many rows of operands of `dtype`: bfloat16 or
+    """Return (BLOCK_T, BLOCK_K, warps, stages) for rows of operands of `dtype`: bfloat16 or
     float32. Warps along the vocabulary, and BLOCK_K, are those of one row."""
     if dtype == torch.float32:
         return 32, 16, 4, 2
@@ -148,8 +148,8 @@ def _summarize_head(
 def head_logprobs(
     hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """(log-probability of `tokens` [T] int64, entropy) [T] float32 of softmax(hidden · weightᵀ /
-    temperature).
+    """Return (log-probability of `tokens` [T] int64, entropy) [T] float32 of softmax(hidden ·
+    weightᵀ / temperature).
 
     hidden [T, C] and weight [V, C] of one dtype, bfloat16 or float32, the weight's last dimension
     contiguous. Logits are sums in float32.
@@ -175,8 +175,8 @@ def head_sample(
     temperature: Temperature,
     source: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(tokens [B] int64, their log-probabilities [B] float32): key b of `keys` [B, 4] int64 (seed,
-    prompt, sample, position) draws from row `source[b]` of hidden, by default row b. The
+    """Return (tokens [B] int64, their log-probabilities [B] float32): key b of `keys` [B, 4] int64
+    (seed, prompt, sample, position) draws from row `source[b]` of hidden, by default row b. The
     log-probabilities have the bits of `head_logprobs`."""
     hidden, weight, keys = hidden.contiguous(), values(weight), keys.contiguous()
     source = (
@@ -197,8 +197,8 @@ def _logits_gradient(
     BLOCK: tl.constexpr,
     OF_ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """(onehot - p) · dlogprob / temperature, p = softmax(logits / temperature), in the type of
-    dlogits; where it is also OF_ENTROPY, less p · (log p + entropy) · dentropy / temperature."""
+    """Compute (onehot - p) · dlogprob / temperature, p = softmax(logits / temperature), in the type
+    of dlogits; where it is also OF_ENTROPY, less p · (log p + entropy) · dentropy / temperature."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < VOCABULARY
@@ -251,7 +251,7 @@ def head_backward(
     into: Tensor | None = None,
     trained: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `Ops.head_backward`.
+    """Compute `Ops.head_backward`, tile by tile of the vocabulary.
 
     Rows are taken so many at a time that their logits fill a gibibyte at most; as a multiple of
     what a library multiplies, which would leave the rest of each part to another kernel.
@@ -274,7 +274,6 @@ def head_backward(
 
 
 def embedding_backward(dy: Tensor, tokens: Tensor, count: int) -> Tensor:
-    """As `Ops.embedding_backward`."""
     gradient = torch.zeros(count, dy.shape[1], device=dy.device)
     # on a GPU index_add_ adds in any order; index_put_ sorts first, and so repeats
     return gradient.index_put_((tokens,), dy.float(), accumulate=True)

@@ -15,8 +15,8 @@ from isobit.precision.quantize import quantize_with_scale
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
-    """(x1·cos - x2·sin, x2·cos + x1·sin) over the halves of the head (Su et al. 2021), in float32,
-    rounded once."""
+    """Return (x1·cos - x2·sin, x2·cos + x1·sin) over the halves of the head (Su et al. 2021), in
+    float32, rounded once."""
     c, s = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
     first, second = x.float().chunk(2, dim=-1)
     if inverse:
@@ -54,7 +54,7 @@ def _write_calibrated(rows: Tensor, scale: Tensor, spec: QuantSpec, counts: Tens
 def attention_inputs(
     ops: Ops, qkv: Tensor, heads: Heads, store: KVStore, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `Ops.attention_inputs`: norms, rotation and the write in turn."""
+    """Compute `Ops.attention_inputs`: norms, rotation and the write in turn."""
     kv_heads, dim = store.k.shape[1:]
     q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     if heads.norms is not None:
@@ -68,7 +68,6 @@ def attention_inputs(
 def attention_inputs_backward(
     ops: Ops, gradients: tuple[Tensor, Tensor, Tensor], qkv: Tensor, heads: Heads, positions: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """As `Ops.attention_inputs_backward`."""
     dq, dk, dv = gradients
     dq, dk = (
         ops.rotary(dx.contiguous(), *heads.tables, positions, inverse=True) for dx in (dq, dk)

@@ -19,7 +19,6 @@ from isobit.precision import E4M3, INT8, QuantSpec, nonfinite_message
 def rotary(
     ops: NativeBase, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False
 ) -> Tensor:
-    """As `Ops.rotary`."""
     kind = PLAIN.get(x.dtype)
     if kind is None or cos.dtype != torch.float32 or sin.dtype != torch.float32:
         return ops.falls_back("rotary", x.dtype).rotary(x, cos, sin, positions, inverse)
@@ -36,7 +35,6 @@ def rotary(
 
 
 def kv_write(ops: NativeBase, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
-    """As `Ops.kv_write`."""
     kind = _kind_of_write(k, v, store)
     if kind is None:
         ops.falls_back("kv_write", store.kv or k.dtype).kv_write(store, k, v, layout)
@@ -53,7 +51,6 @@ def kv_write(ops: NativeBase, store: KVStore, k: Tensor, v: Tensor, layout: Layo
 def attention_inputs(
     ops: NativeBase, qkv: Tensor, heads: Heads, store: KVStore, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `Ops.attention_inputs`."""
     kv_heads, dim = store.k.shape[1:]
     q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     kind = _kind_of_write(k, v, store)
@@ -84,19 +81,20 @@ def attention_inputs(
 
 
 def writes(kv: QuantSpec) -> bool:
-    """Whether C++ stores keys and values in this format."""
+    """Return whether C++ stores keys and values in this format."""
     return kv.format in (E4M3, INT8) and kv.granularity == "row"
 
 
 def _kind_of_write(k: Tensor, v: Tensor, store: KVStore) -> int | None:
-    """The kind of keys and values that C++ writes into this store; None where it does not."""
+    """Return the kind of keys and values that C++ writes into this store; None where it does
+    not."""
     native = store.k.dtype == k.dtype if store.kv is None else writes(store.kv)
     return PLAIN.get(k.dtype) if native and v.dtype == k.dtype else None
 
 
 def _coding(store: KVStore) -> tuple[int, bool]:
-    """(kind of the codes, whether their scales are powers of two); neither is read where there are
-    none."""
+    """Return (kind of the codes, whether their scales are powers of two); neither is read where
+    there are none."""
     return (
         (0, False)
         if store.kv is None
@@ -110,8 +108,8 @@ def _raise_if(failed: int, store: KVStore) -> None:
 
 
 def _token_rows(x: Tensor) -> tuple[Tensor, int]:
-    """x [T, heads, D] with heads and D contiguous, and the distance between tokens: a slice of a
-    wider row may stay."""
+    """Return x [T, heads, D] with heads and D contiguous, and the distance between tokens: a slice
+    of a wider row may stay."""
     if x.stride(2) != 1 or x.stride(1) != x.shape[2]:
         x = x.contiguous()
     return x, x.stride(0)

@@ -35,13 +35,21 @@ _ALIKE = ("raise_faults", "quantize", "rotary", "kv_write", "sample")
 def product(
     a: Operand, b: Prepared, bias: Tensor | None = None, out: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """As `Ops.product`. A plain product is rounded to its operands' type first, also where `out` is
-    float32: the output head's logits are BF16."""
+    """Compute `Ops.product`. A plain product is rounded to its operands' type first, also where
+    `out` is float32: the output head's logits are BF16."""
     if isinstance(b, PackedFP4):
         return by_rows(product, a, b, bias, out)
     b = weight_of(b)
     if isinstance(a, QTensor) and isinstance(b, QTensor):
-        total = _scaled_blocks(a, b)
+        # Block sums of codes in float32, times their scales, added in ascending order in
+        # float32.
+        size = min(a.block[1], b.block[1])
+        left, right = (decode(x.data, x.spec.format.dtype, torch.float32) for x in (a, b))
+        total = torch.zeros(a.shape[0], b.shape[0], device=left.device)
+        for start in range(0, a.shape[1], size):
+            columns = slice(start, start + size)
+            dot = left[:, columns] @ right[:, columns].t()
+            total += dot.mul_(_scale_of(a, start)).mul_(_scale_of(b, start).t())
         return (total if bias is None else total + bias.float()).to(out)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return functional.linear(a, b, bias).to(out)
@@ -54,7 +62,6 @@ def product(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `Ops.rms_norm`."""
     summed = x if residual is None else x + residual
     wide = summed.float()
     rstd = torch.rsqrt(wide.square().mean(-1) + eps)
@@ -70,7 +77,6 @@ def attention(
     sinks: Tensor | None = None,
     probabilities: Format | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `Ops.attention`."""
     if probabilities is None and q.dtype == torch.bfloat16:
         probabilities = BF16
     out, lse = attend(q, store, layout, scale, torch.float32, probabilities, window, sinks)
@@ -78,7 +84,6 @@ def attention(
 
 
 def gate_mul(activation: Activation, gate_up: Tensor) -> Tensor:
-    """As `Ops.gate_mul`."""
     gate, up = bounded(activation, gate_up)
     activated = gated(activation, gate, torch.ones_like(up), inner(activation, gate)[0]).to(
         gate_up.dtype
@@ -89,7 +94,6 @@ def gate_mul(activation: Activation, gate_up: Tensor) -> Tensor:
 def token_logprobs(
     logits: Tensor, tokens: Tensor, temperature: Temperature
 ) -> tuple[Tensor, Tensor]:
-    """As `Ops.token_logprobs`."""
     logprobs = torch.log_softmax(scaled(logits, temperature), -1)
     entropy = -torch.where(logprobs > -torch.inf, logprobs.exp() * logprobs, 0.0).sum(-1)
     return _of_tokens(logprobs, tokens), entropy
@@ -103,7 +107,6 @@ def head_sample(
     temperature: Temperature,
     source: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `Ops.head_sample`."""
     logits = ops.product(hidden, weight, None, torch.float32)
     return drawn(
         ops, logits if source is None else logits.index_select(0, source), keys, temperature
@@ -123,20 +126,8 @@ def _of_tokens(logprobs: Tensor, tokens: Tensor) -> Tensor:
     return logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
-def _scaled_blocks(a: QTensor, b: QTensor) -> Tensor:
-    """Block sums of codes in float32, times their scales, added in ascending order in float32."""
-    size = min(a.block[1], b.block[1])
-    left, right = (decode(x.data, x.spec.format.dtype, torch.float32) for x in (a, b))
-    total = torch.zeros(a.shape[0], b.shape[0], device=left.device)
-    for start in range(0, a.shape[1], size):
-        columns = slice(start, start + size)
-        dot = left[:, columns] @ right[:, columns].t()
-        total += dot.mul_(_scale_of(a, start)).mul_(_scale_of(b, start).t())
-    return total
-
-
 def _scale_of(x: QTensor, column: int) -> Tensor:
-    """The scale of every row for the block that `column` is in: [rows, 1]."""
+    """Return the scale of every row for the block that `column` is in: [rows, 1]."""
     one = x.scale[:, column // x.block[1]].unsqueeze(1)
     return expand_scale(one, (x.block[0], 1), (x.shape[0], 1))
 

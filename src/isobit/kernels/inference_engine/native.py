@@ -28,7 +28,7 @@ _BF16 = torch.bfloat16
 
 
 class NativeInferenceEngineOps(NativeOps):
-    """`InferenceEngineOps` beside a native learner."""
+    """`InferenceEngineOps` next to a native learner."""
 
     backend = "separate"
     rounds_probabilities, norms_heads = True, False
@@ -119,26 +119,26 @@ class NativeInferenceEngineOps(NativeOps):
 
 
 def _turns(x: QTensor) -> bool:
-    """Whether columns that share a scale stay together when the columns are turned round."""
+    """Return whether columns that share a scale stay together when the columns are turned round."""
     columns, block = x.shape[1], x.block[1]
     return block in (BLOCK, columns) or (BLOCK % block == 0 and columns % block == 0)
 
 
 def _turned(x: QTensor) -> QTensor:
-    """The columns in reverse: first all whole blocks of 128, then what is left."""
+    """Return the columns in reverse: first all whole blocks of 128, then what is left."""
     codes = _reverse(x.data.view(torch.uint8), x.shape[1] // BLOCK * BLOCK)
     return QTensor(codes.view(x.data.dtype), _with_turned_scale(x).scale, x.spec)
 
 
 def _with_turned_scale(x: QTensor) -> QTensor:
-    """The same codes, and the scales of turned columns."""
+    """Return the same codes, and the scales of turned columns."""
     if x.block[1] == x.shape[1]:
         return x
     return QTensor(x.data, _reverse(x.scale, x.shape[1] // BLOCK * (BLOCK // x.block[1])), x.spec)
 
 
 def _reverse(x: Tensor, first: int) -> Tensor:
-    """The `first` columns in reverse, then the others in reverse."""
+    """Return the `first` columns in reverse, then the others in reverse."""
     if first in (0, x.shape[1]):
         return x.flip(1)
     return torch.cat((x[:, :first].flip(1), x[:, first:].flip(1)), 1)

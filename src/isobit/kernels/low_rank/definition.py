@@ -32,22 +32,21 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """One adapter's factors of a weight, as `Ops.prepare_factors` returned them; a backend may have
-    a class of its own."""
+    """An adapter's factors of a weight, as `Ops.prepare_factors` returned them; a backend may have
+    its own class."""
 
     parts: tuple[Part, ...]
     scale: float
 
     @property
     def address(self) -> int:
-        """Of a struct by which `Ops.adapted_product` takes them too; 0: there is none."""
+        """The address of a struct by which `Ops.adapted_product` takes them too; 0 without one."""
         return 0
 
 
 def prepare_factors(
     ops: Ops, parts: Sequence[tuple[Tensor, Tensor, int, int]], scale: float
 ) -> Factors:
-    """As `Ops.prepare_factors`."""
     return Factors(
         tuple(Part(ops.prepare(a), ops.prepare(b), lo, hi) for a, b, lo, hi in parts), scale
     )
@@ -72,7 +71,7 @@ def adapted_product(
     offsets: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As `Ops.adapted_product`, of factors that have no address."""
+    """Compute `Ops.adapted_product`, of factors that have no address."""
     assert not isinstance(adapters, Tensor)
     total = ops.product(x, weight, bias, torch.float32)
     return ops.add_low_rank(total, x, adapters, rows, offsets, dtype)
@@ -87,7 +86,6 @@ def add_low_rank(
     offsets: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As `Ops.add_low_rank`."""
     values = plain(x, dtype)
     for one, (start, stop) in zip(adapters, pairwise(offsets.tolist())):
         places = rows[start:stop]

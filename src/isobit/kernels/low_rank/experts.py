@@ -47,7 +47,7 @@ def product(
     out: torch.dtype,
     rows: Tensor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """(y [R, N] in `out`, the u [R, r] of each of the factors); x, offsets and rows as of
+    """Return (y [R, N] in `out`, the u [R, r] of each of the factors); x, offsets and rows as of
     `Ops.grouped_product`."""
     if not factors:
         return ops.grouped_product(x, weights, offsets, out, rows), []
@@ -72,9 +72,9 @@ def backward(
     name: str,
     needs_input: bool,
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """(what the factors add to dx [R, K], float32, or None; of each of the factors dA of every
-    expert and then dB of every expert, float32, None where an expert has no rows), of dy [R, N] and
-    the rows x [R, K] as they were multiplied."""
+    """Return (what the factors add to dx [R, K], float32, or None; of each of the factors dA of
+    every expert and then dB of every expert, float32, None where an expert has no rows), of dy [R,
+    N] and the rows x [R, K] as they were multiplied."""
     values, dx, found = plain(x, dy.dtype), None, list[Tensor | None]()
     for one, u in zip(factors, us):
         part = dy[:, one.lo : one.hi].contiguous()

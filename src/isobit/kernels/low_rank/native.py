@@ -34,7 +34,6 @@ class PackedFactors(Factors):
 def prepare_factors(
     ops: NativeBase, parts: Sequence[tuple[Tensor, Tensor, int, int]], scale: float
 ) -> Factors:
-    """As `Ops.prepare_factors`."""
     if ops.ordered is None or any(a.dtype != torch.bfloat16 for a, *_ in parts):
         return definition.prepare_factors(ops, parts, scale)
     struct, kept = ops.ordered.low_rank_factors(parts, scale)
@@ -52,7 +51,6 @@ def adapted_product(
     offsets: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As `Ops.adapted_product`."""
     packed = adapters if isinstance(adapters, Tensor) else _packed(ops, adapters, dtype)
     if packed is None or not computes(x, weight_of(weight)):
         given = (x, weight, bias, adapters, rows, offsets, dtype)
@@ -70,7 +68,6 @@ def add_low_rank(
     offsets: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As `Ops.add_low_rank`."""
     packed = _packed(ops, adapters, dtype)
     if packed is None:
         return definition.add_low_rank(ops, total, x, adapters, rows, offsets, dtype)
@@ -80,7 +77,7 @@ def add_low_rank(
 
 
 def _packed(ops: NativeBase, adapters: Sequence[Factors], dtype: torch.dtype) -> Tensor | None:
-    """The addresses of adapters that are packed, all of them."""
+    """Return the addresses of adapters that are packed, all of them."""
     packed = [one.address for one in adapters if isinstance(one, PackedFactors)]
     fits = ops.ordered is not None and dtype == torch.bfloat16 and len(packed) == len(adapters)
     return torch.tensor(packed, dtype=torch.int64) if fits else None

@@ -6,7 +6,7 @@ table of tiles, as it reads where that adapter's factors stand. `expand` rounds 
 multiplies it by B, then by the scale, and adds it to the rows' totals, each a float32 operation. A
 row's chain of instructions is that of `product` (`product/triton/kernels.py`): factors on the long
 side of the instruction, the same steps along K, and the same chunks of K (`splits_of`), which are
-added in ascending order either in `shrink` or, where each has programs of its own, in `expand`.
+added in ascending order either in `shrink` or, where each has its own programs, in `expand`.
 
 Bound, as an estimate: a decode step reads each adapter's factors once, 0.6 MB of rank 16 for the
 three projections of Qwen3-8B's heads, which a GPU does in 0.15 microseconds; so the time of a few
@@ -62,8 +62,8 @@ class AddressedFactors(Factors):
 
 @triton.jit
 def _rows_of(pick_ptr, tile_ptr, tiles, BLOCK_T: tl.constexpr):
-    """(the adapter of a program's tile, its places among the sorted rows, which of these there are,
-    where they stand)."""
+    """Return (the adapter of a program's tile, its places among the sorted rows, which of these
+    there are, where they stand)."""
     tile = tl.program_id(0)
     t = tl.load(tile_ptr + tiles + tile) + tl.arange(0, BLOCK_T)
     own = t < tl.load(tile_ptr + 2 * tiles + tile)
@@ -72,7 +72,7 @@ def _rows_of(pick_ptr, tile_ptr, tiles, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def _factor(address):
-    """A pointer to a factor, from its address."""
+    """Return a pointer to a factor, from its address."""
     return tl.multiple_of(tl.load(address).to(tl.pointer_type(tl.bfloat16)), 16)
 
 
@@ -82,8 +82,8 @@ def shrink(
     INNER: tl.constexpr, RANKS: tl.constexpr, FIELDS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, IN_CHUNKS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """sums [chunks, parts, rows, width] float32 of A [r, INNER] · x at `pick`: of every chunk where
-    they are APART, or of all of K. RANKS: tiles along r."""
+    """Compute sums [chunks, parts, rows, width] float32 of A [r, INNER] · x at `pick`: of every
+    chunk where they are APART, or of all of K. RANKS: tiles along r."""
     adapter, t, own, at = _rows_of(pick_ptr, tile_ptr, tiles, BLOCK_T)
     part, chunk = tl.program_id(1) // RANKS, tl.program_id(2)
     record = record_ptr + (adapter * parts + part) * FIELDS
@@ -124,9 +124,9 @@ def expand(
     STEPS: tl.constexpr, FIELDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr, EIGHTS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """total [T, columns] float32, at `pick`: plus scale · (B · u), u the sums of `shrink` in BF16,
-    where they are APART added in ascending order. STEPS: those of K in `shrink`. EIGHTS: every rank
-    is a multiple of 8."""
+    """Compute total [T, columns] float32, at `pick`: plus scale · (B · u), u the sums of `shrink`
+    in BF16, where they are APART added in ascending order. STEPS: those of K in `shrink`. EIGHTS:
+    every rank is a multiple of 8."""
     adapter, t, own, at = _rows_of(pick_ptr, tile_ptr, tiles, BLOCK_T)
     part = tl.program_id(2)
     record = record_ptr + (adapter * parts + part) * FIELDS
@@ -162,7 +162,6 @@ def expand(
 def prepare_factors(
     ops: Ops, parts: Sequence[tuple[Tensor, Tensor, int, int]], scale: float
 ) -> Factors:
-    """As `Ops.prepare_factors`."""
     if not _addressable(parts):
         return definition.prepare_factors(ops, parts, scale)
     parts = [(_aligned(a), _aligned(b), lo, hi) for a, b, lo, hi in parts]
@@ -182,7 +181,7 @@ def prepare_factors(
 
 
 def _addressable(parts: Sequence[tuple[Tensor, Tensor, int, int]]) -> bool:
-    """Whether the kernels take these factors."""
+    """Return whether the kernels take these factors."""
     rows = sorted((lo, hi) for *_, lo, hi in parts)
     apart = all(one[1] <= other[0] for one, other in pairwise(rows))
     plain = all(a.dtype == b.dtype == torch.bfloat16 for a, b, *_ in parts)
@@ -190,7 +189,7 @@ def _addressable(parts: Sequence[tuple[Tensor, Tensor, int, int]]) -> bool:
 
 
 def _aligned(factor: Tensor) -> Tensor:
-    """A factor in a storage of its own, or itself: row by row, from a multiple of 16 bytes on."""
+    """Return a factor in its own storage, or itself: row by row, from a multiple of 16 bytes on."""
     factor = factor.contiguous()
     return factor.clone() if factor.data_ptr() % 16 else factor
 
@@ -204,7 +203,6 @@ def add_low_rank(
     offsets: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As `Ops.add_low_rank`."""
     found = [one for one in adapters if isinstance(one, AddressedFactors)]
     if dtype != torch.bfloat16 or len(found) != len(adapters):
         return definition.add_low_rank(ops, total, x, adapters, rows, offsets, dtype)
@@ -245,8 +243,9 @@ _stacked: WeakIdKeyDictionary = WeakIdKeyDictionary()  # records of several, by 
 
 
 def _records(adapters: Sequence[AddressedFactors], parts: int) -> Tensor:
-    """Those of adapters [adapters, parts, _FIELDS] on the device. Factors never change, so they are
-    stacked again only where a weight's adapters are others than the last time."""
+    """Return the records of adapters [adapters, parts, _FIELDS] on the device. Factors never
+    change, so they are stacked again only where a weight's adapters are others than the last
+    time."""
     known, stacked = _stacked.get(adapters[0], ((), None))
     if stacked is None or [each() for each in known] != list(adapters):
         missing = [parts - len(one.parts) for one in adapters]
@@ -260,9 +259,9 @@ _made: WeakIdKeyDictionary = WeakIdKeyDictionary()  # tables of tiles, by offset
 
 
 def _tiles(offsets: Tensor, device: torch.device) -> tuple[Tensor, int]:
-    """(the adapter of every tile, its first row and the end of its adapter's: [3, tiles] int32 on
-    the device; rows of a tile). Written once for all weights that have the same `offsets`
-    [adapters + 1], on the CPU, which nobody changes."""
+    """Return (the adapter of every tile, its first row and the end of its adapter's: [3, tiles]
+    int32 on the device; rows of a tile). They are made once for all weights that have the same
+    `offsets` [adapters + 1], on the CPU, which are never written again."""
     if offsets not in _made:
         bounds = list(pairwise(offsets.tolist()))
         most = max(stop - start for start, stop in bounds)

@@ -38,20 +38,20 @@ class Arena:
         return sum(stop - start for _, start, stop in self._free)
 
     def like(self, x: Tensor) -> Tensor:
-        """A tensor of x's type, shape and strides in the arena, its values undefined; x itself,
-        where it has none."""
+        """Return a tensor of x's type, shape and strides in the arena, its values undefined; x
+        itself, where it has none."""
         if not x.numel():
             return x
         place = self._take(_extent(x))
         return torch.from_numpy(place).view(x.dtype).as_strided(x.shape, x.stride())
 
     def holds(self, x: Tensor) -> bool:
-        """Whether x lies in the arena."""
+        """Return whether x lies in the arena."""
         return self._chunk_of(x) is not None
 
     def alias(self, x: Tensor) -> Tensor:
-        """The same memory for what holds no place: it must be read and written only where x would
-        be there. What lies elsewhere is x itself."""
+        """Return the same memory for what holds no place: it must be read and written only where x
+        would be there. What lies elsewhere is x itself."""
         chunk = self._chunk_of(x)
         if chunk is None:
             return x
@@ -69,7 +69,7 @@ class Arena:
         return None
 
     def _take(self, size: int) -> NDArray[np.uint8]:
-        """An array of its own over `size` free bytes."""
+        """Return a new array over `size` free bytes."""
         self._collect()
         size = -(-size // _ALIGNMENT) * _ALIGNMENT
         fits = (i for i, (_, start, stop) in enumerate(self._free) if stop - start >= size)
@@ -85,7 +85,7 @@ class Arena:
         return place
 
     def _grow(self, size: int) -> int:
-        """A new chunk of at least `size` bytes: its index in the free list."""
+        """Return a new chunk of at least `size` bytes: its index in the free list."""
         wanted = max(_SMALLEST, 1 << (size - 1).bit_length())
         memory = np.empty(wanted + _ALIGNMENT, np.uint8)
         first = -memory.ctypes.data % _ALIGNMENT
@@ -94,7 +94,7 @@ class Arena:
         return len(self._free) - 1
 
     def _collect(self) -> None:
-        """What nothing holds any more is free."""
+        """Free the memory that nothing holds any more."""
         if not self._released:
             return
         while self._released:

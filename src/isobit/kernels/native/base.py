@@ -32,8 +32,9 @@ class NativeBase(Ops):
     """Operators that the reference computed, and of what."""
 
     def falls_back(self, operator: str, what: object) -> Ops:
-        """The reference operators, where C++ does not compute `operator` of `what`. What of a
-        model's precision takes this way is known beforehand, and logged (`backends/native.py`)."""
+        """Return the reference operators, where C++ does not compute `operator` of `what`. What of
+        a model's precision takes this way is known beforehand, and logged
+        (`backends/native.py`)."""
         text = str(what).removeprefix("torch.") if isinstance(what, torch.dtype) else str(what)
         self.fallbacks.add((operator, text))
         return self.reference

@@ -16,8 +16,8 @@ _SAID = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_",
 
 
 def keep_freed_memory() -> bool:
-    """Whether it was done: not where a variable of glibc's says how memory is kept, nor where
-    another allocator has taken the place of its own."""
+    """Keep freed memory, and return whether that was possible: not where a variable of glibc's says
+    how memory is kept, nor under another allocator."""
     replaced = "LD_PRELOAD" in os.environ
     if sys.platform != "linux" or replaced or any(name in os.environ for name in _SAID):
         return False

@@ -48,16 +48,16 @@ class ProductArguments(ctypes.Structure):
 
 
 def pointer(x: Tensor | None) -> int | None:
-    """Of a tensor that may be missing."""
+    """Return the address of a tensor, None without one."""
     return None if x is None else x.data_ptr()
 
 
 def product_arguments(
     left: Tensor, right: Tensor, panels: Tensor | None, bias: Tensor | None, result: Tensor
 ) -> ProductArguments:
-    """Of left [M, K] times right [N, K], which is packed in `panels`, plus a contiguous bias [N],
-    into result [M, N]; scales are left to be set. The tensors must live until the call. Without
-    panels right is read where it is, which is contiguous along its rows."""
+    """Return the arguments of left [M, K] times right [N, K], which is packed in `panels`, plus a
+    contiguous bias [N], into result [M, N]; scales are left to be set. The tensors must live until
+    the call. Without panels right is read where it is, contiguous along its rows."""
     inner = 2 * right.shape[1] if right.dtype == torch.uint8 else right.shape[1]
     assert left.shape[1] == inner, f"product of {tuple(left.shape)} and {tuple(right.shape)}"
     found = ProductArguments(
@@ -73,7 +73,7 @@ def product_arguments(
 def nibble_arguments(
     left: Tensor, right: PackedFP4, bias: Tensor | None, result: Tensor
 ) -> ProductArguments:
-    """The same with a right that is read as it is stored, and has its scales."""
+    """Return the arguments of a product whose right is read as it is stored, with its scales."""
     assert all(part.is_contiguous() for part in right.tensors)
     found = product_arguments(left, right.codes, right.codes, bias, result)
     found.small_scales, found.common = right.scales.data_ptr(), right.common.data_ptr()
@@ -81,7 +81,7 @@ def nibble_arguments(
 
 
 def grid(x: QTensor) -> tuple[int, ...]:
-    """An operand's scales as its arguments have them."""
+    """Return an operand's scales as its arguments have them."""
     return (x.scale.data_ptr(), *x.block, *x.scale.stride())
 
 
@@ -235,7 +235,7 @@ OPERATORS = tuple(name for name in _SIGNATURES if name != "isobit_replay")
 
 
 def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
-    """Set the signatures once, so that calls need no conversion of their own. Raises IsobitError
+    """Set the signatures once, so that calls need no conversion. Raises IsobitError
     where the library has other structs than these."""
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(lib, name)
@@ -269,7 +269,7 @@ def _layout(struct: type[ctypes.Structure]) -> dict[str, tuple[int, int]]:
 
 
 def _layout_of(lib: ctypes.CDLL, name: str) -> dict[str, tuple[int, int]]:
-    """The same as the library says."""
+    """Return the same as the library says."""
     function = getattr(lib, name)
     function.restype = ctypes.POINTER(_Field)
     found, fields = {}, function()

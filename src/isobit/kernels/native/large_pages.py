@@ -24,7 +24,7 @@ class LargePages:
     """Hands out memory. The last chunk is filled as long as something in it is in use."""
 
     def __init__(self, chunk: int = 16 * _PAGE, smallest: int = 1 << 16) -> None:
-        """`chunk`: the fewest bytes of one; below `smallest`, memory is PyTorch's."""
+        """Take `chunk`, the fewest bytes of a chunk; below `smallest`, memory is PyTorch's."""
         self._chunk, self._smallest, self._lock = chunk, smallest, threading.Lock()
         self._first = self._used = self._size = 0  # of the last chunk: its place in memory, bytes
         self._last: Callable[[], NDArray[np.uint8] | None] = lambda: None

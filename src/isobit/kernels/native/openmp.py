@@ -4,7 +4,7 @@ GNU's OpenMP reads GOMP_SPINCOUNT when it is loaded; importing isobit sets it, b
 imports torch first has the default: after each operator of PyTorch a thread spins for about 10 ms,
 on a core that the operators' own threads (`threads.cpp`) and other processes want. Once a process
 has more OpenMP threads than cores, they spin a hundred rounds (libgomp's manual, GOMP_SPINCOUNT).
-So one region of so many threads is opened, which then sleep. Left out: other OpenMP libraries.
+So one region of this many threads is opened, which then sleep. Left out: other OpenMP libraries.
 """
 
 import ctypes
@@ -16,8 +16,9 @@ __all__ = ["keep_from_spinning"]
 
 
 def keep_from_spinning() -> bool:
-    """Whether it was done: not where a variable says how threads wait, a user's or isobit's; or
-    where PyTorch has not loaded GNU's OpenMP, which is Linux's (LLVM's has its names elsewhere)."""
+    """Return whether it was done: not where a variable says how threads wait, a user's or isobit's;
+    or where PyTorch has not loaded GNU's OpenMP, which is Linux's (LLVM's has its names
+    elsewhere)."""
     loaded = ctypes.CDLL(None)
     said = "GOMP_SPINCOUNT" in os.environ or "OMP_WAIT_POLICY" in os.environ
     if said or sys.platform != "linux" or not hasattr(loaded, "GOMP_parallel"):

@@ -109,7 +109,7 @@ def digest(*further: str, sources: Path = HERE) -> str:
 
 
 def prebuilt(level: str, folder: Path = PREBUILT) -> Path:
-    """Where the library of a level is, if it was made of the files that are here."""
+    """Return the path of a level's library, if it was made of the present files."""
     return folder / f"{level}-{digest(level)}.so"
 
 
@@ -132,7 +132,7 @@ def build_levels(folder: Path) -> list[Path]:
 
 
 def on_x86() -> bool:
-    """Whether this machine's processor is an x86-64 one."""
+    """Return whether this machine's processor is an x86-64 one."""
     return platform.machine() in ("x86_64", "AMD64")
 
 
@@ -140,8 +140,8 @@ def compile_library(
     program: str, path: Path, general: Iterable[str], linking: Iterable[str], sources: Path = HERE,
     everywhere: Iterable[str] = (),
 ) -> None:  # fmt: skip
-    """Write the library `path`, whole or not at all: several processes may do it at once. As many
-    compilers run side by side as there are processors, since each takes up to 0.3 GB.
+    """Write the library `path`, whole or not at all: several processes may do it at once. Compilers
+    run in parallel on all processors, since each takes up to 0.3 GB.
 
     `general` are flags of the files that are compiled for one kind of processor only; those of
     `_PATHS` have their own, and of `general` only what names no processor. `everywhere` holds in
@@ -198,7 +198,7 @@ class _Compilers:
                 _kill(process)
 
     def run(self, command: list[str]) -> None:
-        """One, to its end. Raises BuildFailed."""
+        """Run one command to its end. Raises BuildFailed."""
         with self._lock:
             process = self._begin(command)
             self._running.add(process)
@@ -230,7 +230,7 @@ class _Compilers:
 
 
 def _kill(process: "subprocess.Popen[str]") -> None:
-    """A compiler with the programs that it has started, if it has not ended."""
+    """Kill a compiler with the programs that it has started, if it has not ended."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -91,7 +91,7 @@ class _Recorder(TorchFunctionMode):
             _THREAD.recorder = None
 
     def close(self) -> None:
-        """The function has returned."""
+        """End the recording: the function has returned."""
         if not self._calls:
             return
         words = [(ctypes.c_int64 * len(given))(*given) for _, given in self._calls]
@@ -140,7 +140,7 @@ class _Recorder(TorchFunctionMode):
     def _computed(
         self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], found: Any
     ) -> Any:
-        """What PyTorch has computed, in the arena, where it is computed again."""
+        """Return what PyTorch has computed, in the arena, where it is computed again."""
         kept = mapped(found, lambda x: self._arena.like(x).copy_(x))
         self._repeat(function, args, kwargs, tensors_of(kept))
         return kept
@@ -169,7 +169,7 @@ class _Recorder(TorchFunctionMode):
         self.parts.append(again)
 
     def called(self, function: Any, arguments: tuple[Any, ...]) -> None:
-        """An operator of the library was called."""
+        """Record a call of an operator of the library."""
         if self.refused:
             return
         again = getattr(self._library, f"{function.__name__}_replayed", None)
@@ -180,7 +180,7 @@ class _Recorder(TorchFunctionMode):
             self._calls.append((_address(again), words))
 
     def _word(self, kind: type, given: Any) -> int:
-        """An argument as its eight bytes."""
+        """Return an argument as its eight bytes."""
         if kind is ctypes.c_double:
             (word,) = struct.unpack("q", struct.pack("d", given))
             return int(word)
@@ -195,8 +195,9 @@ class _Recorder(TorchFunctionMode):
 
 
 def _hook(result: Any, function: Any, arguments: tuple[Any, ...]) -> Any:
-    """A hook of ctypes. A call takes it down when it begins, without a reference, so that it has to
-    outlive what other threads have begun: it is a function of this module, and no recorder's."""
+    """Return a hook of ctypes. A call takes it down when it begins, without a reference, so that it
+    has to outlive what other threads have begun: it is a function of this module, and no
+    recorder's."""
     recorder = getattr(_THREAD, "recorder", None)
     if recorder is not None:
         recorder.called(function, arguments)
@@ -208,8 +209,8 @@ def _address(function: Any) -> int:
 
 
 def _as_copy(name: str, args: Sequence[Any], targets: Sequence[Tensor]) -> list[int] | None:
-    """The arguments of `copy_rows` (`replay.cpp`) that do what a function of PyTorch does; None where
-    it does something else, or copies what does not lie one behind the other."""
+    """Return the arguments of `copy_rows` (`replay.cpp`) that do what a function of PyTorch does;
+    None where it does something else, or copies what does not lie one behind the other."""
     if name == "copy_" and len(args) == 2:
         to, source, index = *args, None
         same = to.shape == source.shape
@@ -229,19 +230,19 @@ def _as_copy(name: str, args: Sequence[Any], targets: Sequence[Tensor]) -> list[
 
 
 def _in_place(name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function of PyTorch writes to a tensor that it is given."""
+    """Return whether a function of PyTorch writes to a tensor that it is given."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE)
     return name.endswith("_") or kwargs.get("out") is not None
 
 
 def _storage(x: Tensor) -> int:
-    """What tells the memory of one tensor from that of another; oneDNN hides its own."""
+    """Return what tells the memory of one tensor from that of another; oneDNN hides its own."""
     return id(x) if x.is_mkldnn else x.untyped_storage().data_ptr()
 
 
 def tensors_of(found: Any) -> list[Tensor]:
-    """All tensors in nested lists, tuples and mappings."""
+    """Return all tensors in nested lists, tuples and mappings."""
     if isinstance(found, Tensor):
         return [found]
     if isinstance(found, Mapping):
@@ -252,7 +253,7 @@ def tensors_of(found: Any) -> list[Tensor]:
 
 
 def mapped(found: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same with every tensor changed."""
+    """Return the same with every tensor changed."""
     if isinstance(found, Tensor):
         return change(found)
     if isinstance(found, Mapping):

@@ -26,8 +26,8 @@ sign, are."""
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y = s · rstd · weight with s = x + residual and rstd = 1 / sqrt(mean(s²) + eps) (Zhang and
-    Sennrich 2019, eq. 4).
+    """Return y = s · rstd · weight with s = x + residual and rstd = 1 / sqrt(mean(s²) + eps) (Zhang
+    and Sennrich 2019, eq. 4).
 
     Three values are rounded, once each: s to x's type (going through float32 is harmless for a sum
     of two bfloat16: Figueroa 1995), rstd to float32, y to x's type.
@@ -50,20 +50,20 @@ def rms_norm_backward(
 
 
 def gate_mul(activation: Activation, gate_up: Tensor) -> Tensor:
-    """gate / (1 + exp(-k)) · up, in float32, rounded once (SwiGLU and GEGLU: Shazeer 2020); k as in
-    `inner`, gate and up as in `bounded`. With `sigmoid` up / (1 + exp(-gate))."""
+    """Return gate / (1 + exp(-k)) · up, in float32, rounded once (SwiGLU and GEGLU: Shazeer 2020);
+    k as in `inner`, gate and up as in `bounded`. With `sigmoid` up / (1 + exp(-gate))."""
     gate, up = bounded(activation, gate_up)
     return gated(activation, gate, up, inner(activation, gate)[0]).to(gate_up.dtype)
 
 
 def gated(activation: Activation, gate: Tensor, up: Tensor, exponential: Tensor) -> Tensor:
-    """activation(gate) · up, given exp(-k), before it is rounded."""
+    """Return activation(gate) · up, given exp(-k), before it is rounded."""
     below = 1.0 + exponential
     return up / below if activation == "sigmoid" else gate / below * up
 
 
 def gate_mul_backward(activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
-    """As `gated_backward`."""
+    """Compute `Ops.gate_mul_backward` in float64."""
     gate, up = bounded(activation, gate_up)
     gradient = gated_backward(activation, dh.float(), gate, up, *inner(activation, gate))
     return within_bounds(activation, gate_up, gradient).to(gate_up.dtype)
@@ -91,7 +91,8 @@ def bounded(activation: Activation, gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def within_bounds(activation: Activation, gate_up: Tensor, gradient: Tensor) -> Tensor:
-    """A gradient of what `bounded` gives as that of its input: 0 where that is beyond a bound."""
+    """Return a gradient of what `bounded` gives as that of its input: 0 where that is beyond a
+    bound."""
     if activation != "swiglu_clamped":
         return gradient
     gate, up = gate_up.chunk(2, dim=-1)
@@ -100,9 +101,9 @@ def within_bounds(activation: Activation, gate_up: Tensor, gradient: Tensor) -> 
 
 
 def inner(activation: Activation, gate: Tensor) -> tuple[Tensor, Tensor]:
-    """(exp(-k), gate·k') of a gate in float32: k = gate for SiLU and sigmoid; for GELU in its form
-    with tanh, which is gate / (1 + exp(-k)) too, k = 2·√(2/π)·(gate + 0.044715·gate³) in float64
-    (Hendrycks and Gimpel 2016); for gpt-oss's gates k = 1.702·gate."""
+    """Return (exp(-k), gate·k') of a gate in float32: k = gate for SiLU and sigmoid; for GELU in
+    its form with tanh, which is gate / (1 + exp(-k)) too, k = 2·√(2/π)·(gate + 0.044715·gate³) in
+    float64 (Hendrycks and Gimpel 2016); for gpt-oss's gates k = 1.702·gate."""
     if activation != "gelu_pytorch_tanh":
         k = gate * CLAMPED[0] if activation == "swiglu_clamped" else gate
         return torch.exp(-k), k
@@ -123,7 +124,7 @@ def rms_norm_quantized(
     spec: QuantSpec,
     name: str,
 ) -> tuple[QTensor, Tensor, Tensor]:
-    """As `Ops.rms_norm_quantized`: the two operators in turn."""
+    """Compute `Ops.rms_norm_quantized`: the two operators in turn."""
     y, summed, rstd = ops.rms_norm(x, weight, eps, residual)
     return ops.quantize(y, spec, name), summed, rstd
 
@@ -131,7 +132,7 @@ def rms_norm_quantized(
 def rms_norm_backward_added(
     ops: Ops, dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor, added: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `Ops.rms_norm_backward_added`: the two in turn."""
+    """Compute `Ops.rms_norm_backward_added`: the two in turn."""
     dx, dweight = ops.rms_norm_backward(dy, summed, weight, rstd)
     return dx + added, dweight
 
@@ -139,12 +140,12 @@ def rms_norm_backward_added(
 def gate_mul_quantized(
     ops: Ops, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str
 ) -> QTensor:
-    """As `Ops.gate_mul_quantized`: the two operators in turn."""
+    """Compute `Ops.gate_mul_quantized`: the two operators in turn."""
     return ops.quantize(ops.gate_mul(activation, gate_up), spec, name)
 
 
 def gate_mul_backward_quantized(
     ops: Ops, activation: Activation, dh: Tensor, gate_up: Tensor, spec: QuantSpec, name: str
 ) -> tuple[QTensor, QTensor]:
-    """As `Ops.gate_mul_backward_quantized`: the two operators in turn."""
+    """Compute `Ops.gate_mul_backward_quantized`: the two operators in turn."""
     return ops.quantize_both_ways(ops.gate_mul_backward(activation, dh, gate_up), spec, name)

@@ -1,5 +1,5 @@
 """Norms and gates in float32 in the order `rows32-v1`, the definition: with attention
-(`attention/float32.py`) what `consistency: bitwise` computes within a row on a CPU, beside rotation
+(`attention/float32.py`) what `consistency: bitwise` computes within a row on a CPU, next to rotation
 and quantization, which are elementwise anyway.
 
 All operations are those of IEEE 754 in float32, subnormal numbers included (unlike `tdp32-v1`,
@@ -45,7 +45,7 @@ _TAYLOR = tuple(1.0 / n for n in (720.0, 120.0, 24.0, 6.0, 2.0, 1.0, 1.0))
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `definition.rms_norm`: rstd = 1 / sqrt(Σs² / n + eps), y = (s · rstd) · weight, each
+    """Compute `definition.rms_norm`: rstd = 1 / sqrt(Σs² / n + eps), y = (s · rstd) · weight, each
     operation rounded."""
     summed = x if residual is None else (x.float() + residual.float()).to(x.dtype)
     wide = summed.float()
@@ -62,7 +62,7 @@ def rms_norm(
 def rms_norm_backward(
     dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `definition.rms_norm_backward`."""
+    """Compute `definition.rms_norm_backward`."""
     normed = summed.float() * rstd.unsqueeze(-1)
     scaled = dy.float() * weight.float()
     mean = dot(scaled, normed, CHANNEL_LANES) / summed.shape[-1]
@@ -71,13 +71,13 @@ def rms_norm_backward(
 
 
 def gate_mul(activation: Activation, gate_up: Tensor) -> Tensor:
-    """As `definition.gate_mul`."""
+    """Compute `definition.gate_mul`."""
     gate, up = bounded(activation, gate_up)
     return gated(activation, gate, up, exp(-inner(activation, gate)[0])).to(gate_up.dtype)
 
 
 def gate_mul_backward(activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
-    """As `definition.gate_mul_backward`."""
+    """Compute `definition.gate_mul_backward`."""
     gate, up = bounded(activation, gate_up)
     k, slope = inner(activation, gate)
     gradient = gated_backward(activation, dh.float(), gate, up, exp(-k), slope)
@@ -85,8 +85,8 @@ def gate_mul_backward(activation: Activation, dh: Tensor, gate_up: Tensor) -> Te
 
 
 def inner(activation: Activation, gate: Tensor) -> tuple[Tensor, Tensor]:
-    """(k, gate·k') of `definition.inner`: k = x·(a + b·x²), the sum a fused multiply-add, x at most
-    `FAR` from 0."""
+    """Return (k, gate·k') of `definition.inner`: k = x·(a + b·x²), the sum a fused multiply-add, x
+    at most `FAR` from 0."""
     if activation != "gelu_pytorch_tanh":
         k = gate * CLAMPED[0] if activation == "swiglu_clamped" else gate
         return k, k
@@ -132,7 +132,7 @@ def blocked_sum(a: Tensor, b: Tensor) -> Tensor:
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a · b + c of float32 numbers, rounded once.
+    """Return a · b + c of float32 numbers, rounded once.
 
     The product is exact in float64. float32(float64(sum)) is wrong only where float64 has rounded
     to a number halfway between two of float32, or where the result is subnormal and that halfway is
@@ -153,7 +153,7 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    """e^x of float32: x = n ln 2 + r, Taylor to r^7; 0 below -87, and no more than e^88."""
+    """Return e^x of float32: x = n ln 2 + r, Taylor to r^7; 0 below -87, and no more than e^88."""
     number = x.new_tensor
     magic = number(1.5 * 2.0**23)
     tiny, x = x < -87.0, torch.where(x > 88.0, number(88.0), x)
@@ -168,8 +168,8 @@ def exp(x: Tensor) -> Tensor:
 
 
 def log(x: Tensor) -> Tensor:
-    """ln x of float64 numbers: x = m 2^e with m between 1/√2 and √2, s = (m - 1) / (m + 1), 2 (s +
-    s³/3 + ... + s²¹/21); infinity and NaN are themselves."""
+    """Return ln x of float64 numbers: x = m 2^e with m between 1/√2 and √2, s = (m - 1) / (m + 1),
+    2 (s + s³/3 + ... + s²¹/21); infinity and NaN are themselves."""
     m, exponent = torch.frexp(x)
     small = m < 0.70710678118654752
     m, exponent = torch.where(small, m + m, m), exponent.double() - small.double()

@@ -35,7 +35,6 @@ def check_rows() -> None:
 def rms_norm(
     ops: NativeBase, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `Ops.rms_norm`."""
     if not _alike(x, weight, residual):
         return ops.falls_back("rms_norm", x.dtype).rms_norm(x, weight, eps, residual)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -52,7 +51,6 @@ def rms_norm_quantized(
     spec: QuantSpec,
     name: str,
 ) -> tuple[QTensor, Tensor, Tensor]:
-    """As `Ops.rms_norm_quantized`."""
     rows, columns = x.shape
     block = _block_of_row(spec, rows, columns) if _alike(x, weight, residual) else None
     if block is None:
@@ -68,8 +66,8 @@ def _norm(
     ops: NativeBase, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None,
     y: Tensor | None, to: QTensor | None, block: int = 1,
 ) -> tuple[int, Tensor, Tensor]:  # fmt: skip
-    """(1 where the result cannot be quantized, summed, rstd), the result in `y` or quantized in
-    `to`."""
+    """Return (1 where the result cannot be quantized, summed, rstd), the result in `y` or quantized
+    in `to`."""
     x, weight = x.contiguous(), weight.contiguous()
     summed, rstd = x, torch.empty(x.shape[0])
     if residual is not None:
@@ -85,7 +83,6 @@ def _norm(
 def rms_norm_backward(
     ops: NativeBase, dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `Ops.rms_norm_backward`."""
     if not _alike(summed, weight, dy):
         return ops.falls_back("rms_norm_backward", summed.dtype).rms_norm_backward(
             dy, summed, weight, rstd
@@ -104,7 +101,6 @@ def rms_norm_backward(
 
 
 def gate_mul(ops: NativeBase, activation: Activation, gate_up: Tensor) -> Tensor:
-    """As `Ops.gate_mul`."""
     if gate_up.dtype not in PLAIN:
         return ops.falls_back("gate_mul", gate_up.dtype).gate_mul(activation, gate_up)
     out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype)
@@ -115,7 +111,6 @@ def gate_mul(ops: NativeBase, activation: Activation, gate_up: Tensor) -> Tensor
 def gate_mul_quantized(
     ops: NativeBase, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str
 ) -> QTensor:
-    """As `Ops.gate_mul_quantized`."""
     rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     block = _block_of_row(spec, rows, inner) if gate_up.dtype in PLAIN else None
     if block is None:
@@ -134,7 +129,7 @@ def _gate(
     to: QTensor | None,
     block: int = 1,
 ) -> int:
-    """The result in `out` or quantized in `to`; 1 where it cannot be quantized."""
+    """Return the result in `out` or quantized in `to`; 1 where it cannot be quantized."""
     gate_up = gate_up.contiguous()
     failed: int = ops.lib.isobit_gate_mul(
         ACTIVATIONS[activation], PLAIN[gate_up.dtype], ops.single, gate_up.data_ptr(),
@@ -147,7 +142,6 @@ def _gate(
 def gate_mul_backward(
     ops: NativeBase, activation: Activation, dh: Tensor, gate_up: Tensor
 ) -> Tensor:
-    """As `Ops.gate_mul_backward`."""
     if gate_up.dtype not in PLAIN or dh.dtype != gate_up.dtype:
         return ops.falls_back("gate_mul_backward", gate_up.dtype).gate_mul_backward(
             activation, dh, gate_up
@@ -163,7 +157,7 @@ def gate_mul_backward(
 
 
 def _alike(x: Tensor, weight: Tensor, other: Tensor | None) -> bool:
-    """Whether C++ norms x: a norm's weight may be float32 beside BF16 rows."""
+    """Return whether C++ norms x: a norm's weight may be float32 where rows are BF16."""
     return x.dtype in PLAIN and weight.dtype in PLAIN and (other is None or other.dtype == x.dtype)
 
 
@@ -182,7 +176,7 @@ def _empty(rows: int, columns: int, block: int, spec: QuantSpec) -> QTensor:
 
 
 def _target(to: QTensor | None, block: int) -> tuple[int | None, int | None, int, bool]:
-    """`struct Quantized` of norms.h, argument by argument."""
+    """Return `struct Quantized` of norms.h, argument by argument."""
     if to is None:
         return None, None, block, False
     return to.data.data_ptr(), to.scale.data_ptr(), block, to.spec.scale == "ue8m0"

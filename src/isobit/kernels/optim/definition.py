@@ -21,8 +21,8 @@ _AT_ONCE = 1 << 20
 
 
 def round_stochastically(x: Tensor, seed: int, step: int, first: int) -> Tensor:
-    """`isobit.kernels.ops.Ops.round_stochastically`. Numbers that would be infinite become the
-    largest BF16 number; infinity stays, and NaN is 0x7fc0 with its sign."""
+    """Return `isobit.kernels.ops.Ops.round_stochastically`. Numbers that would be infinite become
+    the largest BF16 number; infinity stays, and NaN is 0x7fc0 with its sign."""
     check_stochastic(x, first)
     parts = [
         _rounded(part, seed, step, first + n * _AT_ONCE) for n, part in enumerate(x.split(_AT_ONCE))
@@ -31,7 +31,7 @@ def round_stochastically(x: Tensor, seed: int, step: int, first: int) -> Tensor:
 
 
 def check_stochastic(x: Tensor, first: int) -> None:
-    """What every backend takes."""
+    """Assert what every backend requires of the arguments."""
     assert x.ndim == 1, f"round_stochastically expects a vector, got shape {tuple(x.shape)}"
     assert x.dtype == torch.float32, f"round_stochastically expects float32, got {x.dtype}"
     assert first % 8 == 0, "a counter gives the bits of 8 elements"
@@ -50,7 +50,8 @@ def _rounded(x: Tensor, seed: int, step: int, first: int) -> Tensor:
 
 
 def noise(count: int, seed: int, step: int, first: int, device: torch.device) -> Tensor:
-    """The random bits of elements `first` to `first` + count, [count] int64 from 0 to 65,535."""
+    """Return the random bits of elements `first` to `first` + count, [count] int64 from 0 to
+    65,535."""
     element = torch.arange(first // 8, (first + count + 7) // 8, device=device)
     zero = torch.zeros((), dtype=torch.int64, device=device)
     words = philox(
@@ -62,13 +63,12 @@ def noise(count: int, seed: int, step: int, first: int, device: torch.device) ->
 
 
 def square_sums(x: Tensor) -> Tensor:
-    """As `Ops.square_sums`."""
     return torch.cat([_halved(rows.double().square_()) for rows in x.split(_ROWS)])
 
 
 def _halved(x: Tensor) -> Tensor:
-    """The sum of each row of x [R, C], whose second half is added to the first until one column is
-    left."""
+    """Return the sum of each row of x [R, C], whose second half is added to the first until one
+    column is left."""
     while (width := x.shape[1]) > 1:
         half = (width + 1) // 2
         x, second = x[:, :half], x[:, half:]

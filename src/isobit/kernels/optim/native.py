@@ -9,7 +9,6 @@ from isobit.kernels.optim.definition import check_stochastic
 
 
 def square_sums(ops: NativeBase, x: Tensor) -> Tensor:
-    """As `Ops.square_sums`."""
     assert x.ndim == 2
     x = x.contiguous()
     sums = torch.empty(x.shape[0], dtype=torch.float64)
@@ -18,7 +17,6 @@ def square_sums(ops: NativeBase, x: Tensor) -> Tensor:
 
 
 def round_stochastically(ops: NativeBase, x: Tensor, seed: int, step: int, first: int) -> Tensor:
-    """As `Ops.round_stochastically`."""
     check_stochastic(x, first)
     x = x.contiguous()
     out = torch.empty_like(x, dtype=torch.bfloat16)

@@ -18,8 +18,8 @@ _COUNTERS = 256  # of a program: 2,048 elements
 
 @triton.jit(do_not_specialize=["count", "first_counter", "step", "low", "high"])
 def _round(x_ptr, out_ptr, count, first_counter, step, low, high, COUNTERS: tl.constexpr):
-    """8 · COUNTERS elements of x [count]; `x_ptr` to the bits of float32, `out_ptr` to those of
-    BF16."""
+    """Compute 8 · COUNTERS elements of x [count]; `x_ptr` to the bits of float32, `out_ptr` to
+    those of BF16."""
     place = tl.program_id(0).to(tl.int64) * COUNTERS
     c0 = (first_counter + place + tl.arange(0, COUNTERS)).to(tl.uint32)
     zero = tl.zeros((COUNTERS,), tl.uint32)
@@ -39,7 +39,8 @@ def _round(x_ptr, out_ptr, count, first_counter, step, low, high, COUNTERS: tl.c
 
 
 def round_stochastically(x: Tensor, seed: int, step: int, first: int) -> Tensor:
-    """As `isobit.kernels.optim.definition`."""
+    """Compute `Ops.round_stochastically`, with random numbers as in
+    `isobit.kernels.optim.definition`."""
     check_stochastic(x, first)
     x = x.contiguous()
     out = torch.empty_like(x, dtype=torch.bfloat16)
@@ -58,5 +59,5 @@ def round_stochastically(x: Tensor, seed: int, step: int, first: int) -> Tensor:
 
 
 def square_sums(x: Tensor) -> Tensor:
-    """As `Ops.square_sums`, in an order of PyTorch's."""
+    """Compute `Ops.square_sums`, in an order of PyTorch's."""
     return torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).square_()

@@ -34,54 +34,52 @@ from isobit.precision.packed_fp4 import panels
 
 
 def product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor:
-    """a [M, K] · b [N, K]ᵀ + bias [N], float64 inside, rounded once to `out`: [M, N].
+    """Return a [M, K] · b [N, K]ᵀ + bias [N], float64 inside, rounded once to `out`: [M, N].
 
     Both operands quantized: blocks, as above. Else a quantized operand is replaced by its
     dequantized float32 values, and the sum is plain.
     """
     assert a.shape[1] == b.shape[1], f"operands of {a.shape[1]} and {b.shape[1]} columns"
     if isinstance(a, QTensor) and isinstance(b, QTensor):
-        total = _blocks(a, b)
+        scale_a, scale_b = _row_scales(a), _row_scales(b)
+        parts = [(left, right) for left in _exact_parts(a) for right in _exact_parts(b)]
+        total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64, device=scale_a.device)
+        step = min(BLOCK, a.block[1], b.block[1])
+        for start in range(0, a.shape[1], step):
+            block = slice(start, start + step)
+            dot = parts[0][0][:, block] @ parts[0][1][:, block].t()
+            for left, right in parts[1:]:
+                dot += left[:, block] @ right[:, block].t()
+            left_scale, right_scale = (
+                scale_a[:, start // a.block[1]],
+                scale_b[:, start // b.block[1]],
+            )
+            scale = left_scale.unsqueeze(1) * right_scale.unsqueeze(0)
+            total += dot.mul_(scale)
         return round_once(total if bias is None else total + bias.double(), out)
     return round_once(product_sums(values(a), values(b), bias, out), out)
 
 
 def gradient_product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
-    """`product` in which a row's bits may depend on its batch: plain sums are in the order of the
-    BLAS."""
+    """Return `product` in which a row's bits may depend on its batch: plain sums are in the order
+    of the BLAS."""
     if isinstance(a, QTensor) and isinstance(b, QTensor):
         return product(a, b, None, out)
     return round_once(values(a).double() @ values(b).double().t(), out)
 
 
 def fast_product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor:
-    """The same product in PyTorch's own arithmetic: BF16 operands and result, unless both operands
-    are plain FP32."""
+    """Return the same product in PyTorch's own arithmetic: BF16 operands and result, unless both
+    operands are plain FP32."""
     left, right = values(a), values(b)
     if left.dtype != right.dtype or isinstance(a, QTensor) or isinstance(b, QTensor):
         left, right = left.bfloat16(), right.bfloat16()
     return functional.linear(left, right, None if bias is None else bias.to(left.dtype)).to(out)
 
 
-def _blocks(a: QTensor, b: QTensor) -> Tensor:
-    scale_a, scale_b = _row_scales(a), _row_scales(b)
-    parts = [(left, right) for left in _exact_parts(a) for right in _exact_parts(b)]
-    total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64, device=scale_a.device)
-    step = min(BLOCK, a.block[1], b.block[1])
-    for start in range(0, a.shape[1], step):
-        block = slice(start, start + step)
-        dot = parts[0][0][:, block] @ parts[0][1][:, block].t()
-        for left, right in parts[1:]:
-            dot += left[:, block] @ right[:, block].t()
-        left_scale, right_scale = scale_a[:, start // a.block[1]], scale_b[:, start // b.block[1]]
-        scale = left_scale.unsqueeze(1) * right_scale.unsqueeze(0)
-        total += dot.mul_(scale)
-    return total
-
-
 def _exact_parts(operand: QTensor) -> list[Tensor]:
-    """Float64 matrices that add up to the codes; sums of products of any two such matrices over a
-    block are exact."""
+    """Return Float64 matrices that add up to the codes; sums of products of any two such matrices
+    over a block are exact."""
     codes = decode(operand.data, operand.spec.format.dtype, torch.float64)
     if operand.spec.format is not E5M2:
         return [codes]
@@ -90,7 +88,7 @@ def _exact_parts(operand: QTensor) -> list[Tensor]:
 
 
 def _row_scales(operand: QTensor) -> Tensor:
-    """One row of scales per row of the operand: float64 [rows, blocks along K]."""
+    """Return one row of scales per row of the operand: float64 [rows, blocks along K]."""
     block_rows, block_columns = operand.block
     columns = operand.shape[1]
     assert block_columns in (16, 32, BLOCK, columns), f"scales along K in blocks of {block_columns}"
@@ -106,14 +104,14 @@ def prepare(weight: Operand, into: Prepared | None = None) -> Prepared:
 def added_product(
     ops: Ops, a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None
 ) -> Tensor:
-    """`Ops.gradient_product` by the backend's `product`."""
+    """Compute `Ops.gradient_product` by the backend's `product`."""
     found = ops.product(a, b, None, out)
     return found if into is None else into.add_(found)
 
 
 def input_gradient(ops: Ops, dy: Tensor, weight: StoredWeight, out: torch.dtype) -> Tensor:
-    """dx [T, K] = dy [T, N] · W [N, K], in `out`, over W's values in dy's type; of two codes to a
-    byte some columns at a time."""
+    """Return dx [T, K] = dy [T, N] · W [N, K], in `out`, over W's values in dy's type; of two codes
+    to a byte some columns at a time."""
     if not isinstance(weight, PackedFP4):
         return ops.gradient_product(dy, plain(weight, dy.dtype).t(), out)
     columns = panels(weight.shape[1], weight.shape[0])

@@ -31,7 +31,6 @@ _ONEDNN_PACKS = hasattr(mkldnn, "_linear_pointwise") and mkldnn._is_mkldnn_bf16_
 
 
 def prepare(ops: NativeBase, weight: Operand, into: Prepared | None = None) -> Prepared:
-    """As `Ops.prepare`."""
     kept = into if isinstance(into, Packed) else None
     if ops.fast:
         return _fast_prepare(ops, weight, kept)
@@ -51,7 +50,6 @@ def product(
     bias: Tensor | None = None,
     out: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """As `Ops.product`."""
     if ops.ordered is not None and computes(a, weight_of(b)):
         return ops.ordered.product(a, b, bias, out)
     if isinstance(b, PackedFP4):
@@ -73,20 +71,21 @@ def product(
 def gradient_product(
     ops: NativeBase, a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None
 ) -> Tensor:
-    """As `Ops.gradient_product`; where sums have an order, they are added as they come."""
+    """Compute `Ops.gradient_product`; where sums have an order, they are added as they come."""
     if into is None or ops.ordered is None or not computes(a, b):
         return added_product(ops, a, b, out, into)
     return ops.ordered.product(a, b, None, torch.float32, into)
 
 
 def rounds_last(ops: NativeBase, a: Operand, b: Prepared) -> bool:
-    """As `Ops.rounds_last`: where sums have an order, they are float32 ones."""
+    """Compute `Ops.rounds_last`: where sums have an order, they are float32 ones."""
     return ops.ordered is not None and computes(a, weight_of(b))
 
 
 def unsupported(a: QuantSpec, b: QuantSpec, consistency: str) -> list[str]:
-    """What is left to the reference of products of quantized operands: nothing, or this product.
-    With two codes to a byte, as frozen NVFP4 weights have, more is in C++ than is said here."""
+    """Return what is left to the reference of products of quantized operands: nothing, or this
+    product. With two codes to a byte, as frozen NVFP4 weights have, more is in C++ than is said
+    here."""
     blocks = all(spec.granularity in ("1x128", "128x128", "row", "tensor") for spec in (a, b))
     powers = all(spec.scale == "ue8m0" for spec in (a, b))
     if order(consistency) is not None:
@@ -192,7 +191,7 @@ def _fast_product(
 
 
 def _reordered(weight: Tensor) -> Tensor:
-    """A BF16 matrix in oneDNN's layout for few rows."""
+    """Return a BF16 matrix in oneDNN's layout for few rows."""
     return mkldnn._reorder_linear_weight(weight.contiguous(), _FEW_ROWS)
 
 

@@ -2,7 +2,7 @@
 bitwise` on a CPU.
 
 Operands are BF16 numbers; FP8 and FP4 codes under power-of-two scales are BF16 numbers too, and
-NVFP4 weights beside BF16 activations are rounded to such. K is padded with zeros to a multiple of
+NVFP4 weights next to BF16 activations are rounded to such. K is padded with zeros to a multiple of
 32.
 
 `tdp32-v1`: for every 32 of K two chains of fused multiply-adds from zero, over even and odd places
@@ -25,7 +25,7 @@ An element is one such sum whatever else is in the batch, so a row's bits do not
 error of a sum before its rounding is at most γ(n) · Σ|a·b|, γ(n) = n·2^-24 / (1 - n·2^-24), with n
 = 17 + ⌈K / 32⌉ or 128 + ⌈K / 128⌉, plus 2^-126 for each operation (Higham 2002, section 4.2). Held
 by `tests/kernels/test_ordered.py`. This file emulates the operations in float64: slow, and plain.
-Left out: operands that are no BF16 numbers (`computes`), whose products stay exact
+Left out: operands that are not BF16 numbers (`computes`), whose products stay exact
 (`definition.py`).
 """
 
@@ -48,8 +48,8 @@ _LOST = (1 << 29) - 1  # the bits of a float64 that float32 lacks
 
 
 def computes(a: Operand, b: StoredWeight) -> bool:
-    """Whether the product of these has an order: both are BF16 numbers, or codes with scales for
-    blocks of 128, or b has NVFP4 weights, which are rounded to BF16 numbers beside such."""
+    """Return whether the product has a defined order: both are BF16 numbers, or codes with scales
+    for blocks of 128, or b has NVFP4 weights, which are rounded to BF16 numbers next to such."""
     if not isinstance(b, Tensor) and is_rounded(a, b.spec):
         return True
     if isinstance(b, PackedFP4):
@@ -66,7 +66,8 @@ def rounded(weight: QTensor | PackedFP4) -> Tensor:
 
 
 def has_block_scales(a: Operand, b: Operand) -> bool:
-    """Whether scales are applied to the sums of blocks; else they are part of the operands."""
+    """Return whether scales are applied to the sums of blocks; else they are part of the
+    operands."""
     if _is_bf16(a) and _is_bf16(b):
         return False
     return all(isinstance(x, QTensor) and x.block[1] in (BLOCK, x.shape[1]) for x in (a, b))
@@ -77,7 +78,8 @@ def _is_bf16(x: Operand) -> bool:
 
 
 def product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype, order: str) -> Tensor:
-    """a [M, K] · b [N, K]ᵀ + bias [N] in `order`, one of VERSIONS, where `computes` it: [M, N]."""
+    """Return a [M, K] · b [N, K]ᵀ + bias [N] in `order`, one of VERSIONS, where `computes` it: [M,
+    N]."""
     assert a.shape[1] == b.shape[1], f"operands of {a.shape[1]} and {b.shape[1]} columns"
     if isinstance(a, QTensor) and isinstance(b, QTensor) and has_block_scales(a, b):
         left, right = (decode(x.data, x.spec.format.dtype, torch.float64) for x in (a, b))
@@ -97,8 +99,8 @@ def product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype, order
 
 
 def ordered_sums(left: Tensor, right: Tensor, order: str) -> Tensor:
-    """The sums of left [M, K] · right [N, K]ᵀ: [M, N]; BF16 numbers and float32 results, held as
-    float64."""
+    """Return the sums of left [M, K] · right [N, K]ᵀ: [M, N]; BF16 numbers and float32 results,
+    held as float64."""
     if order == TDP32:  # chains side by side, and the places that one goes through
         size, chains, places = _DEPTH, 2, [[2 * i, 2 * i + 1] for i in range(16)]
     else:
@@ -133,8 +135,8 @@ def ordered_sums(left: Tensor, right: Tensor, order: str) -> Tensor:
 
 
 def _is_narrow(left: Tensor, right: Tensor) -> bool:
-    """Whether all sums that occur are multiples of one power of two, which is no subnormal number,
-    and have no more than 53 bits: float64 then adds exactly, and nothing is flushed."""
+    """Return whether all sums that occur are multiples of one normal power of two and have at most
+    53 bits: float64 then adds exactly, and nothing is flushed."""
     unit, largest = 1.0, BLOCK + 1.0
     for x in (left, right):
         magnitudes = x.abs()
@@ -155,8 +157,8 @@ def _add(chains: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def fused(products: Tensor, addend: Tensor) -> Tensor:
-    """float32(products + addend), rounded once, subnormal results flushed; the products are exact
-    float64 numbers.
+    """Return float32(products + addend), rounded once, subnormal results flushed; the products are
+    exact float64 numbers.
 
     float32(float64(sum)) is wrong only where float64 has rounded to a number halfway between two of
     float32: there the sum is moved by a bit towards the true one.
@@ -180,16 +182,16 @@ def fused(products: Tensor, addend: Tensor) -> Tensor:
 
 
 def flushed(x: Tensor) -> Tensor:
-    """float32 numbers with zeros for subnormal ones."""
+    """Return float32 numbers with zeros for subnormal ones."""
     return torch.where(x.abs() < _SMALLEST, torch.zeros_like(x).copysign(x), x)
 
 
 def _values(x: Operand) -> Tensor:
-    """BF16 numbers as float64, without subnormal ones."""
+    """Return BF16 numbers as float64, without subnormal ones."""
     return flushed(x.dequantize() if isinstance(x, QTensor) else x.float()).double()
 
 
 def _scale_of(x: QTensor, column: int) -> Tensor:
-    """The scale of every row for the block that `column` is in: float32 [rows, 1]."""
+    """Return the scale of every row for the block that `column` is in: float32 [rows, 1]."""
     one = flushed(x.scale[:, column // x.block[1]].unsqueeze(1))
     return expand_scale(one, (x.block[0], 1), (x.shape[0], 1))

@@ -64,8 +64,8 @@ vectors take half of its time, with four as long."""
 
 
 def instruction_set(order: str) -> str:
-    """The one that computes an order here. Raises IsobitError where $ISOBIT_ISA names none that
-    can, or the self-test fails."""
+    """Return the one that computes an order here. Raises IsobitError where $ISOBIT_ISA names none
+    that can, or the self-test fails."""
     return ISAS[_chosen(order, os.environ.get("ISOBIT_ISA", ""))]
 
 
@@ -118,7 +118,7 @@ class OrderedProducts:
         out: torch.dtype,
         into: Tensor | None = None,
     ) -> Tensor:
-        """As `Ops.product`, or with `into` as `Ops.gradient_product`."""
+        """Compute `Ops.product`, or with `into` as `Ops.gradient_product`."""
         result = into
         if result is None:
             result = torch.empty((a.shape[0], weight_of(b).shape[0]), dtype=out)
@@ -131,7 +131,7 @@ class OrderedProducts:
     def grouped_product(
         self, a: Operand, weights: Stacked, bounds: Sequence[int], out: torch.dtype
     ) -> Tensor:
-        """As `Ops.grouped_product`, of rows bounds[e] to bounds[e + 1], in one call."""
+        """Compute `Ops.grouped_product`, of rows bounds[e] to bounds[e + 1], in one call."""
         result = torch.empty((a.shape[0], weights.shape[1]), dtype=out)
         given = [
             self._arguments(rows_of(a, start, stop), weight, bias, result[start:stop])
@@ -148,9 +148,9 @@ class OrderedProducts:
         into: Tensor | None = None,
         from_zero: bool = False,
     ) -> Tensor:
-        """The sum over `pairs` of a [M, K] · b [N, K]ᵀ, all BF16, in their order, [M, N] float32:
-        the bits of `product` and of additions to the first one's result. `into`: it is added to
-        that; `from_zero`: to 0, as with an `into` of zeros."""
+        """Return the sum over `pairs` of a [M, K] · b [N, K]ᵀ, all BF16, in their order, [M, N]
+        float32: the bits of `product` and of additions to the first one's result. `into`: the sum
+        is added to it; `from_zero`: to 0, as with an `into` of zeros."""
         assert all(x.dtype == torch.bfloat16 for pair in pairs for x in pair)
         shape = pairs[0][0].shape[0], pairs[0][1].shape[0]
         result = torch.empty(shape) if into is None else into
@@ -165,7 +165,7 @@ class OrderedProducts:
     def low_rank_factors(
         self, parts: Sequence[tuple[Tensor, Tensor, int, int]], scale: float
     ) -> tuple[LowRankFactorsArguments, tuple[object, ...]]:
-        """What C++ takes of one adapter's factors of a weight, and what must live as long."""
+        """Return C++'s struct of one adapter's factors of a weight, and what must live as long."""
         a = torch.cat([a for a, *_ in parts])
         ranks, rest = len(a), len(a) % _PANEL
         whole = ranks - rest if rest <= _PANEL // 2 and self._order == _HALVES else ranks
@@ -195,7 +195,7 @@ class OrderedProducts:
         rows: Tensor,
         offsets: Tensor,
     ) -> Tensor:
-        """As `Ops.adapted_product`, in BF16, of the structs at these addresses, int64."""
+        """Compute `Ops.adapted_product`, in BF16, of the structs at these addresses, int64."""
         out = torch.empty((a.shape[0], weight_of(b).shape[0]), dtype=torch.bfloat16)
         product, _kept = self._arguments(a, b, bias, out)
         product.out_kind = KINDS[torch.float32]
@@ -210,7 +210,7 @@ class OrderedProducts:
     def add_low_rank(
         self, total: Tensor, x: Tensor, factors: Tensor, rows: Tensor, offsets: Tensor
     ) -> Tensor:
-        """As `Ops.add_low_rank`, of x [T, K] BF16, contiguous."""
+        """Compute `Ops.add_low_rank`, of x [T, K] BF16, contiguous."""
         assert total.is_contiguous()
         out = torch.empty(total.shape, dtype=torch.bfloat16)
         self._adapted(out, x, x.shape[1], factors, rows, offsets, total)
@@ -241,7 +241,7 @@ class OrderedProducts:
     def _arguments(
         self, a: Operand, b: Prepared, bias: Tensor | None, result: Tensor
     ) -> tuple[ProductArguments, tuple[object, ...]]:
-        """What C++ takes, and what must live as long."""
+        """Return C++'s arguments of a product, and what must live as long."""
         if isinstance(b, PackedFP4):
             return self._of_nibbles(a, b, bias, result)
         panels, b = b.panels if isinstance(b, Packed) else None, weight_of(b)
@@ -268,7 +268,7 @@ class OrderedProducts:
     def _of_nibbles(
         self, a: Operand, b: PackedFP4, bias: Tensor | None, result: Tensor
     ) -> tuple[ProductArguments, tuple[object, ...]]:
-        """The same of two codes to a byte, which are rounded where they are read."""
+        """Return the same of two codes to a byte, which are rounded where they are read."""
         assert isinstance(a, Tensor)
         bias = _plain(bias)
         arguments = nibble_arguments(a, b, bias, result)
@@ -276,8 +276,8 @@ class OrderedProducts:
         return arguments, (a, b, bias)
 
     def _reads(self, a: Tensor, b: Tensor) -> bool:
-        """Whether a product of so few rows of a takes a transposed b as it is: AMX's, which pairs
-        its rows of K in registers where a pack would be read once."""
+        """Return whether a product of few rows of a takes a transposed b unchanged: AMX's, which
+        pairs its rows of K in registers where a pack would be read once."""
         few = ISAS[self._isa] == "amx" and a.shape[0] <= _AS_IT_IS
         return few and b.dtype == torch.bfloat16 and b.stride(0) == 1 and b.shape[0] % _PANEL == 0
 
@@ -298,7 +298,7 @@ class OrderedProducts:
 
 
 def _plain(bias: Tensor | None) -> Tensor | None:
-    """A bias as C++ reads it."""
+    """Return a bias as C++ reads it."""
     return bias if bias is None else (bias if bias.dtype in PLAIN else bias.float()).contiguous()
 
 
@@ -325,7 +325,7 @@ def _packed_size(b: Tensor) -> int:
 
 
 def is_packed(weight: Operand) -> bool:
-    """Whether a prepared weight has the packs of these products."""
+    """Return whether a prepared weight has the packs of these products."""
     if isinstance(weight, QTensor):
         return _in_steps(weight) and (
             weight.spec.scale == "ue8m0" or has_block_scales(weight, weight)
@@ -334,5 +334,5 @@ def is_packed(weight: Operand) -> bool:
 
 
 def _in_steps(x: Operand) -> bool:
-    """Whether C++ reads an operand as it is: scales change at multiples of 16 columns."""
+    """Return whether C++ reads an operand unchanged: scales change at multiples of 16 columns."""
     return isinstance(x, Tensor) or x.block[1] % 16 == 0 or x.block[1] == x.shape[1]

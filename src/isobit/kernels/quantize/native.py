@@ -15,7 +15,6 @@ _BLOCK_ROWS = 128
 
 
 def quantize(ops: NativeBase, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
-    """As `Ops.quantize`."""
     kind = PLAIN.get(x.dtype)
     if kind is None or not has_scales(spec) or x.numel() == 0:
         return ops.falls_back("quantize", spec).quantize(x, spec, name)
@@ -35,7 +34,6 @@ def quantize(ops: NativeBase, x: Tensor, spec: QuantSpec, name: str = "tensor") 
 
 
 def quantize_along_tokens(ops: NativeBase, x: Operand, spec: QuantSpec, name: str) -> QTensor:
-    """As `Ops.quantize_along_tokens`."""
     along = along_rows(spec)
     if not (
         isinstance(x, QTensor)
@@ -58,7 +56,6 @@ def quantize_along_tokens(ops: NativeBase, x: Operand, spec: QuantSpec, name: st
 
 
 def error_sums(ops: NativeBase, x: Operand, quantized: QTensor) -> ErrorSums:
-    """As `Ops.error_sums`."""
     coded = x if isinstance(x, QTensor) and _is_native(x) else None
     plain = x if isinstance(x, Tensor) and x.dtype in PLAIN else None
     given = coded.data if coded is not None else plain
@@ -78,7 +75,7 @@ def error_sums(ops: NativeBase, x: Operand, quantized: QTensor) -> ErrorSums:
 
 
 def dequantize(ops: NativeBase, x: QTensor) -> Tensor:
-    """The values in bfloat16; exact where scales are powers of two."""
+    """Return the values in bfloat16; exact where scales are powers of two."""
     if not _is_native(x):
         return x.dequantize().bfloat16()
     out = torch.empty(x.data.shape, dtype=torch.bfloat16)
@@ -94,12 +91,12 @@ def dequantize(ops: NativeBase, x: QTensor) -> Tensor:
 
 
 def has_scales(spec: QuantSpec) -> bool:
-    """Whether C++ quantizes to the format, with such scales."""
+    """Return whether C++ quantizes to the format, with such scales."""
     return spec.format is E4M3 and spec.scale in ("fp32", "ue8m0")
 
 
 def _is_native(x: QTensor) -> bool:
-    """Whether C++ reads it: contiguous E4M3 codes; one scale a column, for a multiple of 16
+    """Return whether C++ reads it: contiguous E4M3 codes; one scale a column, for a multiple of 16
     columns, or for all."""
     if (
         x.data.dtype != torch.float8_e4m3fn

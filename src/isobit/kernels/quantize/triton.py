@@ -35,7 +35,8 @@ _ALIGNED = 16  # bytes of the widest store
 
 @triton.jit
 def largest(x, axis: tl.constexpr):
-    """The bits of the largest magnitudes of float32 `x` along an axis (int32, of all if None).
+    """Return the bits of the largest magnitudes of float32 `x` along an axis (int32, of all if
+    None).
 
     Compared as integers, infinity is above every number and NaN above infinity, so that neither is
     lost.
@@ -53,7 +54,8 @@ def scale_or_flag(bits, flag_ptr, UE8M0: tl.constexpr):
 
 @triton.jit
 def codes(x, scale, UE8M0: tl.constexpr):
-    """E4M3 codes (uint8) of float32 `x` under scales that broadcast to it; `to_e4m3` saturates.
+    """Return E4M3 codes (uint8) of float32 `x` under scales that broadcast to it; `to_e4m3`
+    saturates.
 
     Under a NaN scale codes may be any: their values are NaN.
     """
@@ -98,8 +100,8 @@ def _by_columns(
 
 @triton.jit
 def _save(found, data_ptr, first, start, rows, COLUMNS: tl.constexpr, LIKE: tl.constexpr):
-    """A tile of codes, from row `first` and column `start` on, to [rows, COLUMNS]; LIKE: the type
-    that they were loaded as."""
+    """Store a tile of codes, from row `first` and column `start` on, to [rows, COLUMNS]; LIKE: the
+    type that they were loaded as."""
     i, column = tl.arange(0, found.shape[0]), start + tl.arange(0, found.shape[1])
     inside = (i < rows - first)[:, None] & (column < COLUMNS)[None, :]
     out = data_ptr + first.to(tl.int64) * COLUMNS + i[:, None] * COLUMNS + column[None, :]
@@ -110,7 +112,7 @@ def _save(found, data_ptr, first, start, rows, COLUMNS: tl.constexpr, LIKE: tl.c
 
 @triton.jit
 def _save_turned(found, data_ptr, first, start, pitch, COLUMNS: tl.constexpr):
-    """The same transposed, to [COLUMNS, pitch]."""
+    """Store the codes transposed, to [COLUMNS, pitch]."""
     row, j = first + tl.arange(0, found.shape[0]), tl.arange(0, found.shape[1])
     inside = (j < COLUMNS - start)[:, None] & (row < pitch)[None, :]
     out = data_ptr + start.to(tl.int64) * pitch + j[:, None] * pitch + row[None, :]
@@ -124,9 +126,9 @@ def _tiles(
     TRANSPOSED: tl.constexpr,
     BESIDE: tl.constexpr, UE8M0: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A tile [HIGH, WIDE]: its scales and codes; `old_ptr` are the scales of an `x` that is codes
-    itself, with strides `old_row` and `old_step`. BESIDE: the result's scales as `empty` has them
-    for many rows.
+    """Compute the scales and codes of a tile [HIGH, WIDE]; `old_ptr` are the scales of an `x` that
+    is codes itself, with strides `old_row` and `old_step`. BESIDE: the result's scales as `empty`
+    has them for many rows.
 
     `pitch` is the row stride of the result: COLUMNS, or of a transposed one the number of rows,
     rounded up to 16, on which wide stores depend; the padding is written, as zeros.
@@ -169,9 +171,9 @@ def save_both_ways(
     COLUMNS: tl.constexpr, LIKE: tl.constexpr, BESIDE: tl.constexpr, TURNED_BESIDE: tl.constexpr,
     UE8M0: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of a float32 tile x [BLOCK, BLOCK], number (`down`, `across`) of [rows, COLUMNS]: codes with
-    a scale for each row, and, transposed, with one for each column; as `_tiles` makes them one
-    after the other of what is of type LIKE."""
+    """Write the codes of a float32 tile x [BLOCK, BLOCK], number (`down`, `across`) of [rows,
+    COLUMNS], with a scale for each row, and, transposed, with one for each column; as `_tiles`
+    makes them one after the other from input of type LIKE."""
     first, start = down * BLOCK, across * BLOCK
     i = tl.arange(0, BLOCK)
     STEPS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
@@ -190,7 +192,7 @@ def _both_ways(
     COLUMNS: tl.constexpr, BESIDE: tl.constexpr, TURNED_BESIDE: tl.constexpr, UE8M0: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile [BLOCK, BLOCK] of x, `save_both_ways`."""
+    """Quantize a tile [BLOCK, BLOCK] of x by `save_both_ways`."""
     ACROSS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
     down, across = tl.program_id(0) // ACROSS, tl.program_id(0) % ACROSS
     i = tl.arange(0, BLOCK)
@@ -209,8 +211,8 @@ def _rows(
     x_ptr, data_ptr, scale_ptr, flag_ptr, stride,
     COLUMNS: tl.constexpr, UE8M0: tl.constexpr, WIDE: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """A row with one scale, in steps of WIDE columns; a row of one step is read once, a longer one
-    twice."""
+    """Quantize a row with one scale, in steps of WIDE columns; a row of one step is read once, a
+    longer one twice."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDE)
     x_ptr += row * stride
@@ -232,7 +234,7 @@ def _rows(
 
 
 def supported(spec: QuantSpec) -> bool:
-    """Whether `quantize` computes this spec."""
+    """Return whether `quantize` computes this spec."""
     return (
         spec.format is E4M3
         and spec.granularity in (*_TILES, "row")
@@ -243,10 +245,10 @@ def supported(spec: QuantSpec) -> bool:
 def empty(
     rows: int, columns: int, spec: QuantSpec, device: torch.device, pitch: int | None = None
 ) -> QTensor:
-    """A quantized matrix [rows, columns] whose codes and scales are still to be written. Rows of
+    """Return a quantized matrix [rows, columns] whose codes and scales are not yet written. Rows of
     codes are `pitch` bytes apart; by default they are contiguous.
 
-    Of more than FEW_ROWS rows with a scale of their own for each block, the scales of neighbouring
+    Of more than FEW_ROWS rows with their own scale for each block, the scales of neighbouring
     rows stand side by side, as products load them (`lies_beside`); all others are contiguous.
     """
     high, wide = spec.block((rows, columns))
@@ -265,12 +267,12 @@ def _many(rows: int, spec: QuantSpec) -> bool:
 
 
 def lies_beside(made: QTensor) -> bool:
-    """Whether `empty` made these scales [R, L] with strides (1, R)."""
+    """Return whether `empty` made these scales [R, L] with strides (1, R)."""
     return _many(made.shape[0], made.spec)
 
 
 def quantize(x: Tensor, spec: QuantSpec, flag: Tensor) -> QTensor:
-    """`isobit.precision.quantize` of a BF16 or float32 matrix [R, C], bit for bit; codes are
+    """Return `isobit.precision.quantize` of a BF16 or float32 matrix [R, C], bit for bit; codes are
     contiguous, scales as `empty` has them.
 
     `flag` [1] int32 becomes 1 where `x` holds NaN or an infinity. Rows may have any stride.
@@ -296,8 +298,8 @@ def quantize(x: Tensor, spec: QuantSpec, flag: Tensor) -> QTensor:
 
 
 def quantize_along_tokens(x: Operand, spec: QuantSpec, flag: Tensor) -> QTensor:
-    """xᵀ [C, T] of x [T, C], quantized in blocks of 128 tokens: codes [C, T] and scales [C, ceil(T
-    / 128)], as `empty` has them.
+    """Return xᵀ [C, T] of x [T, C], quantized in blocks of 128 tokens: codes [C, T] and scales [C,
+    ceil(T / 128)], as `empty` has them.
 
     Rows of codes are a multiple of 16 bytes apart, so that any T is stored 16 codes at a time and
     by one binary. The bits are those of `quantize(values of x, 128x1).transpose()`. `x` is a BF16
@@ -326,8 +328,8 @@ def quantize_along_tokens(x: Operand, spec: QuantSpec, flag: Tensor) -> QTensor:
 
 
 def quantize_both_ways(x: Tensor, spec: QuantSpec, flag: Tensor) -> tuple[QTensor, QTensor]:
-    """(`quantize`, `quantize_along_tokens`) of a BF16 or float32 matrix, the bits of the two in
-    turn; for `1x128` of one reading."""
+    """Return (`quantize`, `quantize_along_tokens`) of a BF16 or float32 matrix, the bits of the two
+    in turn; for `1x128` of one reading."""
     if spec.granularity != "1x128" or x.numel() == 0:
         return quantize(x, spec, flag), quantize_along_tokens(x, spec, flag)
     x = _with_rows(x)
@@ -346,21 +348,21 @@ def quantize_both_ways(x: Tensor, spec: QuantSpec, flag: Tensor) -> tuple[QTenso
 def empty_both_ways(
     rows: int, columns: int, spec: QuantSpec, device: torch.device
 ) -> tuple[QTensor, QTensor]:
-    """What `quantize` and `quantize_along_tokens` give of a matrix [rows, columns], still to be
-    written."""
+    """Return what `quantize` and `quantize_along_tokens` give of a matrix [rows, columns], still to
+    be written."""
     assert supported(spec), f"no kernel quantizes to {spec}"
     along, pitch = along_rows(spec).transpose(), -(-rows // _ALIGNED) * _ALIGNED
     return empty(rows, columns, spec, device), empty(columns, rows, along, device, pitch)
 
 
 def warps_for(elements: int) -> int:
-    """Warps of a program that holds so many elements: 16 of them a thread where that takes 1 to 16
-    warps."""
+    """Return the warps of a program that holds `elements` elements: 16 of them a thread where that
+    takes 1 to 16 warps."""
     return min(max(triton.next_power_of_2(elements) // 512, 1), 16)
 
 
 def _with_rows(x: Tensor) -> Tensor:
-    """`x` with contiguous columns, of whatever row stride."""
+    """Return `x` with contiguous columns, of whatever row stride."""
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 

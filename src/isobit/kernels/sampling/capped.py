@@ -15,8 +15,8 @@ _AT_ONCE = 2**22
 
 
 def cap_logits(logits: Tensor, cap: float) -> Tensor:
-    """As `Ops.cap_logits`: with t = exp(-2 · |x| / cap) the magnitude of cap · tanh(x / cap) is cap ·
-    (1 - t) / (1 + t), in float64, rounded once."""
+    """Compute `Ops.cap_logits`: with t = exp(-2 · |x| / cap) the magnitude of cap · tanh(x / cap)
+    is cap · (1 - t) / (1 + t), in float64, rounded once."""
     for rows in logits.split(max(1, _AT_ONCE // logits.shape[1])):
         x = rows.double()
         t = torch.exp(x.abs() * -2.0 / cap)
@@ -32,5 +32,5 @@ def logits_of(ops: Ops, hidden: Tensor, weight: Prepared, cap: float | None) -> 
 
 
 def cap_slope(capped: Tensor, cap: float) -> Tensor:
-    """The derivative of capped logits by those that were capped: 1 - (capped / cap)²."""
+    """Return the derivative of capped logits by those that were capped: 1 - (capped / cap)²."""
     return 1.0 - (capped / cap).square_()

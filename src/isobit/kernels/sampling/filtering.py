@@ -46,15 +46,15 @@ class Limits:
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What comes before each of R rows: the tokens `first[r]` to `last[r]` of `tokens` [T];
-    `first`, `last` [R]."""
+    """The tokens before each of R rows: `first[r]` to `last[r]` of `tokens` [T]; `first`, `last`
+    [R]."""
 
     tokens: Tensor
     first: Tensor
     last: Tensor
 
     def to(self, device: torch.device) -> "Context":
-        """The same with its tensors on `device`."""
+        """Return the same with its tensors on `device`."""
         return Context(*(tensor.to(device) for tensor in (self.tokens, self.first, self.last)))
 
     def seen(self, rows: slice, vocabulary: int) -> Tensor:
@@ -71,7 +71,7 @@ class Context:
 
 
 def slopes(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
-    """What `penalize` multiplies logits by, as its gradient."""
+    """Return what `penalize` multiplies logits by, as its gradient."""
     return torch.where(seen, torch.where(logits > 0, 1 / penalty, penalty), 1.0)
 
 
@@ -103,8 +103,8 @@ def filter_logits(logits: Tensor, temperature: Temperature, limits: Limits) -> T
 
 
 def filter_around(logits: Tensor, tokens: Tensor, temperature: float, cut: Cut) -> Tensor:
-    """`filter_logits`, in place, of rows that share their settings, but each row's token [R] stays
-    in.
+    """Return `filter_logits`, in place, of rows that share their settings, but each row's token [R]
+    stays in.
 
     A drawn token is in its row's support by construction; where the weights have moved since, it is
     added to it, so that its log-probability is finite."""
@@ -117,8 +117,8 @@ def filter_around(logits: Tensor, tokens: Tensor, temperature: float, cut: Cut) 
 
 
 def of_rows(temperature: float, rows: Tensor) -> Temperature:
-    """The temperature as a sampler has it: by row, unless it is 1. A GPU divides by a number in
-    another way."""
+    """Return the temperature as a sampler has it: by row, unless it is 1. A GPU divides by a number
+    in another way."""
     return (
         1.0 if temperature == 1 else torch.full((rows.shape[0],), temperature, device=rows.device)
     )

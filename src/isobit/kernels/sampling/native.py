@@ -10,7 +10,6 @@ from isobit.kernels.ops import Temperature
 def token_logprobs(
     ops: NativeBase, logits: Tensor, tokens: Tensor, temperature: Temperature
 ) -> tuple[Tensor, Tensor]:
-    """As `Ops.token_logprobs`."""
     if logits.dtype != torch.float32:
         return ops.falls_back("token_logprobs", logits.dtype).token_logprobs(
             logits, tokens, temperature
@@ -29,7 +28,6 @@ def token_logprobs(
 
 
 def cap_logits(ops: NativeBase, logits: Tensor, cap: float) -> Tensor:
-    """As `Ops.cap_logits`."""
     assert logits.dtype == torch.float32
     assert logits.is_contiguous()
     ops.lib.isobit_cap_logits(logits.data_ptr(), logits.numel(), cap, torch.get_num_threads())
@@ -37,7 +35,6 @@ def cap_logits(ops: NativeBase, logits: Tensor, cap: float) -> Tensor:
 
 
 def sample(ops: NativeBase, logits: Tensor, keys: Tensor, temperature: Temperature) -> Tensor:
-    """As `Ops.sample`."""
     if logits.dtype != torch.float32:
         return ops.falls_back("sample", logits.dtype).sample(logits, keys, temperature)
     logits, keys = logits.contiguous(), keys.contiguous()
@@ -51,8 +48,8 @@ def sample(ops: NativeBase, logits: Tensor, keys: Tensor, temperature: Temperatu
 
 
 def _each(temperature: Temperature) -> Tensor:
-    """As C++ reads it, one step of `ndim` numbers a row: a lone number for all rows, or one number
-    for each."""
+    """Return the temperature as C++ reads it, one step of `ndim` numbers a row: one number for all
+    rows, or one for each."""
     return (
         temperature.float().contiguous()
         if isinstance(temperature, Tensor)

@@ -1,6 +1,6 @@
-"""The likeliest tokens of a row and their log-probabilities, beside the token that is drawn.
+"""The likeliest tokens of a row and their log-probabilities, next to the token that is drawn.
 
-They come from the same operators as a drawn token's log-probability, on rows of their own, so a
+They come from the same operators as a drawn token's log-probability, on their own rows, so a
 token has the same bits here and there, and asking changes no other
 (tests/engine/test_top_logprobs.py).
 """
@@ -14,7 +14,7 @@ from isobit.kernels.sampling.capped import logits_of
 
 
 def likeliest(logits: Tensor, count: int) -> Tensor:
-    """The `count` tokens of the largest logits [V], fewer where others have no probability
+    """Return the `count` tokens of the largest logits [V], fewer where others have no probability
     (-inf): int64, in descending order, ties to the lower."""
     least = logits.topk(min(count, logits.shape[0])).values[-1]
     places = ((logits >= least) & (logits > -torch.inf)).nonzero().flatten()
@@ -31,9 +31,9 @@ def top_logprobs(
     *,
     changed: bool,
 ) -> list[tuple[int, float]]:
-    """The `count` likeliest tokens of a row and their log-probabilities: of its hidden state [1,
-    C] under the head's weight [V, C], and its logits [1, V]. `changed`: by filters, a penalty or a
-    cap, so they are of logits that are held also where the head's own operators are others."""
+    """Return the `count` likeliest tokens of a row and their log-probabilities: of its hidden state
+    [1, C] under the head's weight [V, C], and its logits [1, V]. `changed`: by filters, a penalty
+    or a cap, so they are of logits that are held also where the head's own operators are others."""
     tokens = likeliest(logits[0], count)
     times = tokens.shape[0]
     each = float(temperature)
@@ -47,7 +47,8 @@ def top_logprobs(
 def top_of_rows(
     hidden: Tensor, weight: Prepared, count: int, ops: Ops, cap: float | None = None
 ) -> list[list[tuple[int, float]]]:
-    """The same of every row of hidden [T, C], at temperature 1; logits are capped by `cap`."""
+    """Return the same of every row of hidden [T, C], at temperature 1; logits are capped by
+    `cap`."""
     return [
         top_logprobs(
             row,

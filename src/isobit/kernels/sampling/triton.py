@@ -38,7 +38,7 @@ KINDS = 4
 
 @triton.jit
 def philox(c0, c1, c2, c3, k0, k1):
-    """Philox4x32-10 (Salmon et al. 2011) on uint32 of shapes that broadcast: as
+    """Return Philox4x32-10 (Salmon et al. 2011) on uint32 of shapes that broadcast: as
     `reference.sampling.philox`."""
     for _ in tl.static_range(10):
         high0, low0 = tl.umulhi(c0, 0xD2511F53), c0 * 0xD2511F53
@@ -72,8 +72,8 @@ def _gumbel(word):
 
 @triton.jit
 def _noise(keys_ptr, rows, inside, first_word, SIZE: tl.constexpr):
-    """-log(E) [SIZE, W] of tokens 4 · first_word and on, for the keys `rows` [W]: four tokens a
-    Philox counter."""
+    """Return -log(E) [SIZE, W] of tokens 4 · first_word and on, for the keys `rows` [W]: four
+    tokens a Philox counter."""
     key = keys_ptr + rows * 4
     seed = tl.load(key, mask=inside, other=0)
     c3 = tl.load(key + 1, mask=inside, other=0).to(tl.uint32)[None, :]
@@ -90,8 +90,8 @@ def _noise(keys_ptr, rows, inside, first_word, SIZE: tl.constexpr):
 
 @triton.jit
 def _winner(z, noise):
-    """(best score [W], its place [W] int32) of z + noise [SIZE, W]; ties go to the lowest place;
-    NaN never wins."""
+    """Return (best score [W], its place [W] int32) of z + noise [SIZE, W]; ties go to the lowest
+    place; NaN never wins."""
     score = z + noise
     score = tl.where(score == score, score, -float("inf"))
     best = tl.max(score, 0)
@@ -207,13 +207,14 @@ def _logit_chunks(
 
 @triton.jit
 def scaled(logits, temperature):
-    """logits / temperature, rounded once, as `logits / temperature` in PyTorch; a temperature for
-    all, or for each."""
+    """Return logits / temperature, rounded once, as `logits / temperature` in PyTorch; a
+    temperature for all, or for each."""
     return tl.div_rn(logits, tl.zeros(logits.shape, tl.float32) + temperature)
 
 
 class VocabularyParts:
-    """What stage one leaves of `rows` rows, for stage two: `count` parts of `size` tokens each."""
+    """The results of stage one for `rows` rows, which stage two reads: `count` parts of `size`
+    tokens each."""
 
     def __init__(
         self, rows: int, vocabulary: int, size: int, race: bool, device: torch.device
@@ -224,8 +225,8 @@ class VocabularyParts:
         self.scores = torch.empty((rows, 2, self.stride), device=device) if race else self.partial
 
     def merge(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(log-probabilities [rows], entropies [rows], norms [rows, 2]) of `tokens` [rows], which a
-        race first writes."""
+        """Return (log-probabilities [rows], entropies [rows], norms [rows, 2]) of `tokens` [rows],
+        which a race first writes."""
         rows = self.partial.shape[0]
         logprob, entropy = (torch.empty(rows, device=self.partial.device) for _ in range(2))
         norm = torch.empty((rows, 2), device=self.partial.device)
@@ -265,7 +266,7 @@ def summarize_logits(
 def token_logprobs(
     logits: Tensor, tokens: Tensor, temperature: Temperature
 ) -> tuple[Tensor, Tensor]:
-    """(log-probability of `tokens` [T] int64, entropy) [T] float32 of softmax(logits /
+    """Return (log-probability of `tokens` [T] int64, entropy) [T] float32 of softmax(logits /
     temperature); logits [T, V] float32, of which some may be -inf.
 
     Chunks of 4096 tokens: not the bits of `head_logprobs`, whose tiles have 128.

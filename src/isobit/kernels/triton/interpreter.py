@@ -31,7 +31,8 @@ def _dot_in_place_of(own: Any) -> Any:
 
 
 def values_of(x: Any) -> np.ndarray:
-    """An operand's values in float64, of the bits that the interpreter keeps for BF16 and E4M3."""
+    """Return an operand's values in float64, of the bits that the interpreter keeps for BF16 and
+    E4M3."""
     if x.dtype == interpreter.tl.bfloat16:
         return (x.data.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     if x.dtype == interpreter.tl.float8e4nv:
@@ -40,7 +41,7 @@ def values_of(x: Any) -> np.ndarray:
 
 
 def _e4m3_values() -> np.ndarray:
-    """The value of every code, NaN where a magnitude has all bits."""
+    """Return the value of every code, NaN where a magnitude has all bits."""
     code = np.arange(256)
     exponent, mantissa = code >> 3 & 15, code & 7
     magnitude = np.where(

@@ -28,7 +28,7 @@ from isobit.precision.quantize import QuantSpec
 
 @dataclass(frozen=True, eq=False)
 class KernelLaunch:
-    """One launch: the kernel, its arguments in order, its compile-time constants and compiler
+    """A launch: the kernel, its arguments in order, its compile-time constants and compiler
     options."""
 
     kernel: Any
@@ -44,7 +44,7 @@ _target = HOPPER
 
 
 def target() -> Architecture:
-    """The architecture that kernels are compiled for: an H100's, unless a GPU of another was
+    """Return the architecture that kernels are compiled for: an H100's, unless a GPU of another was
     opened."""
     return _target
 
@@ -56,8 +56,8 @@ def compile_for(architecture: Architecture) -> None:
 
 
 def roomy() -> bool:
-    """Whether a program may take the shared memory of a Hopper, in which large tiles of heads of
-    512 channels fit."""
+    """Return whether a program may take the shared memory of a Hopper, in which large tiles of
+    heads of 512 channels fit."""
     return _target.shared_kib >= HOPPER.shared_kib
 
 
@@ -86,8 +86,8 @@ def launch(
 
 
 def _does_not_fit(kernel: Any, error: Exception) -> str | None:
-    """What a kernel takes and this GPU has not, as Triton says of what it has compiled; None for
-    another error."""
+    """Return what a kernel takes and this GPU has not, as Triton says of what it has compiled; None
+    for another error."""
     if type(error).__name__ != "OutOfResources":
         return None
     needed, limit, what = (getattr(error, name, "?") for name in ("required", "limit", "name"))
@@ -122,8 +122,8 @@ class Faults:
         self._names: dict[tuple[str, Format], int] = {}
 
     def of(self, name: str, form: Format = E4M3) -> Tensor:
-        """The flag [1] int32 of a tensor's name, and what it is quantized to; names beyond the
-        capacity share the last one."""
+        """Return the flag [1] int32 of a tensor's name, and what it is quantized to; names beyond
+        the capacity share the last one."""
         most = self._flags.numel() // self._STRIDE - 1
         index = min(self._names.setdefault((name, form), len(self._names)), most)
         return self._flags[index * self._STRIDE :]

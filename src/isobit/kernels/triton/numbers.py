@@ -27,7 +27,7 @@ if INTERPRETED:
 
 @triton.jit
 def to_bf16(x):
-    """float32 to bfloat16, to nearest even; NaN and infinity stay."""
+    """Return float32 to bfloat16, to nearest even; NaN and infinity stay."""
     if INTERPRETED:
         word = x.to(tl.uint32, bitcast=True)
         rounded = word + 0x7FFF + ((word >> 16) & 1)
@@ -43,7 +43,7 @@ def to_bf16(x):
 
 @triton.jit
 def cast(x, like: tl.constexpr):
-    """float32 `x` rounded to the element type `like`: bfloat16 or float32."""
+    """Return float32 `x` rounded to the element type `like`: bfloat16 or float32."""
     if like == tl.bfloat16:
         return to_bf16(x)
     else:
@@ -52,7 +52,7 @@ def cast(x, like: tl.constexpr):
 
 @triton.jit
 def to_e4m3(x):
-    """float32 to E4M3 codes (uint8), to nearest even, saturating at 448; NaN becomes NaN."""
+    """Return float32 to E4M3 codes (uint8), to nearest even, saturating at 448; NaN becomes NaN."""
     if INTERPRETED:
         word = x.to(tl.uint32, bitcast=True)
         sign = (word >> 24) & 0x80
@@ -71,7 +71,7 @@ def to_e4m3(x):
 
 @triton.jit
 def from_e4m3(code):
-    """E4M3 codes (uint8) to float32, exactly; NaN codes to NaN."""
+    """Return E4M3 codes (uint8) to float32, exactly; NaN codes to NaN."""
     if INTERPRETED:
         exponent = ((code >> 3) & 0xF).to(tl.int32)
         mantissa = (code & 7).to(tl.int32)
@@ -89,9 +89,9 @@ def from_e4m3(code):
 
 @triton.jit
 def from_nibbles(pair, k, scale, common):
-    """The values, in float32, of NVFP4 codes two to a byte (uint8), of which an even `k` is in the
-    low half, times scales in E4M3 (uint8) times `common`, where 0 stands for 1: code times scale,
-    rounded once, as `PackedFP4` are."""
+    """Return the values, in float32, of NVFP4 codes two to a byte (uint8), of which an even `k` is
+    in the low half, times scales in E4M3 (uint8) times `common`, where 0 stands for 1: code times
+    scale, rounded once, as `PackedFP4` are."""
     code = (pair >> ((k % 2) * 4).to(tl.uint8)) & 15
     magnitude = (code & 7).to(tl.int32)
     # two bits of exponent under a bias of 1, one of mantissa; 0.5 is the only subnormal number
@@ -104,7 +104,7 @@ def from_nibbles(pair, k, scale, common):
 
 @triton.jit
 def to_int8(x):
-    """float32 within 127 to whole numbers (int8), to nearest even; NaN to any."""
+    """Return float32 within 127 to whole numbers (int8), to nearest even; NaN to any."""
     # 1.5 * 2**23 leaves the rounded number in the last bits
     return ((x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int8)
 
@@ -156,7 +156,7 @@ cvt.rn.f16x2.e4m3x2 $1, high;
 
 @triton.jit
 def pair_pointer(codes_ptr):
-    """A pointer to codes as one to pairs of them: INT8 as int16, E4M3 as uint16."""
+    """Return a pointer to codes as one to pairs of them: INT8 as int16, E4M3 as uint16."""
     if codes_ptr.dtype.element_ty == tl.int8:
         return codes_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
     else:
@@ -165,8 +165,8 @@ def pair_pointer(codes_ptr):
 
 @triton.jit
 def pairs(codes, like: tl.constexpr):
-    """(first codes, second codes) of pairs, INT8 as int16, E4M3 as uint16, as float16 or bfloat16:
-    exactly; NaN codes to NaN."""
+    """Return (first codes, second codes) of pairs, INT8 as int16, E4M3 as uint16, as float16 or
+    bfloat16: exactly; NaN codes to NaN."""
     if INTERPRETED:
         form: tl.constexpr = tl.int8 if codes.dtype == tl.int16 else tl.uint8
         low, high = (codes & 0xFF).to(form), ((codes >> 8) & 0xFF).to(form)
@@ -205,9 +205,10 @@ rcp.approx.ftz.f32 $0, e;
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(-x)), for gradients alone, which need not agree with a rollout: on a GPU by two
-    approximate instructions, each within 2^-22 of its result, in 4 for 24 of an exact quotient
-    (`tests/test_gpu_approximate.py`, and the card itself in `benchmarks/gpu/approximate.py`)."""
+    """Return 1 / (1 + exp(-x)), for gradients alone, which need not agree with a rollout: on a GPU
+    by two approximate instructions, each within 2^-22 of its result, in 4 for 24 of an exact
+    quotient (`tests/test_gpu_approximate.py`, and the card itself in
+    `benchmarks/gpu/approximate.py`)."""
     if INTERPRETED:
         return 1.0 / (1.0 + tl.exp(-x))
     else:
@@ -218,7 +219,7 @@ def sigmoid(x):
 
 @triton.jit
 def block_scale(amax, UE8M0: tl.constexpr, form: tl.constexpr = tl.uint8):
-    """The scale of a block with this largest magnitude, float32: as
+    """Return the scale of a block with this largest magnitude, float32: as
     `isobit.precision.quantize.scales`. `form` is the type of its codes.
 
     amax / 448, of INT8 amax / 127, at least 2**-126; 1 for a zero block; with UE8M0 rounded up to a
@@ -254,10 +255,9 @@ def quantize_block(x, scale, form: tl.constexpr = tl.uint8):
 
 @triton.jit
 def e4m3_pointer(codes_ptr):
-    """A pointer to codes (uint8) as one to E4M3, on a GPU: what it loads for `dot` then goes from
-    shared memory right into the matrix unit. Codes cast after their load take a detour through
-    registers, and back through shared memory.
-    """
+    """Return a pointer to codes (uint8) as one to E4M3, on a GPU: what it loads for `dot` then goes
+    from shared memory right into the matrix unit. Codes cast after their load take a detour through
+    registers, and back through shared memory."""
     if INTERPRETED:
         return codes_ptr
     else:
@@ -266,8 +266,8 @@ def e4m3_pointer(codes_ptr):
 
 @triton.jit
 def load_step(w_tile, x_tile, k, left, EVEN: tl.constexpr):
-    """One step along K of both operands of `dot`, w [N, K] and x [K, T]: zeros for `k` from `left`
-    on, and no mask where sizes are EVEN."""
+    """Return one step along K of both operands of `dot`, w [N, K] and x [K, T]: zeros for `k` from
+    `left` on, and no mask where sizes are EVEN."""
     if EVEN:
         return tl.load(w_tile), tl.load(x_tile)
     else:
@@ -279,8 +279,8 @@ def load_step(w_tile, x_tile, k, left, EVEN: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc):
-    """acc + a · b with float32 sums: BF16, float32 or E4M3 operands [M, K] and [K, N]; codes also
-    as uint8."""
+    """Return acc + a · b with float32 sums: BF16, float32 or E4M3 operands [M, K] and [K, N]; codes
+    also as uint8."""
     if a.dtype == tl.uint8:
         return tl.dot(a.to(tl.float8e4nv, bitcast=True), b.to(tl.float8e4nv, bitcast=True), acc)
     else:
@@ -289,7 +289,7 @@ def dot(a, b, acc):
 
 @triton.jit
 def steps(count):
-    """`count`, a number that only the kernel knows, as the bound of a `range`.
+    """Return `count`, a number that only the kernel knows, as the bound of a `range`.
 
     Triton 3.6's interpreter asks NumPy for it in a way that NumPy 2.4 refuses.
     """

@@ -20,7 +20,7 @@ _BLOCK = 128  # bytes each way that one program transposes
 
 @triton.jit
 def _transpose(x_ptr, y_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    """y [E, C, R] = x [E, R, C], both uint8 and contiguous."""
+    """Compute y [E, C, R] = x [E, R, C], both uint8 and contiguous."""
     tiles_r: tl.constexpr = (ROWS + BLOCK - 1) // BLOCK
     first = tl.program_id(1).to(tl.int64) * ROWS * COLUMNS
     r = tl.program_id(0) % tiles_r * BLOCK + tl.arange(0, BLOCK)
@@ -34,7 +34,8 @@ def _transpose(x_ptr, y_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: t
 
 
 def contiguous_bytes(x: Tensor) -> Tensor:
-    """uint8 [E, R, C] in contiguous storage: itself, or a copy; of transposed matrices by tiles."""
+    """Return uint8 [E, R, C] in contiguous storage: itself, or a copy; of transposed matrices by
+    tiles."""
     back = x.transpose(1, 2)
     if x.is_contiguous() or not back.is_contiguous() or x.numel() == 0:
         return x.contiguous()

@@ -10,7 +10,7 @@ and else once more. Of experts, rows are sorted by expert and adapter.
 
 Adapters come and go at any time, also from another thread: a forward ends with the factors that it
 began with. Where C++ takes these by their addresses, an `Assignment` has them, the rows and their
-offsets in memory of its own. So a decode step can be recorded (`engine/captured.py`) with it, and
+offsets in its own memory. So a decode step can be recorded (`engine/captured.py`) with it, and
 made again for other rows and adapters. Left out: gradients, for which there is one adapter.
 """
 
@@ -47,8 +47,8 @@ class Rows:
     _chosen: "dict[tuple[bool, ...], tuple[Rows, Tensor]]" = field(default_factory=dict)
 
     def choose(self, known: tuple[bool, ...]) -> "tuple[Rows, Tensor]":
-        """Those of the adapters that are `known`, each of `numbers` in turn, and the other rows. Most
-        weights have the same ones, so it is found once for all of them."""
+        """Return (the adapters of `numbers` that are `known`, the other rows). Most weights have
+        the same ones, so they are searched once for all."""
         if known not in self._chosen:
             self._chosen[known] = self._split(known)
         return self._chosen[known]
@@ -71,7 +71,7 @@ class Rows:
 
 
 class _Adapter:
-    """One that is served: its factors by the place of their weight, and their addresses [weights]
+    """A served adapter: its factors by the place of their weight, and their addresses [weights]
     int64 (`Factors.address`)."""
 
     def __init__(self, found: Sequence[Factors | None]) -> None:
@@ -80,13 +80,13 @@ class _Adapter:
 
 
 class Assignment:
-    """Which rows of a forward are by which adapter. Its memory stays, so a recording can have its
+    """The adapter of each row of a forward. Its memory stays, so a recording can have its
     addresses: `rows` [R], sorted by the number of their adapter, `offsets` [G + 1] of adapters
     among them, and the `addresses` [G, weights] of their factors, 0 for none; int64 on the CPU.
-    Where a forward has fewer adapters, the last are none, without rows."""
+    Where a forward has fewer adapters, the last are empty."""
 
     def __init__(self, serving: "MultiLora", rows: int, groups: int) -> None:
-        """For forwards of up to so many rows, of so many adapters, the base among them."""
+        """Allocate for forwards of up to `rows` rows and `groups` adapters, the base among them."""
         self._serving, self._groups = serving, groups
         self._rows, self._offsets = np.zeros(rows, np.int64), np.zeros(groups + 1, np.int64)
         self._addresses = np.zeros((groups, serving.num_weights), np.int64)
@@ -98,8 +98,8 @@ class Assignment:
         """Of the present forward, by number."""
 
     def fill(self, numbers: Numbers) -> None:
-        """The next forward's rows have these numbers. Its adapters are held. Raises IsobitError for
-        one that is not served."""
+        """Set the adapter numbers of the next forward's rows, and hold its adapters. Raises
+        IsobitError for one that is not served."""
         order, starts, present = _sorted(numbers)
         adapters = [None if n < 0 else self._serving.adapter(n) for n in present]
         self._of, self._by_adapter, self._by_expert = numbers, None, None
@@ -112,7 +112,8 @@ class Assignment:
 
     @contextmanager
     def of(self, numbers: Numbers) -> Iterator[None]:
-        """As `fill`, and nothing is held in the end: who removes an adapter frees its factors."""
+        """Fill it for the time inside, and hold nothing afterwards: removing an adapter frees its
+        factors."""
         self.fill(numbers)
         try:
             yield
@@ -121,8 +122,8 @@ class Assignment:
             self._addresses[:] = 0
 
     def table(self, place: int) -> tuple[Tensor, Tensor, Tensor]:
-        """A weight's addresses, rows and offsets. How many adapters there are is not said, since the
-        next forward of as many rows may have more of them."""
+        """Return a weight's addresses, rows and offsets. How many adapters there are is not said,
+        since the next forward of as many rows may have more of them."""
         rows, offsets, addresses = self._tensors
         for one in self.adapters.values():
             assert one.addresses[place] or place not in one.factors, "factors without an address"
@@ -130,13 +131,13 @@ class Assignment:
         return addresses[:groups, place], rows[: len(self._of)], offsets[: groups + 1]
 
     def factors(self, number: int, place: int) -> Factors | None:
-        """A weight's, of an adapter; None: it has none, or there is no adapter."""
+        """Return an adapter's factors of a weight, None without any."""
         one = self.adapters.get(number)
         return None if one is None else one.factors.get(place)
 
     def by_adapter(self, device: torch.device) -> Rows:
-        """The forward's rows. Their numbers are read from a tensor, so that a recorder sees that
-        the forward depends on them."""
+        """Return the forward's rows. Their numbers are read from a tensor, so that a recorder sees
+        that the forward depends on them."""
         if self._by_adapter is None:
             order, starts, _ = _sorted(self._of)
             numbers = torch.from_numpy(self._of[order[starts]]).tolist()
@@ -145,8 +146,8 @@ class Assignment:
         return self._by_adapter
 
     def by_expert(self, token: Tensor, offsets: Tensor) -> Rows:
-        """The places [T k] of rows that are sorted by expert, by the (expert, number) of each.
-        token [T k]: each row's place in the forward; offsets [experts + 1]: where an expert's
+        """Return the places [T k] of rows that are sorted by expert, by the (expert, number) of
+        each. token [T k]: each row's place in the forward; offsets [experts + 1]: where an expert's
         begin. Found once for both matrices of the experts. Waits for a GPU."""
         if self._by_expert is None or self._by_expert[0] is not token:
             number = self._of[token.cpu().numpy()]
@@ -193,11 +194,11 @@ class MultiLora:
 
     @property
     def num_weights(self) -> int:
-        """Of the model, that adapters may have factors of."""
+        """The number of the model's weights that adapters may have factors of."""
         return len(self._weights)
 
     def of(self, weight: str) -> "AdapterRows":
-        """What multiplies rows by a weight, for all adapters that will ever be served."""
+        """Return what multiplies rows by a weight, for all adapters that will ever be served."""
         return self._weights.setdefault(weight, AdapterRows(self, len(self._weights)))
 
     def enter(self, name: str, factors: Callable[[str], Factors | None]) -> None:
@@ -225,7 +226,8 @@ class MultiLora:
             del self.names[name], self._adapters[number]
 
     def number(self, name: str | None) -> int:
-        """-1 for the base alone. Raises IsobitError for an adapter that is not served."""
+        """Return the number of an adapter, -1 for the base alone. Raises IsobitError for one that
+        is not served."""
         if name is None:
             return -1
         found = self.names.get(name)
@@ -249,14 +251,14 @@ class MultiLora:
 
     @property
     def present(self) -> Assignment:
-        """Of the forward that this thread computes."""
+        """The assignment of the forward that this thread computes."""
         found = self._present.assignment
         assert found is not None
         return found
 
     @contextmanager
     def forward(self, rows: int, assignment: Assignment | None) -> Iterator[None]:
-        """Inside, this thread computes a forward of so many rows; None: they are the base's."""
+        """Set this thread's assignment for a forward of `rows` rows; None: they are the base's."""
         before = self._present.assignment
         self._present.assignment = assignment or self.assignment(np.full(rows, -1))
         try:
@@ -279,7 +281,7 @@ class AdapterRows:
     place: int
 
     def product(self, x: Operand, weight: Weight, ops: Ops, dtype: torch.dtype) -> Tensor:
-        """y [T, N] in `dtype` of x [T, K], each row by its own adapter."""
+        """Return y [T, N] in `dtype` of x [T, K], each row by its own adapter."""
         present, given = self.serving.present, (x, weight.prepared, weight.bias)
         if dtype == torch.bfloat16 and ops.rounds_last(x, weight.prepared):
             return ops.adapted_product(*given, *present.table(self.place), dtype)
@@ -305,8 +307,8 @@ class AdapterRows:
         ops: Ops,
         dtype: torch.dtype,
     ) -> Tensor:
-        """y [R, N] in `dtype` of x [R, K] sorted by expert, each row by its own adapter and its
-        expert's weight; token and offsets as of `Assignment.by_expert`."""
+        """Return y [R, N] in `dtype` of x [R, K] sorted by expert, each row by its own adapter and
+        its expert's weight; token and offsets as of `Assignment.by_expert`."""
         owners = [each.several for each in weights if isinstance(each.several, AdapterRows)]
         present, places = self.serving.present, [owner.place for owner in owners]
         if not any(place in one.factors for one in present.adapters.values() for place in places):

@@ -58,7 +58,7 @@ LLAMA_MODULES: Modules = {
 @dataclass(frozen=True)
 class Mixtures:
     """A family's mixtures of experts: what stands for keys that config.json leaves out. `own_keys`:
-    sizes, gates and dense layers have keys of their own; else all layers have experts of
+    sizes, gates and dense layers have their own keys; else all layers have experts of
     `intermediate_size`, whose gates sum to 1. `size` is that of an expert then. `dense`: layers may
     have one MLP of `intermediate_size`; else all have experts, whose gates sum to 1. `dense_key`
     says which layers: `mlp_only_layers` and `decoder_sparse_step`, `first_k_dense_replace`,
@@ -131,11 +131,11 @@ class Family:
     has a class for the language model alone of such a model's checkpoint too; `sizes`: what stands for sizes
     that config.json leaves out in these. `norms_values`: values are normed, each head by itself,
     without a weight. `score_scale`: what scores are multiplied by, whatever head_dim is.
-    `layer_scalars`: a layer's sum is multiplied by a number of its own, which is not trained.
+    `layer_scalars`: a layer's sum is multiplied by its own number, which is not trained.
     `capped_logits`: config.json may have a cap of logits. `global_head_dim`: layers without a
     window have heads of another size (`hub/layer_heads.py`), and this stands for their width; None
     where all layers' are alike. `layer_embeddings`: layers may have
-    embeddings of their own, and read the keys of others (`hub/layer_inputs.py`), and this stands
+    their own embeddings, and read the keys of others (`hub/layer_inputs.py`), and this stands
     for the embeddings' width; None where they do neither. `checks` raise for a config.json, and its
     name, that has what is not here.
     """

@@ -1,12 +1,12 @@
 """Gemma 3 and Gemma 4, their models of text. Norms stand before and after attention and MLP, gates
 have GELU, and embeddings are multiplied by the root of their width. Five of six layers have a
-window, and a rotary embedding of their own. Of those that read images or hear the text is taken
+window, and their own rotary embedding. Of those that read images or hear the text is taken
 (`hub/wrapped.py`).
 
-Gemma 3's norms multiply by 1 + weight in float32, and the scale of scores has a key of its own.
+Gemma 3's norms multiply by 1 + weight in float32, and the scale of scores has its own key.
 
-Of Gemma 4 these are the dense ones (12B, 31B), 26B-A4B with experts beside the MLP of each layer,
-and E2B and E4B, whose layers have embeddings of their own, and of which the last ones read the keys
+Of Gemma 4 these are the dense ones (12B, 31B), 26B-A4B with experts next to the MLP of each layer,
+and E2B and E4B, whose layers have their own embeddings, and of which the last ones read the keys
 and values of others. Norms multiply by the weight; values are normed too, and scores are not
 scaled. The layers without a window have wider heads and fewer of keys, which may be their values;
 of each head a quarter is rotated. A layer's sum is multiplied by a number, and logits are capped.

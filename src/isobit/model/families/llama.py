@@ -1,4 +1,4 @@
-"""Llama."""
+"""Llama's dense models."""
 
 from isobit.model.families.family import Family, sizes
 

@@ -2,7 +2,7 @@
 
 A layer has one part, named by a pattern: Mamba-2, attention without rotary embedding, an MLP
 without a gate, whose activation is the square of ReLU, or a mixture of such experts, chosen by
-scores as DeepSeek-V3's are, beside an MLP for every token. In Nemotron 3 Super experts are between
+scores as DeepSeek-V3's are, next to an MLP for every token. In Nemotron 3 Super experts are between
 two projections, into a latent and out of it (LatentMoE: NVIDIA 2025, arXiv 2512.20856). Left out:
 the layers that predict further tokens (MTP), which are not read.
 """

@@ -1,7 +1,7 @@
 """OLMo 2 and 3: norms follow attention and MLP, x + norm(attention(x)), and queries and keys are
 normed over all heads.
 
-Three of four layers of an OLMo 3 have a window, and a rotary embedding of their own, which is never
+Three of four layers of an OLMo 3 have a window, and their own rotary embedding, which is never
 scaled.
 """
 

@@ -1,5 +1,5 @@
 """Values of a config.json, read strictly: one of a wrong type is refused, never converted.
-`"false"` is no boolean and 48.0 no size."""
+`"false"` is not a boolean and 48.0 no size."""
 
 import math
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ def whole(
     least: int = 1,
     most: int = MOST,
 ) -> int:
-    """An integer from `least` to `most`; IsobitError that names key and file for anything else, or
-    if it is missing."""
+    """Return an integer from `least` to `most`; IsobitError that names key and file for anything
+    else, or if it is missing."""
     if key not in values and default is None:
         raise IsobitError(f"{where}: key {key!r} is missing")
     value = values.get(key, default)
@@ -40,15 +40,16 @@ def whole(
 def optional_whole(
     values: Mapping[str, Any], key: str, where: str, nullable: tuple[str, ...], default: int | None
 ) -> int | None:
-    """`whole`; or None where the key and its default are missing, or where it is null and one of
-    the `nullable`."""
+    """Return `whole`; or None where the key and its default are missing, or where it is null and
+    one of the `nullable`."""
     if values.get(key, default) is None and (key not in values or key in nullable):
         return None
     return whole(values, key, where, default)
 
 
 def real(values: Mapping[str, Any], key: str, where: str, default: float) -> float:
-    """A number with a decimal point, finite and not negative; IsobitError for anything else."""
+    """Return a number with a decimal point, finite and not negative; IsobitError for anything
+    else."""
     value = values.get(key, default)
     if not isinstance(value, float) or not 0 <= value < float("inf"):
         raise IsobitError(
@@ -59,7 +60,7 @@ def real(values: Mapping[str, Any], key: str, where: str, default: float) -> flo
 
 
 def number(values: Mapping[str, Any], key: str, where: str, default: float) -> float:
-    """A number above 0, whole or not, finite; IsobitError for anything else."""
+    """Return a number above 0, whole or not, finite; IsobitError for anything else."""
     value = values.get(key, default)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
         raise IsobitError(f"{where}: {key} must be a number above 0, got {value!r:.80}")
@@ -67,7 +68,7 @@ def number(values: Mapping[str, Any], key: str, where: str, default: float) -> f
 
 
 def flag(values: Mapping[str, Any], key: str, where: str, default: bool = False) -> bool:
-    """true or false; IsobitError for anything else."""
+    """Return true or false; IsobitError for anything else."""
     value = values.get(key, default)
     if not isinstance(value, bool):
         raise IsobitError(

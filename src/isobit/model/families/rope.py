@@ -66,12 +66,13 @@ class Rope:
         more: tuple[str, ...] = (),
         kinds: tuple[str, ...] = KINDS,
     ) -> "Rope":
-        """From `rope_theta` and `rope_scaling`, or from the `rope_parameters` of transformers 5.
+        """Read it from `rope_theta` and `rope_scaling`, or from the `rope_parameters` of
+        transformers 5.
 
         `theta`, `max_positions` and `partial`, the part of a head that is rotated, are the family's
         own where config.json has none; where a family rotates whole heads (None), another part is
-        refused; `original` stands for an original length beside the section, which counts more than
-        the one inside; `more` are parameters that the family needs beside those of the kind, and
+        refused; `original` stands for an original length next to the section, which counts more than
+        the one inside; `more` are parameters that the family needs next to those of the kind, and
         `kinds` those that it may have.
         IsobitError for a kind that is not supported, a parameter that is missing or no number, and
         for two sections that say different things.
@@ -94,14 +95,14 @@ class Rope:
 
     @staticmethod
     def of(theta: float, partial: float) -> "Rope":
-        """One without scaling, of a `partial` of each head."""
+        """Return a rotary embedding without scaling, of a `partial` of each head."""
         return Rope(theta, "default", () if partial == 1.0 else ((_PARTIAL, partial),))
 
     def to_hf(self, scaled: bool = False, partial: float | None = None) -> dict[str, Any]:
-        """`scaled`: with a section also where there is no scaling, since one that is left out would
-        be another; and with the part of a head that is rotated, where one that is left out would be
-        `partial`. longrope has the original length and the part beside its section, and the keys
-        that transformers 4 takes in a Phi-3."""
+        """Return the keys of config.json. `scaled`: with a section also where there is no scaling,
+        since one that is left out would be another; and with the part of a head that is rotated,
+        where one that is left out would be `partial`. longrope has the original length and the part
+        next to its section, and the keys that transformers 4 takes in a Phi-3."""
         values: dict[str, Any] = {"rope_theta": self.theta}
         own: dict[str, Any] = {} if partial is None else {_PARTIAL: 1.0}
         own |= {key: list(v) if key in _LISTS else v for key, v in self.parameters}
@@ -113,13 +114,13 @@ class Rope:
         return values
 
     def section(self) -> dict[str, Any]:
-        """One of the `rope_parameters` of transformers 5."""
+        """Return one of the `rope_parameters` of transformers 5."""
         return {"rope_type": self.kind, "rope_theta": self.theta, **dict(self.parameters)}
 
     def tables(self, num_positions: int, head_dim: int, context: int = 0) -> tuple[Tensor, Tensor]:
-        """(cos, sin), float32 [positions, head_dim / 2], times the attention factor of yarn and
-        longrope, of a model whose context has so many tokens: on that longrope depends. Columns
-        after those of the `rotated` dimensions leave what they are applied to as it is."""
+        """Return (cos, sin), float32 [positions, head_dim / 2], times the attention factor of yarn
+        and longrope, of a model of `context` tokens, on which longrope depends. Columns after those
+        of the `rotated` dimensions change nothing."""
         inverse, factor = self._frequencies(self.rotated(head_dim), context)
         angles = torch.arange(num_positions, dtype=torch.float64).unsqueeze(1) * inverse.unsqueeze(
             0
@@ -129,8 +130,8 @@ class Rope:
         return functional.pad(cos, (0, rest), value=1.0), functional.pad(sin, (0, rest))
 
     def rotated(self, head_dim: int) -> int:
-        """How many dimensions of a head are rotated, its first ones; of proportional all, most by
-        angles of 0."""
+        """Return how many dimensions of a head are rotated, its first ones; of proportional all,
+        most by angles of 0."""
         if self.kind == PROPORTIONAL:
             return head_dim
         return int(head_dim * dict(self.parameters).get(_PARTIAL, 1.0))
@@ -152,8 +153,8 @@ class Rope:
                 )
 
     def of_part(self, rotated: int, head_dim: int) -> "Rope":
-        """The same where a head of `head_dim` has so many rotated dimensions, and a config.json
-        speaks of these alone (multi-head latent attention)."""
+        """Return the same where a head of `head_dim` has this many rotated dimensions, and a
+        config.json speaks of these alone (multi-head latent attention)."""
         part = (_PARTIAL, (rotated + 0.5) / head_dim)  # rounded down to `rotated`
         return replace(self, parameters=tuple(sorted((*self.whole.parameters, part))))
 
@@ -165,15 +166,15 @@ class Rope:
 
     @property
     def score_factor(self) -> float:
-        """What DeepSeek's YaRN multiplies scores by besides: the square of 0.1 · mscale_all_dim ·
-        ln(factor) + 1."""
+        """DeepSeek's further YaRN factor of scores: the square of 0.1 · mscale_all_dim · ln(factor)
+        + 1."""
         parameters = dict(self.parameters)
         mscale, factor = parameters.get("mscale_all_dim"), parameters.get("factor", 1.0)
         return _mscale(factor, mscale) ** 2 if mscale and self.kind == "yarn" else 1.0
 
     def growth(self, num_positions: int) -> Tensor | None:
-        """What queries are multiplied by at each position, float32 [positions, 1, 1]: 1 + β ·
-        ln(1 + floor(position / original length)), as Llama 4 and Ministral 3 have it; None where
+        """Return what queries are multiplied by at each position, float32 [positions, 1, 1]: 1 + β
+        · ln(1 + floor(position / original length)), as Llama 4 and Ministral 3 have it; None where
         the family has no β, or all of these are 1."""
         parameters = dict(self.parameters)
         if _BETA not in parameters or num_positions <= parameters[_ORIGINAL]:
@@ -184,7 +185,7 @@ class Rope:
         return table[blocks.long()].float().view(-1, 1, 1)
 
     def is_long(self, context: int) -> bool:
-        """Whether a model with a context of so many tokens takes the long factors of longrope."""
+        """Return whether a model of `context` tokens takes the long factors of longrope."""
         return self.kind == "longrope" and context > self.original_positions
 
     @property
@@ -193,7 +194,7 @@ class Rope:
         return int(dict(self.parameters).get(_ORIGINAL, 0))
 
     def factor(self, context: int) -> float:
-        """Of a scaling that has one: of longrope that of the context, unless it is given."""
+        """Return the factor of a scaling; longrope's default is that of the context."""
         given = dict(self.parameters).get("factor")
         return context / self.original_positions if given is None else float(given)
 
@@ -246,7 +247,7 @@ Tables = dict[Turned, Table]
 def make_tables(
     ropes: Iterable[Turned], num_positions: int, context: int, device: torch.device
 ) -> Tables:
-    """The tables of these, on a device; `context` as of `Rope.tables`."""
+    """Return the tables of these, on a device; `context` as of `Rope.tables`."""
     found: Tables = {}
     for rope, head_dim in ropes:
         shape = num_positions, head_dim // 2
@@ -263,8 +264,8 @@ def make_tables(
 
 
 def _read(section: Mapping[str, Any], values: Mapping[str, Any], where: str, family: _Own) -> Rope:
-    """One section. `original_max_position_embeddings` beside it counts more than the one inside,
-    else the context."""
+    """Return one section. `original_max_position_embeddings` next to it counts more than the one
+    inside, else the context."""
     kind = section.get("rope_type", section.get("type", "default"))
     if kind not in family.kinds:
         old = "; su is the old name of longrope: give that" if kind == "su" else ""
@@ -319,7 +320,7 @@ def _read(section: Mapping[str, Any], values: Mapping[str, Any], where: str, fam
 
 
 def _parameters(own: Mapping[str, Any], kind: str, where: str, family: _Own) -> dict[str, Any]:
-    """Those of a kind of scaling, and those that the family has more."""
+    """Return the parameters of a kind of scaling, and the family's own."""
     given: dict[str, Any] = {}
     for key in _NEEDED[kind]:
         if key not in own:
@@ -349,7 +350,7 @@ def _parameters(own: Mapping[str, Any], kind: str, where: str, family: _Own) -> 
 
 
 def _factors(own: Mapping[str, Any], key: str, where: str) -> tuple[float, ...]:
-    """A list of longrope's. How many there must be, `Rope.check` says."""
+    """Return a list of longrope's. How many there must be, `Rope.check` says."""
     found = own.get(key)
     if not isinstance(found, list) or not found:
         raise IsobitError(f"{where}: rope scaling longrope needs {key}, a list of numbers above 0")
@@ -363,7 +364,8 @@ def _factors(own: Mapping[str, Any], key: str, where: str) -> tuple[float, ...]:
 
 
 def _longrope_attention(parameters: Mapping[str, Any], factor: float) -> float:
-    """What cosines and sines are multiplied by: sqrt(1 + ln(factor) / ln(original length))."""
+    """Return what cosines and sines are multiplied by: sqrt(1 + ln(factor) / ln(original
+    length))."""
     if "attention_factor" in parameters:
         return float(parameters["attention_factor"])
     original = parameters[_ORIGINAL]

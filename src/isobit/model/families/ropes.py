@@ -21,9 +21,9 @@ class RopeKinds:
 
 
 def by_layer_type(theta: float, sliding_theta: float, sliding_key: str | None = None) -> RopeKinds:
-    """One section each in rope_parameters; or rope_theta and rope_scaling for layers without a
-    window alone. These thetas stand for what is left out; `sliding_key` names that of the others
-    beside rope_theta, None if nothing does."""
+    """Return one section each in rope_parameters; or rope_theta and rope_scaling for layers without
+    a window alone. These thetas stand for what is left out; `sliding_key` names that of the others
+    next to rope_theta, None if nothing does."""
 
     def read(values: Mapping[str, Any], where: str, max_positions: int) -> tuple[Rope, Rope]:
         sections = values.get("rope_parameters")
@@ -77,8 +77,8 @@ def by_layer_type(theta: float, sliding_theta: float, sliding_key: str | None = 
 
 
 def by_sections(full: Rope, sliding: Rope) -> RopeKinds:
-    """One section each in rope_parameters, with a theta, and no keys beside it; these where it is
-    left out."""
+    """Return one section each in rope_parameters, with a theta, and no keys next to it; these where
+    it is left out."""
 
     def read(values: Mapping[str, Any], where: str, max_positions: int) -> tuple[Rope, Rope]:
         if beside := [key for key in ("rope_theta", "rope_scaling") if values.get(key) is not None]:
@@ -117,7 +117,7 @@ def by_sections(full: Rope, sliding: Rope) -> RopeKinds:
 
 
 def _checked(full: Rope, sliding: Rope, where: str) -> tuple[Rope, Rope]:
-    """The two. Raises IsobitError for scalings that transformers has not in such a model."""
+    """Return the two. Raises IsobitError for scalings that transformers has not in such a model."""
     if "longrope" in (full.kind, sliding.kind):
         raise IsobitError(
             f"{where}: unsupported rope scaling 'longrope': no model whose layer types have "

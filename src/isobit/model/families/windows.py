@@ -35,9 +35,9 @@ class Windows:
 def windows_of(
     values: Mapping[str, Any], where: str, rule: Windows | None, layers: int, max_positions: int
 ) -> tuple[int | None, ...]:
-    """The window of each layer in tokens, None where it sees all positions; () if no layer has one.
-    Raises IsobitError for layer types of other kinds, and for those that the family's models do not
-    follow."""
+    """Return the window of each layer in tokens, None where it sees all positions; () if no layer
+    has one. Raises IsobitError for layer types of other kinds, and for those that the family's
+    models do not follow."""
     kinds = _layer_kinds(values, where, layers)
     if kinds and rule is not None and not rule.layer_types:
         raise IsobitError(
@@ -67,7 +67,7 @@ def windows_of(
 
 
 def windows_to_hf(windows: Sequence[int | None], rule: Windows, layers: int) -> dict[str, Any]:
-    """The keys that say so."""
+    """Return the keys that say so."""
     used = sorted({window for window in windows if window is not None})
     assert len(used) <= 1, "config.json has one window for all layers"
     values: dict[str, Any] = {"use_sliding_window": bool(used)} if rule.flag else {}
@@ -88,7 +88,7 @@ def _window(values: Mapping[str, Any], where: str, rule: Windows) -> int | None:
 
 
 def _layer_kinds(values: Mapping[str, Any], where: str, layers: int) -> list[str]:
-    """`layer_types`, or nothing where it is left out."""
+    """Return `layer_types`, or nothing where it is left out."""
     kinds = values.get("layer_types")
     if kinds is None:
         return []

@@ -21,7 +21,8 @@ _MARK, _TIED = "adds_in_place", "tied_gradient"
 
 
 class TiedGradient:
-    """That of a master which is the output head, and the embedding of `tokens` [T]: on a CPU.
+    """The gradient of a master that is the output head, and the embedding of `tokens` [T]: on a
+    CPU.
 
     Autograd adds both gradients, of the master's size, and their sum to what there was: before +
     (head + embedding). Here the head's is added to what there was, and of the embedding's, which
@@ -42,15 +43,15 @@ class TiedGradient:
         return aside
 
     def add_head(self, gradient: Tensor, from_zero: bool) -> None:
-        """Of the head, unless it is what the head has added to already. `from_zero`: no zero of it
-        is negative, as none of a sum with an embedding's is."""
+        """Add the head's gradient, unless the head has added to it already. `from_zero`: no zero of
+        it is negative, as in a sum with an embedding's."""
         if self._master.grad is None:
             self._master.grad = gradient if from_zero else gradient.add_(0.0)
         elif gradient is not self._master.grad:
             self._master.grad.add_(gradient)
 
     def add_embedding(self, dy: Tensor, ops: Ops) -> None:
-        """Of the rows of the tokens [T, C], after the head's."""
+        """Add the gradient of the rows of the tokens [T, C], after the head's."""
         gradient = self._master.grad
         assert gradient is not None
         found = ops.embedding_backward(dy, self._places, len(self._rows))
@@ -85,14 +86,14 @@ def _addable(master: Tensor) -> bool:
 
 
 def added_to(master: Tensor) -> Tensor | None:
-    """The gradient that a product adds to; None where it has to return its own."""
+    """Return the gradient that a product adds to; None where it has to return its own."""
     gradient = master.grad if hasattr(master, _MARK) else None
     fits = gradient is not None and gradient.dtype == torch.float32 and gradient.is_contiguous()
     return gradient if fits else None
 
 
 def tied_gradient(master: Tensor) -> TiedGradient | None:
-    """What takes the gradients of a master that is output head and embedding, in the place of
-    autograd."""
+    """Return the collector of the gradients of a master that is output head and embedding, in the
+    place of autograd."""
     found: TiedGradient | None = getattr(master, _TIED, None)
     return found

@@ -40,7 +40,7 @@ def attend_linear(
     weight: Weight,
     ops: Ops,
 ) -> Tensor:
-    """linear(attend(qkv)) [T, N]: the bits of the two in turn."""
+    """Return linear(attend(qkv)) [T, N]: the bits of the two in turn."""
     spec = weight.activation
     if torch.is_grad_enabled():
         codes: list[QTensor] = []
@@ -71,10 +71,10 @@ def _with_gradient(
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """What attention takes besides its rows. `store` gives where keys and values are, `temporary`
-    an empty one of the same kind; `window` is how many keys a row sees, None all; `query` is how
-    queries are rounded, if they are, with a scale per row, or with `query_scale` [1]; `sinks` [H]
-    are the heads', in float32; `probabilities` are rounded so."""
+    """The inputs of attention besides its rows. `store` gives where keys and values are,
+    `temporary` an empty one of the same kind; `window` is how many keys a row sees, None all;
+    `query` is how queries are rounded, if they are, with a scale per row, or with `query_scale`
+    [1]; `sinks` [H] are the heads', in float32; `probabilities` are rounded so."""
 
     heads: Heads
     store: Callable[[], KVStore]
@@ -89,8 +89,8 @@ class Attended:
 
 
 def rounded(x: Tensor, spec: QuantSpec, ops: Ops, scale: Tensor | None = None) -> Tensor:
-    """x [T, H, D] quantized and dequantized, in x's dtype: with a scale per row, or with the given
-    `scale` [1]."""
+    """Return x [T, H, D] quantized and dequantized, in x's dtype: with a scale per row, or with the
+    given `scale` [1]."""
     flat = x.reshape(-1, x.shape[-1])
     if scale is None:
         quantized = ops.quantize(flat, spec, "queries")
@@ -147,7 +147,7 @@ _Given = tuple[Tensor, KVStore, Layout, float, int | None, Tensor | None, Format
 
 
 def _arguments(qkv: Tensor, given: Attended, ops: Ops) -> _Given:
-    """What `Ops.attention` takes; keys and values are in the store afterwards."""
+    """Return what `Ops.attention` takes; keys and values are in the store afterwards."""
     store = given.store()
     q = _queries(qkv, given, store, ops)
     sinks = None if given.sinks is None else given.sinks.working

@@ -15,7 +15,7 @@ Shapes: T rows, K and N the inputs and outputs of a linear layer, V vocabulary. 
 (`attend.py`), experts and linear attention.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,9 +49,9 @@ def linear(
     dtype: torch.dtype | None = None,
     operand: QTensor | None = None,
 ) -> Tensor:
-    """x [T, K] times the weight, plus bias: [T, N] in x's dtype, or all of it in a wider `dtype`.
-    `kept`: another function keeps x for its backward, so this one does too, and not its codes.
-    `operand`: x, quantized already."""
+    """Return x [T, K] times the weight, plus bias: [T, N] in x's dtype, or all of it in a wider
+    `dtype`. `kept`: another function keeps x for its backward, so this one does too, and not its
+    codes. `operand`: x, quantized already."""
     dtype = dtype or x.dtype
     if torch.is_grad_enabled():
         masters = weight.master, weight.bias_master
@@ -64,7 +64,7 @@ def linear(
 def rms_norm(
     x: Tensor, residual: Tensor | None, weight: Vector, eps: float, ops: Ops
 ) -> tuple[Tensor, Tensor]:
-    """(normed, x + residual), both [R, C]."""
+    """Return (normed, x + residual), both [R, C]."""
     if torch.is_grad_enabled():
         return _RMSNorm.apply(x, residual, weight.master, weight.working, eps, ops)
     normed, summed, _ = ops.rms_norm(x, weight.working, eps, residual)
@@ -72,7 +72,8 @@ def rms_norm(
 
 
 def unweighted_norm(x: Tensor, width: int, eps: float, ops: Ops) -> Tensor:
-    """x [R, n · width], each `width` of its numbers normed by themselves, without a weight."""
+    """Return x [R, n · width], each `width` of its numbers normed by themselves, without a
+    weight."""
     one = Vector("", FROZEN, torch.ones(width, dtype=x.dtype, device=x.device))
     return rms_norm(x.contiguous().view(-1, width), None, one, eps, ops)[0].view(x.shape)
 
@@ -86,8 +87,8 @@ def norm_linear(
     ops: Ops,
     codes: GradientCodes | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(linear(rms_norm(x + residual)) [T, N], x + residual [T, K]): the bits of the two in turn.
-    `codes`: of the first result's gradient, from a `gated_linear` which alone is given that
+    """Return (linear(rms_norm(x + residual)) [T, N], x + residual [T, K]): the bits of the two in
+    turn. `codes`: of the first result's gradient, from a `gated_linear` which alone is given that
     result."""
     if torch.is_grad_enabled():
         masters = norm.master, weight.master, weight.bias_master
@@ -106,9 +107,9 @@ def gated_linear(
     again: "Again | None" = None,
     codes: GradientCodes | None = None,
 ) -> Tensor:
-    """linear(activated(activation, gate_up [T, 2K])) [T, N]: the bits of the two in turn. `again`:
-    gives gate_up, and something, once more, so that it is not kept for the backward. `codes`: where
-    the gradient of gate_up goes, if whoever made that takes it so."""
+    """Return linear(activated(activation, gate_up [T, 2K])) [T, N]: the bits of the two in turn.
+    `again`: a function that computes gate_up once more, so that it is not kept for the backward.
+    `codes`: where the gradient of gate_up goes, if its maker takes it in codes."""
     if torch.is_grad_enabled():
         masters = weight.master, weight.bias_master
         return _GatedLinear.apply(
@@ -118,7 +119,8 @@ def gated_linear(
 
 
 def multiplied(x: Operand, weight: Weight, ops: Ops, dtype: torch.dtype) -> Tensor:
-    """x [T, K] as it is multiplied, times the weight and adapters, without a gradient: [T, N]."""
+    """Return x [T, K], rounded for the product, times the weight and adapters, without a gradient:
+    [T, N]."""
     if weight.several is not None:
         return weight.several.product(x, weight, ops, dtype)
     return low_rank.product(x, weight, ops, dtype)[0]
@@ -165,15 +167,21 @@ class _Linear(Function):
         if ctx.kept and saved:
             operand: Operand | None = _multiplied(saved[0].to(dy.dtype), None, weight, ctx.ops)
         else:
-            operand = _joined(saved, weight)
+            # codes and scales, a tensor, or nothing
+            spec = copy_spec(weight) if has_own_copy(weight) else weight.activation
+            operand = (
+                QTensor(saved[0], saved[1], spec)
+                if len(saved) == 2 and spec is not None
+                else next(iter(saved), None)
+            )
         dx, dw, db, *adapters = linear_backward(ctx, dy, operand, us, ctx.needs_input_grad[:3])
         dx = None if dx is None else dx.to(ctx.dtype)
         return dx, dw, db, None, None, None, None, None, *adapters
 
 
 def _multiplied(x: Tensor, operand: Operand | None, weight: Weight, ops: Ops) -> Operand:
-    """What gradients of masters take of x [T, K]: `operand`, which was quantized from it, or that
-    again; or a copy of x quantized along the tokens. DGrad needs neither."""
+    """Return what gradients of masters take of x [T, K]: `operand`, which was quantized from it, or
+    that again; or a copy of x quantized along the tokens. DGrad needs neither."""
     if weight.activation is not None and has_own_copy(weight):
         return ops.quantize_along_tokens(x, weight.activation, weight.name)
     return _quantized(x, weight, unwatched(ops)) if operand is None else operand
@@ -184,18 +192,8 @@ def _quantized(x: Tensor, weight: Weight, ops: Ops) -> Operand:
 
 
 def parts(operand: Operand) -> tuple[Tensor, ...]:
-    """The tensors as which an operand is saved for the backward."""
+    """Return the tensors as which an operand is saved for the backward."""
     return (operand.data, operand.scale) if isinstance(operand, QTensor) else (operand,)
-
-
-def _joined(saved: Sequence[Tensor], weight: Weight) -> Operand | None:
-    """The operand of saved `parts`, None of none."""
-    spec = copy_spec(weight) if has_own_copy(weight) else weight.activation
-    return (
-        QTensor(saved[0], saved[1], spec)
-        if len(saved) == 2 and spec is not None
-        else next(iter(saved), None)
-    )
 
 
 class _RMSNorm(Function):
@@ -290,7 +288,7 @@ def _normed(
 
 
 def _normed_again(summed: Tensor, norm: Vector, eps: float, weight: Weight, ops: Ops) -> Operand:
-    """`_multiplied` of the normed rows."""
+    """Return `_multiplied` of the normed rows."""
     if has_own_copy(weight):
         return _multiplied(ops.rms_norm(summed, norm.working, eps)[0], None, weight, ops)
     return _normed(summed, None, norm, eps, weight, unwatched(ops))[0]
@@ -343,7 +341,7 @@ def _gated(gate_up: Tensor, activation: MlpActivation, weight: Weight, ops: Ops)
 
 
 def _gated_again(gate_up: Tensor, activation: MlpActivation, weight: Weight, ops: Ops) -> Operand:
-    """`_multiplied` of the gated rows."""
+    """Return `_multiplied` of the gated rows."""
     if has_own_copy(weight):
         return _multiplied(activated(activation, gate_up, ops), None, weight, ops)
     return _gated(gate_up, activation, weight, unwatched(ops))

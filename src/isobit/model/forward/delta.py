@@ -27,7 +27,7 @@ from isobit.model.weights.stored import Vector
 
 @dataclass(frozen=True, eq=False)
 class Recurrent:
-    """What linear attention takes besides its rows: `store` has the states of earlier ones, None
+    """The inputs of linear attention besides its rows: `store` has the states of earlier ones, None
     where sequences are whole."""
 
     sizes: LinearAttention
@@ -39,7 +39,7 @@ class Recurrent:
 def linear_attention(
     qkvz: Tensor, gates: Tensor, layer: Delta, given: Recurrent, ops: Ops
 ) -> Tensor:
-    """qkvz [T, channels + values] and gates [T, 2 Hv] float32 to [T, hidden]."""
+    """Return qkvz [T, channels + values] and gates [T, 2 Hv] float32 to [T, hidden]."""
     sizes = given.sizes
     mixed, z = qkvz.split((sizes.channels, sizes.values), dim=1)
     mixed = convolved(mixed.contiguous(), layer.conv, given, ops)
@@ -52,7 +52,7 @@ def linear_attention(
 def convolved(
     x: Tensor, weight: Vector, given: Recurrent, ops: Ops, bias: Vector | None = None
 ) -> Tensor:
-    """`Ops.short_convolution` of x [T, C], with its gradient."""
+    """Compute `Ops.short_convolution` of x [T, C], with its gradient."""
     if torch.is_grad_enabled():
         masters = weight.master, None if bias is None else bias.master
         return _Convolved.apply(x, *masters, weight, bias, given, ops)
@@ -63,7 +63,7 @@ def convolved(
 def recurrence(
     qkv: Tensor, gates: Tensor, fading: Sequence[Vector], given: Recurrent, ops: Ops
 ) -> Tensor:
-    """`Ops.delta_rule` of qkv [T, C], with its gradient; `fading`: decay, step_bias and, of
+    """Compute `Ops.delta_rule` of qkv [T, C], with its gradient; `fading`: decay, step_bias and, of
     Mamba-2, skip."""
     if torch.is_grad_enabled():
         masters = [vector.master for vector in fading]

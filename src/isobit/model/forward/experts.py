@@ -7,7 +7,7 @@ of the two matrices, because an expert without rows gets no gradient.
 
 Activations or gradients whose rows share scales (granularity `tensor`, and the like) are quantized
 expert by expert, as separate matrices. Experts may have adapters (`kernels/low_rank/experts.py`),
-or several, each of its own rows (`adapters/multi_lora.py`). Left out: which experts serve a token
+or several, each on its own rows (`adapters/multi_lora.py`). Left out: which experts serve a token
 (`moe.py`).
 """
 
@@ -35,9 +35,9 @@ from isobit.precision import QTensor, QuantSpec
 def through_experts(
     x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops, again: bool = False
 ) -> Tensor:
-    """The experts `chosen` [T, k] int64 for the rows of x [T, H], times their gates [T, k] float32,
-    added in float32 in the order of k and rounded once: [T, H] in x's dtype. `again`: the backward
-    computes both products again; where rows share scales it does not."""
+    """Return the experts `chosen` [T, k] int64 for the rows of x [T, H], times their gates [T, k]
+    float32, added in float32 in the order of k and rounded once: [T, H] in x's dtype. `again`: the
+    backward computes both products again; where rows share scales it does not."""
     first = layer.experts[0]
     if any(
         _shares_scales(spec) for weight in (first.gate_up, first.down) for spec in _specs(weight)
@@ -53,7 +53,7 @@ def through_experts(
 
 
 def _adapter_masters(weights: Sequence[Weight]) -> Iterator[Tensor]:
-    """Of each adapter A of every expert, then B of every expert."""
+    """Yield each adapter's A of every expert, then its B of every expert."""
     for place in range(len(weights[0].adapters)):
         own = [weight.adapters[place] for weight in weights]
         yield from (each.a.master for each in own)
@@ -61,7 +61,7 @@ def _adapter_masters(weights: Sequence[Weight]) -> Iterator[Tensor]:
 
 
 def mlp(x: Tensor, layer: Mlp, ops: Ops) -> Tensor:
-    """The MLP of one expert: x [T, H] to [T, H]."""
+    """Return the MLP of one expert: x [T, H] to [T, H]."""
     return autograd.gated_linear(
         autograd.linear(x, layer.gate_up, ops), layer.activation, layer.down, ops
     )
@@ -135,8 +135,8 @@ class _Experts(Function):
 
 
 class Results(NamedTuple):
-    """Of the rows sorted by expert: `gate_up` [T k, 2I], without gates [T k, I], `down` [T k, H],
-    and the u of every adapter's factors, those of gate_up first."""
+    """The results of rows sorted by expert: `gate_up` [T k, 2I], without gates [T k, I], `down` [T
+    k, H], and the u of every adapter's factors, those of gate_up first."""
 
     gate_up: Tensor
     down: Tensor
@@ -154,7 +154,7 @@ class _Backward(NamedTuple):
     ops: Ops
 
     def weights(self, needed: Sequence[bool]) -> list[Tensor | None]:
-        """dW of every expert."""
+        """Return dW of every expert."""
         if not any(needed):
             return [None] * len(self.weights_of)
         assert self.x is not None
@@ -169,7 +169,7 @@ class _Backward(NamedTuple):
         us: Sequence[Tensor],
         wanted: bool = True,
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """(dx [R, K] in dy's type, if it is `wanted`; the gradients of the factors)."""
+        """Return (dx [R, K] in dy's type, if it is `wanted`; the gradients of the factors)."""
         given = self.dy, stacked, self.weights_of[0], self.offsets, self.ops
         if not factors:
             return _input_gradient(*given, self.dy.dtype) if wanted else None, []
@@ -191,14 +191,15 @@ every expert's rows begin [experts + 1]."""
 def _forward(
     x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: Ops
 ) -> tuple[Tensor, Places, Results]:
-    """(sums [T, H], places, what the sorted rows give)."""
+    """Return (sums [T, H], places, what the sorted rows give)."""
     rows, place, offsets = ops.by_expert(chosen, len(layer.experts))
     results = _results(x, rows, offsets, layer, ops)
     return ops.sum_of_rows(results.down, place, gates), (rows, place, offsets), results
 
 
 def _results(x: Tensor, rows: Tensor, offsets: Tensor, layer: Mixture, ops: Ops) -> Results:
-    """Of the rows of x [T, H] at these places, which are sorted by expert."""
+    """Compute the experts' results of the rows of x [T, H] at these places, which are sorted by
+    expert."""
     first, inputs = layer.experts[0], _inputs(x, layer.experts[0].gate_up, ops)
     if first.gate_up.several is not None:
         return _of_several(picked(inputs, rows), x.dtype, rows, offsets, layer, ops)
@@ -213,7 +214,7 @@ def _results(x: Tensor, rows: Tensor, offsets: Tensor, layer: Mixture, ops: Ops)
 def _of_several(
     x: Operand, dtype: torch.dtype, rows: Tensor, offsets: Tensor, layer: Mixture, ops: Ops
 ) -> Results:
-    """`_results` where rows are of several adapters, of x [T k, H] sorted by expert."""
+    """Return `_results` where rows are of several adapters, of x [T k, H] sorted by expert."""
     given = rows, offsets, ops, dtype
 
     def product(x: Operand, weights: Sequence[Weight], stacked: Stacked) -> Tensor:
@@ -239,7 +240,8 @@ def _gated(gate_up: Tensor, layer: Mixture, ops: Ops) -> Operand:
 def _input_gradient(
     dy: Tensor, stacked: Stacked, weight: Weight, offsets: Tensor, ops: Ops, out: torch.dtype
 ) -> Tensor:
-    """dx [R, K] = dy [R, N] · W [N, K] of every row's expert, as of a linear layer, in `out`."""
+    """Return dx [R, K] = dy [R, N] · W [N, K] of every row's expert, as of a linear layer, in
+    `out`."""
     if weight.dgrad == "fp8" and stacked.spec is not None and weight.gradient is not None:
         quantized = ops.quantize(dy, weight.gradient, f"output gradient of {_name(weight)}")
         transposed = stacked.transpose()
@@ -262,9 +264,9 @@ def _weight_gradients(
     needed: tuple[bool, ...],
     ops: Ops,
 ) -> list[Tensor | None]:
-    """dW [N, K] float32 of every expert that has rows and needs one, of dy [R, N] and the rows x
-    [R, K] as they were multiplied; before they were quantized, where WGrad has copies of its own.
-    None of what was added to a gradient."""
+    """Return dW [N, K] float32 of every expert that has rows and needs one, of dy [R, N] and the
+    rows x [R, K] as they were multiplied; before they were quantized, where WGrad has copies of its
+    own. None of what was added to a gradient."""
     weight, masters = weights[0], [each.master for each in weights]
     name, into = _name(weight), [added_to(master) for master in masters]
     if has_own_copy(weight) and isinstance(x, Tensor):
@@ -310,7 +312,7 @@ def _one_by_one(x: Tensor, gates: Tensor, chosen: Tensor, layer: Mixture, ops: O
 
 
 def _specs(weight: Weight) -> list[QuantSpec]:
-    """The specs of the activation and of the output gradient, if they are quantized."""
+    """Return the specs of the activation and of the output gradient, if they are quantized."""
     gradient = weight.gradient if weight.dgrad == "fp8" else None
     return [spec for spec in (weight.activation, gradient) if spec is not None]
 
@@ -320,5 +322,5 @@ def _shares_scales(spec: QuantSpec) -> bool:
 
 
 def _name(weight: Weight) -> str:
-    """The name of all experts' weights together: `layers.3.experts.down`."""
+    """Return the name of all experts' weights together: `layers.3.experts.down`."""
     return weight.name.replace(".experts.0.", ".experts.")

@@ -20,7 +20,7 @@ from isobit.precision import QuantSpec
 
 
 def activated(activation: MlpActivation, x: Tensor, ops: Ops) -> Tensor:
-    """`Ops.gate_mul` of x [T, 2I], or relu2 of x [T, I]: [T, I]."""
+    """Compute `Ops.gate_mul` of x [T, 2I], or relu2 of x [T, I]: [T, I]."""
     if activation == RELU2:
         positive = torch.relu(x)
         return positive * positive
@@ -30,7 +30,7 @@ def activated(activation: MlpActivation, x: Tensor, ops: Ops) -> Tensor:
 def activated_codes(
     activation: MlpActivation, x: Tensor, spec: QuantSpec | None, name: str, ops: Ops
 ) -> Operand:
-    """`activated`, quantized where there is a spec: the bits of the two in turn."""
+    """Return `activated`, quantized where there is a spec: the bits of the two in turn."""
     if spec is None:
         return activated(activation, x, ops)
     if activation == RELU2:
@@ -46,7 +46,7 @@ def activated_backward(activation: MlpActivation, dh: Tensor, x: Tensor, ops: Op
 
 
 def gated(activation: Activation, pair: Tensor, ops: Ops) -> Tensor:
-    """`Ops.gate_mul` of a pair (gate, x) [T, 2 H], with its gradient: [T, H]."""
+    """Compute `Ops.gate_mul` of a pair (gate, x) [T, 2 H], with its gradient: [T, H]."""
     if torch.is_grad_enabled():
         return _Gated.apply(activation, pair, ops)
     return ops.gate_mul(activation, pair)
@@ -67,7 +67,7 @@ class _Gated(Function):
 
 
 def times(x: Tensor, weight: Vector) -> Tensor:
-    """x [T, C] times a weight [C], each product rounded once, with its gradient."""
+    """Return x [T, C] times a weight [C], each product rounded once, with its gradient."""
     if torch.is_grad_enabled():
         return _Times.apply(x, weight.master, weight.working)
     return x * weight.working

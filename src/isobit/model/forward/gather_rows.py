@@ -12,7 +12,7 @@ from isobit.kernels import Copies, Ops
 
 
 def copied(x: Tensor, copies: Copies, ops: Ops) -> Tensor:
-    """The copies [R, C] of rows x [count, C]."""
+    """Return the copies [R, C] of rows x [count, C]."""
     if torch.is_grad_enabled():
         return _Copied.apply(x, copies, ops)
     return x[copies.index]

@@ -44,8 +44,8 @@ def head_logprobs(
     cap: float | None = None,
     keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(log-probability of `targets`, entropy), [T] float32 both, with their gradients, `chunk`
-    rows of logits at a time, capped by `cap`.
+    """Return (log-probability of `targets`, entropy), [T] float32 both, with their gradients,
+    `chunk` rows of logits at a time, capped by `cap`.
 
     hidden [T, C] in the compute format, targets [T] int64. With a `filtering` both are of the
     renormalized distribution; a target outside its row's support is added to it. A repetition
@@ -67,9 +67,9 @@ def head_rows(vocab_size: int, host: bool) -> int:
 
 
 def most_kept(tokens: int, hidden_size: int) -> int:
-    """Rows of logits that are kept for the backward of a micro-batch of so many tokens, at most:
-    those of `hidden_size` rows take what the head's gradient does, of which autograd would hold
-    two. None beside the activations of many tokens."""
+    """Return the most rows of logits that are kept for the backward of a micro-batch: those of
+    `hidden_size` rows take as much as the head's gradient, of which autograd would hold two; none
+    next to the activations of many tokens."""
     return min(tokens, hidden_size) if tokens <= 2 * hidden_size else 0
 
 
@@ -134,8 +134,8 @@ class _HeadLogprobs(Function):
 def _by_chunks(
     ctx: Any, dlogprobs: Tensor, dentropy: Tensor | None, trained: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(gradient of hidden, of the weight if it is `trained` and there are rows), of logits that are
-    computed again."""
+    """Return (gradient of hidden, of the weight if it is `trained` and there are rows), of logits
+    that are computed again."""
     (hidden, targets), weight, filtering = ctx.saved_tensors, ctx.head.prepared, ctx.filtering
     dhidden, dweight, ops = torch.empty_like(hidden), None, ctx.ops
     for start in range(0, hidden.shape[0], ctx.chunk):
@@ -165,7 +165,8 @@ def _chunked_logprobs(
     cap: float | None,
     kept: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`kept`: where to put the logits of each chunk."""
+    """Return the log-probabilities of the targets, a chunk of rows at a time. `kept`: where to put
+    the logits of each chunk."""
     assert isinstance(head.working, Tensor), "the output head stays in the compute format"
     parts = []
     for place, (rows, tokens) in enumerate(zip(hidden.split(chunk), targets.split(chunk))):

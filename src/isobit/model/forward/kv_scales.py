@@ -19,8 +19,8 @@ from isobit.precision import E4M3, Calibration
 
 @dataclass(frozen=True, eq=False)
 class KVScales:
-    """`values` [layers, 2 or 3] float32, on the CPU: scales of K, of V, and of Q if queries are
-    calibrated; `version`: the version of the weights that they were computed with."""
+    """The calibrated scales: `values` [layers, 2 or 3] float32, on the CPU, of K, of V, and of Q if
+    queries are calibrated; `version` of the weights that they were computed with."""
 
     values: Tensor
     version: int
@@ -31,14 +31,14 @@ class KVScales:
 
 
 def scales_of(scales: KVScales | None) -> Tensor:
-    """The values of calibrated scales. Raises IsobitError if there are none."""
+    """Return the values of calibrated scales. Raises IsobitError if there are none."""
     if scales is None:
         raise IsobitError("the KV cache needs calibrated scales: call Engine.calibrate(prompts)")
     return scales.values
 
 
 class AmaxRecorder:
-    """Records the largest magnitudes of K and V, and of Q with `queries`, per forward and layer; a
+    """Recorder of the largest magnitudes of K and V, with `queries` of Q, per forward and layer; a
     `Watch`.
 
     They stay on their device until `amax` reads them, so that no forward waits.
@@ -49,15 +49,15 @@ class AmaxRecorder:
         self.batches: list[dict[tuple[int, int], Tensor]] = []
 
     def __call__(self, ops: Ops, layer: int | None) -> Any:
-        """The recording operators of a layer; the call for those outside the layers comes first and
-        begins a batch."""
+        """Return the recording operators of a layer; the call for those outside the layers comes
+        first and begins a batch."""
         if layer is None:
             self.batches.append({})
             return ops
         return _Recording(ops, self.batches[-1], layer, self.sides)
 
     def amax(self, percentile: float) -> Tensor:
-        """[layers, 2 or 3] on the CPU: the percentile over the forwards seen, interpolated
+        """Return [layers, 2 or 3] on the CPU: the percentile over the forwards seen, interpolated
         linearly."""
         seen = torch.zeros(len(self.batches), self.num_layers, self.sides)
         places = [(batch, *place) for batch, found in enumerate(self.batches) for place in found]
@@ -83,6 +83,6 @@ class _Recording(Watching):
 
 
 def scales_from(amax: Tensor, calibration: Calibration, version: int) -> KVScales:
-    """amax · margin / 448, or 1 where only zeros were seen."""
+    """Return amax · margin / 448, or 1 where only zeros were seen."""
     values = amax * torch.tensor(calibration.margins[: amax.shape[1]]) / E4M3.max
     return KVScales(torch.where(amax > 0, values, 1.0), version)

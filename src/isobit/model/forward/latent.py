@@ -22,7 +22,8 @@ from isobit.model.weights.permute_heads import in_halves
 def expanded_heads(
     rows: Tensor, own: LatentAttention, sizes: Latent, heads: int, ops: Ops
 ) -> Tensor:
-    """rows [T, first + kv_rank + rotated], of qkv_a, to queries, keys and values [T, 3 H, D]."""
+    """Return rows [T, first + kv_rank + rotated], of qkv_a, to queries, keys and values [T, 3 H,
+    D]."""
     parts = (sizes.first_rows(heads), sizes.kv_rank, sizes.rotated)
     q, latent, shared = (part.contiguous() for part in rows.split(parts, dim=1))
     if own.q_b is not None and own.q_a_norm is not None:

@@ -1,4 +1,4 @@
-"""What layers take beside the hidden state, as the small Gemma 4 have it: embeddings of their own,
+"""What layers take next to the hidden state, as the small Gemma 4 have it: their own embeddings,
 and keys and values of another layer.
 
 Of tokens t with embeddings x, for all layers at once, P the width of a layer's embeddings:
@@ -35,7 +35,7 @@ class Keys(NamedTuple):
 def layer_embeddings(
     tokens: Tensor, x: Tensor, own: LayerEmbeddings, config: ModelConfig, ops: Ops
 ) -> dict[int, Tensor]:
-    """Of each layer [T, P], of tokens [T] whose embeddings are x [T, H]."""
+    """Return each layer's embeddings [T, P] of tokens [T] whose embeddings are x [T, H]."""
     width = config.inputs.embedded
     found = autograd.embedding(tokens, own.table, width**0.5, ops)
     rows = autograd.linear(x, own.projection, ops) * config.hidden_size**-0.5
@@ -47,8 +47,8 @@ def layer_embeddings(
 def with_embedding(
     x: Tensor, residual: Tensor, embedded: Tensor, own: Embedded, config: ModelConfig, ops: Ops
 ) -> tuple[Tensor, Tensor]:
-    """(what a layer's embeddings [T, P] add, the sum x + residual that it is added to), both [T,
-    H]."""
+    """Return (what a layer's embeddings [T, P] add, the sum x + residual that it is added to), both
+    [T, H]."""
     summed = x + residual
     pair = torch.cat((autograd.linear(summed, own.gate, ops), embedded), dim=1)
     out = autograd.gated_linear(pair, config.activation, own.out, ops)

@@ -50,7 +50,7 @@ returns the operators to use instead. These return the same results, and may loo
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """What the layers of one forward share.
+    """The state that the layers of one forward share.
 
     `masters` receive gradients. `stores` hold keys and values or states, one per layer; without
     them each layer has a temporary one, and states are not kept. `scales` are those of a calibrated
@@ -76,15 +76,15 @@ class Pass:
     keys: dict[int, Keys] = field(default_factory=dict)
 
     def ops_of(self, layer: int | None) -> Ops:
-        """The operators of a layer, or outside the layers."""
+        """Return the operators of a layer, or outside the layers."""
         return self.ops if self.watch is None else self.watch(self.ops, layer)
 
     def table_of(self, index: int) -> Table:
-        """The rotary table of a layer."""
+        """Return the rotary table of a layer."""
         return self.tables[self.config.rope_of(index), self.config.heads_of(index).dim]
 
     def store_of(self, index: int, layer: Layer) -> KVStore:
-        """Where a layer's keys and values are."""
+        """Return the store of a layer's keys and values."""
         if self.stores is None:
             return self.temporary_store(index, layer)
         found = self.stores[index]
@@ -92,13 +92,13 @@ class Pass:
         return found
 
     def states_of(self, index: int) -> StateStore | None:
-        """Where a layer's states are, if anywhere."""
+        """Return the store of a layer's states, if it has one."""
         found = None if self.stores is None else self.stores[index]
         assert found is None or isinstance(found, StateStore)
         return found
 
     def temporary_store(self, index: int, layer: Layer) -> KVStore:
-        """An empty one for a layer's keys and values of this forward alone."""
+        """Return an empty one for a layer's keys and values of this forward alone."""
         flow, layout = layer.flow, self.layout
         scales = scales_of(self.scales)[index, :2] if flow.calibrated else None
         pages, device = layout.num_slots // layout.page_size, layout.positions.device
@@ -127,8 +127,8 @@ def forward(tokens: Tensor, working: Working, ctx: Pass) -> Tensor:
 def _layer(
     x: Tensor, residual: Tensor | None, index: int, layer: Layer, ctx: Pass
 ) -> tuple[Tensor, Tensor | None]:
-    """(what the layer adds, the residual stream that it is added to), both [T, hidden]; or their
-    sum times the layer's number, and None."""
+    """Return (what the layer adds, the residual stream that it is added to), both [T, hidden]; or
+    their sum times the layer's number, and None."""
     ops = ctx.ops_of(index)
     if layer.attention is not None:
         x, residual = _attention(x, residual, index, layer, layer.attention, ctx, ops)
@@ -155,7 +155,7 @@ def _attention(
     ctx: Pass,
     ops: Ops,
 ) -> tuple[Tensor, Tensor]:
-    """(what a layer's attention gives, the sum x + residual), both [T, hidden]."""
+    """Return (what a layer's attention gives, the sum x + residual), both [T, hidden]."""
     if isinstance(own, Delta):
         return _linear_attention(x, residual, index, layer, own, ctx, ops)
     first = own.qkv_a if isinstance(own, LatentAttention) else own.qkv
@@ -170,7 +170,7 @@ def _attention(
 def _mlp(
     x: Tensor, residual: Tensor | None, layer: Layer, own: Mlp | Mixture, ctx: Pass, ops: Ops
 ) -> tuple[Tensor, Tensor]:
-    """(what a layer's MLP or experts give, the sum x + residual), both [T, hidden]."""
+    """Return (what a layer's MLP or experts give, the sum x + residual), both [T, hidden]."""
     norm, eps, again = layer.post_norm, ctx.config.rms_eps, ctx.recompute == "mlp"
     if isinstance(own, Mixture):
         assert norm is not None
@@ -192,8 +192,8 @@ def _norm_then_project(
     ops: Ops,
     codes: GradientCodes | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(the sum x + residual, normed if there is a norm, times the weight [T, N]; the sum itself [T,
-    hidden]). `codes` as of `norm_linear`."""
+    """Return (the sum x + residual, normed if there is a norm, times the weight [T, N]; the sum
+    itself [T, hidden]). `codes` as of `norm_linear`."""
     if norm is not None:
         return autograd.norm_linear(x, residual, norm, eps, weight, ops, codes)
     summed = x if residual is None else x + residual
@@ -201,7 +201,7 @@ def _norm_then_project(
 
 
 def _added(x: Tensor, norm: Vector | None, ctx: Pass, ops: Ops) -> Tensor:
-    """What attention or MLP adds, normed if there is a norm, and times the architecture's
+    """Return what attention or MLP adds, normed if there is a norm, and times the architecture's
     number."""
     x = x if norm is None else autograd.rms_norm(x, None, norm, ctx.config.rms_eps, ops)[0]
     multipliers = ctx.config.multipliers
@@ -211,7 +211,8 @@ def _added(x: Tensor, norm: Vector | None, ctx: Pass, ops: Ops) -> Tensor:
 def _linear_attention(
     x: Tensor, residual: Tensor | None, index: int, layer: Layer, own: Delta, ctx: Pass, ops: Ops
 ) -> tuple[Tensor, Tensor]:
-    """(linear attention and its output projection, the sum x + residual), both [T, hidden]."""
+    """Return (linear attention and its output projection, the sum x + residual), both [T,
+    hidden]."""
     assert layer.input_norm is not None
     assert ctx.config.linear is not None
     sizes, eps = ctx.config.linear, ctx.config.rms_eps
@@ -252,9 +253,9 @@ def _attend(qkv: Tensor, index: int, layer: Layer, own: Attention, ctx: Pass, op
 def _with_keys(
     qkv: Tensor, index: int, layer: Layer, own: Attention, ctx: Pass, ops: Ops
 ) -> tuple[Tensor, tuple[Vector, Vector] | None]:
-    """(queries, keys and values [T, (H + 2 KV) · D] of the projection's result, values normed where
-    the architecture does that; the norms of queries and keys, if there are any). Keys and values
-    may be another layer's, or for others to read."""
+    """Return (queries, keys and values [T, (H + 2 KV) · D] of the projection's result, values
+    normed where the architecture does that; the norms of queries and keys, if there are any). Keys
+    and values may be another layer's, or for others to read."""
     config, sizes = ctx.config, ctx.config.heads_of(index)
     k_norm = None if own.head_norms is None else own.head_norms[1]
     if (source := config.keys_of(index)) != index:
@@ -290,7 +291,7 @@ def _attended(
     layer: Layer,
     ctx: Pass,
 ) -> Attended:
-    """What a layer's attention takes besides its rows."""
+    """Return what a layer's attention takes besides its rows."""
     config, table = ctx.config, ctx.table_of(index)
     working = None if norms is None else (norms[0].working, norms[1].working)
     source = config.keys_of(index)
@@ -325,7 +326,7 @@ def _grown(heads: Tensor, count: int, index: int, ctx: Pass) -> Tensor:
 def _rounding_of_queries(
     index: int, layer: Layer, ctx: Pass
 ) -> tuple[QuantSpec | None, Tensor | None]:
-    """(how queries are rounded, if they are; their scale [1] where it is calibrated)."""
+    """Return (how queries are rounded, if they are; their scale [1] where it is calibrated)."""
     if not layer.flow.calibrated_queries:
         return layer.flow.query, None
     if ctx.calibrating:
@@ -334,8 +335,8 @@ def _rounding_of_queries(
 
 
 def _normed_heads(qkv: Tensor, norms: tuple[Vector, Vector], eps: float, ops: Ops) -> Tensor:
-    """qkv [T, (H + 2 KV) · D], its queries normed as one row of H · D, its keys as one of KV ·
-    D."""
+    """Return qkv [T, (H + 2 KV) · D], its queries normed as one row of H · D, its keys as one of KV
+    · D."""
     width, kv_width = (norm.working.shape[0] for norm in norms)
     q, k, v = qkv.split((width, kv_width, kv_width), dim=1)
     q, k = (
@@ -345,8 +346,8 @@ def _normed_heads(qkv: Tensor, norms: tuple[Vector, Vector], eps: float, ops: Op
 
 
 def _with_normed_values(qkv: Tensor, sizes: LayerHeads, eps: float, ops: Ops) -> Tensor:
-    """qkv [T, (H + 2 KV) · D] with its values normed, each head by itself and without a weight;
-    where keys are values [T, (H + KV) · D] with values behind them."""
+    """Return qkv [T, (H + 2 KV) · D] with its values normed, each head by itself and without a
+    weight; where keys are values [T, (H + KV) · D] with values behind them."""
     others, values = qkv.split((qkv.shape[1] - sizes.width, sizes.width), dim=1)
     normed = autograd.unweighted_norm(values, sizes.dim, eps, ops)
     return torch.cat((qkv if sizes.joint else others, normed), dim=1)
@@ -355,8 +356,9 @@ def _with_normed_values(qkv: Tensor, sizes: LayerHeads, eps: float, ops: Ops) ->
 def _recomputed_layer(
     x: Tensor, residual: Tensor | None, index: int, layer: Layer, ctx: Pass
 ) -> tuple[Tensor, Tensor | None]:
-    """`_layer`, computed again in the backward. The tape records the first forward only; a router's
-    probabilities have a gradient, so they are among the results, as keys are that others read."""
+    """Return `_layer`, computed again in the backward. The tape records the first forward only; a
+    router's probabilities have a gradient, so they are among the results, as keys are that others
+    read."""
     tape = ctx.tape if isinstance(layer.mlp, Mixture) else None
     given = tape.given[:, len(tape.chosen)] if tape is not None and tape.given is not None else None
     chosen: list[Tensor] = []

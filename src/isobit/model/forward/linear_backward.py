@@ -25,9 +25,9 @@ ALONG_INPUTS = ("1x32", "1x16", "row")
 def linear_backward(
     ctx: Any, dy: Tensor, operand: Operand | None, us: Sequence[Tensor], needed: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the operand, of the weight and of the bias, None if not `needed`, and of each
-    adapter's A and B, of dy [T, N]. `operand`: what WGrad and adapters take of x [T, K], None where
-    the weight needs none; `us`: each adapter's u."""
+    """Compute the gradients of the operand, of the weight and of the bias, None if not `needed`,
+    and of each adapter's A and B, of dy [T, N]. `operand`: the x [T, K] that WGrad and adapters
+    multiply, None where the weight needs none; `us`: each adapter's u."""
     weight, ops, dy = ctx.weight, ctx.ops, dy.contiguous()
     of_inputs, of_weight = needed[0], needed[1] and operand is not None
     rows, tokens = _quantized(dy, operand, weight, ops, of_inputs, of_weight)
@@ -66,15 +66,15 @@ class GradientCodes:
         return gate_up.new_empty(()).expand_as(gate_up)
 
     def take(self) -> tuple[QTensor, QTensor]:
-        """What was found; it is kept no longer."""
+        """Return what was found; it is kept no longer."""
         assert self.found is not None
         found, self.found = self.found, None
         return found
 
 
 def codes_wanted(weight: Weight, needed: Sequence[bool]) -> tuple[QuantSpec, str] | None:
-    """How `linear_backward` quantizes dy, and under which name, where it takes of it nothing but
-    codes, along its columns and along the tokens."""
+    """Return how `linear_backward` quantizes dy, and under which name, where it takes of it nothing
+    but codes, along its columns and along the tokens."""
     low = weight.dgrad == "fp8" and isinstance(weight.working, QTensor) and needed[0]
     along = weight.wgrad == "fp8" and weight.activation is not None and needed[1]
     if weight.gradient is None or weight.adapters or needed[2] or not (low and along):
@@ -85,7 +85,7 @@ def codes_wanted(weight: Weight, needed: Sequence[bool]) -> tuple[QuantSpec, str
 def backward_of_codes(
     codes: GradientCodes, operand: Operand, weight: Weight, ops: Ops, dtype: torch.dtype
 ) -> tuple[Tensor | None, ...]:
-    """`linear_backward` of a gradient that came in codes, that of the operand in `dtype`."""
+    """Return `linear_backward` of a gradient that came in codes, that of the operand in `dtype`."""
     rows, tokens = codes.take()
     dx = _dgrad(rows, weight, ops, dtype)
     del rows
@@ -95,7 +95,7 @@ def backward_of_codes(
 def _quantized(
     dy: Tensor, operand: Operand | None, weight: Weight, ops: Ops, of_inputs: bool, of_weight: bool
 ) -> tuple[Operand, Operand]:
-    """(dy [T, N] as DGrad takes it, dyᵀ [N, T] as WGrad does), where they are needed."""
+    """Return (dy [T, N] as DGrad takes it, dyᵀ [N, T] as WGrad does), where they are needed."""
     spec, name = weight.gradient, f"output gradient of {weight.name}"
     low = weight.dgrad == "fp8" and isinstance(weight.working, QTensor) and of_inputs
     along = weight.wgrad == "fp8" and isinstance(operand, QTensor) and of_weight
@@ -107,7 +107,7 @@ def _quantized(
 
 
 def _dgrad(dy: Operand, weight: Weight, ops: Ops, out: torch.dtype) -> Tensor:
-    """dx [T, K] = dy [T, N] · W [N, K], in `out`."""
+    """Return dx [T, K] = dy [T, N] · W [N, K], in `out`."""
     working = weight.working
     if isinstance(dy, Tensor):
         return input_gradient(ops, dy, working, out)
@@ -121,9 +121,9 @@ def _dgrad(dy: Operand, weight: Weight, ops: Ops, out: torch.dtype) -> Tensor:
 
 
 def _wgrad(dy: Operand, saved: Operand, weight: Weight, ops: Ops) -> Tensor | None:
-    """dW [N, K] = dyᵀ [N, T] · x in float32; `saved` is x [T, K], quantized along the tokens where
-    dyᵀ is, or its copy [K, T] that is already. None if it was added to the gradient that there
-    is."""
+    """Return dW [N, K] = dyᵀ [N, T] · x in float32; `saved` is x [T, K], quantized along the tokens
+    where dyᵀ is, or its copy [K, T] that is already. None if it was added to the gradient that
+    there is."""
     into = added_to(weight.master)
     if isinstance(dy, Tensor):
         right: Operand = plain(saved, dy.dtype).t()

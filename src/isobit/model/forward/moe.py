@@ -3,14 +3,14 @@ slot order.
 
 For a token: p = softmax(router logits) over all experts, rounded to float32; the k largest, ties to
 the lower index; their gates are p, divided by their sum where the architecture says so
-(`Ops.route`: no sum depends on the number of rows); or experts have scores of their own
+(`Ops.route`: no sum depends on the number of rows); or experts have their own scores
 (`kernels/experts/scoring.py`). The token's rows go through the experts as through any MLP, and gate
 times result is added in float32 in the order of the slots, the largest gate first, and rounded
 once; what an MLP for every token gives is added to that. So a token's bits depend on the token and
 the weights, whoever else an expert serves (`tests/model/test_moe.py`). How rows get to their
 experts is in `experts.py`.
 
-Where experts stand beside the MLP of a layer (Gemma 4), both sides have norms of their own, and so
+Where experts stand next to the MLP of a layer (Gemma 4), both sides have their own norms, and so
 has the router's input; its logits are divided by the root of the width, and gates are multiplied by
 a number of the expert.
 
@@ -55,7 +55,7 @@ class RouteTape:
         self.probabilities: list[Tensor] = []
 
     def next_given(self, device: torch.device) -> Tensor | None:
-        """The experts [T, k] that the next layer must take, if any."""
+        """Return the experts [T, k] that the next layer must take, if any."""
         if self.given is None:
             return None
         self.given = self.given.to(device)
@@ -67,7 +67,7 @@ class RouteTape:
         self.probabilities.append(probabilities.sum(0))
 
     def routes(self) -> Tensor:
-        """All choices: [T, layers, k] int64."""
+        """Return all choices: [T, layers, k] int64."""
         return torch.stack(self.chosen, 1)
 
 
@@ -77,7 +77,7 @@ def encode_routes(routes: NDArray[np.int32]) -> str:
 
 
 def decode_routes(text: str, layers: int, per_token: int) -> Tensor:
-    """The inverse of `encode_routes`: [tokens, layers, k] int64."""
+    """Return the inverse of `encode_routes`: [tokens, layers, k] int64."""
     values = np.frombuffer(base64.b64decode(text), "<u2").astype(np.int64)
     return torch.from_numpy(values.reshape(-1, layers, per_token))
 
@@ -91,8 +91,8 @@ def mixture(
     tape: RouteTape | None = None,
     again: bool = False,
 ) -> Tensor:
-    """x [T, H], which is `summed` normed, through the experts that the router chooses: [T, H] in x's
-    dtype. `again`: the backward computes the experts' forward again."""
+    """Return x [T, H], which is `summed` normed, through the experts that the router chooses: [T,
+    H] in x's dtype. `again`: the backward computes the experts' forward again."""
     if layer.beside is not None:
         return _beside_mlp(x, summed, layer, layer.beside, eps, ops, tape, again)
     logits = autograd.linear(x, layer.router, ops, kept=True, dtype=torch.float32)
@@ -115,7 +115,7 @@ def _beside_mlp(
     tape: RouteTape | None,
     again: bool,
 ) -> Tensor:
-    """The MLP of x and the experts of `summed`, each with norms of its own, and their sum."""
+    """Return the MLP of x and the experts of `summed`, each with its own norms, and their sum."""
 
     def normed(rows: Tensor, norm: Vector) -> Tensor:
         return autograd.rms_norm(rows, None, norm, eps, ops)[0]
@@ -132,7 +132,7 @@ def _beside_mlp(
 def _routed(
     x: Tensor, logits: Tensor, layer: Mixture, ops: Ops, tape: RouteTape | None, again: bool
 ) -> Tensor:
-    """x [T, H] through the experts that logits [T, E] choose."""
+    """Return x [T, H] through the experts that logits [T, E] choose."""
     given = None if tape is None else tape.next_given(x.device)
     if layer.scoring is None or layer.balance is None:
         probabilities, chosen, gates = route(logits, layer.per_token, layer.normalize, given, ops)
@@ -148,7 +148,7 @@ def _routed(
 
 
 def _shared(x: Tensor, own: Mlp, layer: Mixture, ops: Ops, again: bool) -> Tensor:
-    """The MLP that serves every token, times its gate if it has one: [T, H] in x's dtype."""
+    """Return the MLP that serves every token, times its gate if it has one: [T, H] in x's dtype."""
 
     def gate_up() -> tuple[Tensor, Tensor]:
         return autograd.linear(x.detach(), own.gate_up, unwatched(ops)), x
@@ -177,7 +177,7 @@ class _Scaled(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dscaled: Tensor) -> tuple[Tensor | None, ...]:
-        """Of the scale: summed over tokens in float64, in one order."""
+        """Compute the gradient of the scale: summed over tokens in float64, in one order."""
         gates, experts, scale = ctx.saved_tensors
         dscale = None
         if ctx.needs_input_grad[1]:
@@ -199,7 +199,7 @@ def route(
 def _by_score(
     logits: Tensor, balance: Tensor, given: Tensor | None, layer: Mixture
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`kernels.by_score`, with a gradient through scores and gates."""
+    """Return `kernels.by_score`, with a gradient through scores and gates."""
     if torch.is_grad_enabled():
         return _Scored.apply(logits, balance, given, layer)
     assert layer.scoring is not None

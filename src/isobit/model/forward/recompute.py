@@ -26,8 +26,8 @@ Run = Callable[..., tuple[Tensor | None, ...]]
 def recomputed(
     run: Run, inputs: Sequence[Tensor | None], masters: Sequence[Tensor]
 ) -> tuple[Any, ...]:
-    """`run(*inputs)`; between forward and backward nothing is kept of it but the inputs and its
-    results.
+    """Return `run(*inputs)`; between forward and backward nothing is kept of it but the inputs and
+    its results.
 
     `masters` receive gradients as they would without. An input or a result may be None.
     """

@@ -9,8 +9,8 @@ _PASS_TOKENS = 8192
 
 
 def passes(sequences: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    """The sequences in order, as many in each forward as stay within `_PASS_TOKENS` rows, but at
-    least one."""
+    """Yield the sequences in order, as many in each forward as stay within `_PASS_TOKENS` rows, but
+    at least one."""
     batch: list[Sequence[int]] = []
     for sequence in sequences:
         if batch and sum(map(len, batch)) + len(sequence) > _PASS_TOKENS:
@@ -24,8 +24,8 @@ def passes(sequences: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
 def token_sequences(
     sequences: Sequence[Sequence[int]], vocab_size: int, longest: int
 ) -> list[Sequence[int]]:
-    """The sequences, with tensors and arrays turned into lists. Raises IsobitError unless they are
-    a list of sequences of token ids below `vocab_size`, each at most `longest` long."""
+    """Return the sequences, with tensors and arrays turned into lists. Raises IsobitError unless
+    they are a list of sequences of token ids below `vocab_size`, each at most `longest` long."""
     wanted = "sequences: expected a list of sequences of token ids, such as [[1, 5]]"
     if hasattr(sequences, "tolist"):
         sequences = sequences.tolist()

@@ -18,8 +18,8 @@ def new_store(
     kv: QuantSpec | None,
     scales: Tensor | None = None,
 ) -> Store:
-    """An empty one, of `pages`. `kv`: how keys and values are stored; with calibrated `scales` [2],
-    if there are."""
+    """Return an empty one, of `pages`. `kv`: how keys and values are stored; with calibrated
+    `scales` [2], if there are."""
     if not config.has_attention(layer):
         return NoStore()
     if config.linear is not None and config.is_linear(layer):

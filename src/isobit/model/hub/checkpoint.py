@@ -178,8 +178,8 @@ class Weights:
 def _of_language_model(
     tensors: Mapping[str, tuple[Path, FileTensor]],
 ) -> Mapping[str, tuple[Path, FileTensor]]:
-    """Return the tensors without those of towers outside the language model, and of the layers that
-    predict further tokens, where files have a language model inside another."""
+    """Return the tensors without those outside the language model, and without the layers that
+    predict further tokens, where files hold a language model inside another model."""
     inside = [prefix for prefix in _LANGUAGE_MODEL if "language_model" in prefix]
     if not any(name.startswith(tuple(inside)) for name in tensors):
         return tensors

@@ -21,8 +21,8 @@ _BESIDE = ("num_experts", "top_k_experts", "moe_intermediate_size")
 class Experts:
     """A mixture of experts: `count` MLPs of `intermediate_size`, of which `per_token` serve a
     token, with gates that sum to 1 if `normalize`; in all layers but `dense_layers`. `shared`: the
-    size of an MLP that serves every token beside them, 0 if there is none. `scoring`: how experts
-    are chosen by scores of their own, None where a softmax over all gives their gates. `latent`:
+    size of an MLP that serves every token next to them, 0 if there is none. `scoring`: how experts
+    are chosen by their own scores, None where a softmax over all gives their gates. `latent`:
     the size of what experts are given and give, 0 if that is the hidden state's."""
 
     count: int
@@ -47,8 +47,8 @@ class Experts:
     def from_hf(
         values: Mapping[str, Any], where: str, mixtures: Mixtures, layers: int
     ) -> "Experts | None":
-        """The number of experts is num_local_experts or num_experts: either name, in either
-        family. None where a key says that there are none."""
+        """Read them from a config.json. Their number is num_local_experts or num_experts: either
+        name, in either family. None where a key says that there are none."""
         if mixtures.switch is not None:
             return _beside_mlp(values, where, mixtures.switch)
         known = ("num_local_experts", "n_routed_experts" if mixtures.scoring else "num_experts")
@@ -82,7 +82,7 @@ class Experts:
         return Experts(count, per_token, size, normalize, dense, shared, scoring, latent)
 
     def to_hf(self, mixtures: Mixtures, layers: int) -> dict[str, Any]:
-        """The keys of config.json."""
+        """Return the keys of config.json."""
         if mixtures.switch is not None:
             sizes = self.count, self.per_token, self.intermediate_size
             return {mixtures.switch: True, **dict(zip(_BESIDE, sizes))}
@@ -123,7 +123,7 @@ class Experts:
 
 
 def _beside_mlp(values: Mapping[str, Any], where: str, switch: str) -> Experts | None:
-    """The experts beside the MLP of every layer, if the `switch` says that there are any."""
+    """Return the experts next to the MLP of every layer, if the `switch` says that there are any."""
     if not flag(values, switch, where):
         return None
     count, per_token, size = (whole(values, key, where) for key in _BESIDE)
@@ -131,7 +131,7 @@ def _beside_mlp(values: Mapping[str, Any], where: str, switch: str) -> Experts |
 
 
 def _shared(values: Mapping[str, Any], where: str, mixtures: Mixtures, size: int) -> int:
-    """The size of the MLP beside the experts, whose own is `size`."""
+    """Return the size of the MLP next to the experts, whose own is `size`."""
     if not mixtures.shared:
         return 0
     if mixtures.shared_key is not None:
@@ -142,7 +142,7 @@ def _shared(values: Mapping[str, Any], where: str, mixtures: Mixtures, size: int
 
 
 def _dense_layers(values: Mapping[str, Any], where: str, key: str, layers: int) -> tuple[int, ...]:
-    """The layers that have one MLP, or none."""
+    """Return the layers that have one MLP, or none."""
     if key == PATTERN:
         parts = kinds_from_hf(values, where)
         return tuple(layer for layer in range(layers) if parts[layer] != EXPERTS)

@@ -23,8 +23,8 @@ _OTHER_FORMATS = {
 
 
 def instead(folder: Path) -> str:
-    """What `folder` is, and what to give in its place, as the end of a message; "" where nobody can
-    tell."""
+    """Return what `folder` is, and what to give in its place, as the end of a message; "" where it
+    is not known."""
     names = _names(folder)
     cached = [name for name in names if name.startswith(_CACHED)]
     if cached:
@@ -54,12 +54,12 @@ def instead(folder: Path) -> str:
 
 
 def other_format(file: Path) -> str | None:
-    """What a file of another format is, and what to give in its place; None of any other."""
+    """Return what a file of another format is, and what to give in its place; None of any other."""
     return _OTHER_FORMATS.get(file.suffix.lower())
 
 
 def _snapshot(cached: Path) -> Path | None:
-    """The snapshot that `refs/main` names, or the only one."""
+    """Return the snapshot that `refs/main` names, or the only one."""
     names = _names(cached / "snapshots")
     try:
         named = (
@@ -72,7 +72,7 @@ def _snapshot(cached: Path) -> Path | None:
 
 
 def _newest(folder: Path, names: list[str]) -> Path | None:
-    """Of the folders with a model in them, that of the highest step, or the only one."""
+    """Return the folder with a model of the highest step among `folder`'s, or the only one."""
     models = [
         name
         for name in names

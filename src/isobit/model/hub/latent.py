@@ -17,10 +17,10 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Latent:
-    """A token's keys and values, of all heads, are a product of one vector of `kv_rank`, beside
-    `rotated` dimensions of a key that all heads share. A head's query has `plain` dimensions and
-    `rotated` ones, its value `value`. Queries are a product of a vector of `q_rank`, None if of the
-    hidden state itself."""
+    """The sizes of latent attention: a token's keys and values, of all heads, are a product of one
+    vector of `kv_rank`, and of `rotated` dimensions of a key that all heads share. A head's query
+    has `plain` dimensions and `rotated` ones, its value `value`. Queries are a product of a vector
+    of `q_rank`, None if of the hidden state itself."""
 
     kv_rank: int
     plain: int
@@ -41,7 +41,7 @@ class Latent:
 
     @property
     def head_dim(self) -> int:
-        """Of queries and keys."""
+        """The dimension of queries and keys."""
         return self.plain + self.rotated
 
     def first_rows(self, heads: int) -> int:
@@ -64,7 +64,8 @@ class Latent:
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], where: str, defaults: Mapping[str, int]) -> "Latent":
-        """`defaults` are the family's. IsobitError for a value of a wrong type."""
+        """Read it from a config.json; `defaults` are the family's. IsobitError for a value of a
+        wrong type."""
         part = values.get("qk_rope_head_dim", defaults["qk_rope_head_dim"])
         if values.get("head_dim", part) != part:  # transformers would rotate so much of a head
             raise IsobitError(
@@ -76,7 +77,7 @@ class Latent:
         return Latent(**sizes, q_rank=q_rank)
 
     def to_hf(self) -> dict[str, Any]:
-        """The keys of config.json."""
+        """Return the keys of config.json."""
         return {key: getattr(self, name) for name, key in _KEYS} | {_Q_RANK: self.q_rank}
 
 

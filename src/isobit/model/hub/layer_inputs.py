@@ -1,4 +1,4 @@
-"""What layers take beside the hidden state, as the small Gemma 4 (E2B, E4B) have it, and its keys
+"""What layers take next to the hidden state, as the small Gemma 4 (E2B, E4B) have it, and its keys
 in config.json.
 
 Each layer has an embedding of every token; the last layers read the keys and values of an earlier
@@ -32,10 +32,10 @@ class LayerInputs:
     def from_hf(
         values: Mapping[str, Any], where: str, slides: Sequence[bool], width: int, vocabulary: int
     ) -> "LayerInputs":
-        """`slides`: which layers have a window; `width` stands for the embeddings' where
-        config.json does not say. IsobitError where layers read keys and none of their kind has
-        any, or layers might have embeddings and have none, and for embeddings of another
-        vocabulary."""
+        """Read them from a config.json. `slides`: which layers have a window; `width` stands for
+        the embeddings' where config.json does not say. IsobitError where layers read keys and none
+        of their kind has any, or layers might have embeddings and have none, and for embeddings of
+        another vocabulary."""
         embedded = whole(values, _WIDTH, where, width, least=0)
         if embedded and (own := whole(values, _VOCABULARY, where, 262144)) != vocabulary:
             raise IsobitError(
@@ -56,7 +56,7 @@ class LayerInputs:
         return LayerInputs(embedded, reading, bool(reading) and flag(values, _WIDE, where))
 
     def to_hf(self, vocabulary: int) -> dict[str, Any]:
-        """The keys of config.json."""
+        """Return the keys of config.json."""
         return {
             _WIDTH: self.embedded,
             _VOCABULARY: vocabulary,

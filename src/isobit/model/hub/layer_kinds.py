@@ -19,8 +19,8 @@ _EARLIER = {"mamba": LINEAR, "attention": FULL}
 
 
 def kinds_from_hf(values: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """Of each layer its part, from a list of them, or a pattern with a letter for each. Raises
-    IsobitError where there is none, or another part, or two of them say different things."""
+    """Return each layer's kind, from a list, or a pattern with a letter for each. Raises
+    IsobitError where there is neither, for another kind, or where two of them differ."""
     found = {key: _listed(values[key], key, where) for key in _LISTS if values.get(key) is not None}
     if not found and values.get(PATTERN) is not None:
         found[PATTERN] = _spelled(values[PATTERN], where)
@@ -42,7 +42,7 @@ def kinds_from_hf(values: Mapping[str, Any], where: str) -> tuple[str, ...]:
 
 
 def kinds_to_hf(kinds: Sequence[str]) -> dict[str, Any]:
-    """The key of config.json that transformers, vLLM and the checkpoints' own code read."""
+    """Return the key of config.json that transformers, vLLM and the checkpoints' own code read."""
     letters = {kind: letter for letter, kind in LETTERS.items()}
     return {PATTERN: "".join(letters[kind] for kind in kinds)}
 

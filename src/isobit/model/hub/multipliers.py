@@ -20,11 +20,11 @@ class Multipliers:
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], where: str) -> "Multipliers":
-        """IsobitError for one that is no number above 0."""
+        """Read them from a config.json. Raises IsobitError for one that is not a number above 0."""
         return Multipliers(**{name: number(values, key, where, 1.0) for name, key in _KEYS.items()})
 
     def to_hf(self) -> dict[str, Any]:
-        """The keys of config.json."""
+        """Return the keys of config.json."""
         return {key: getattr(self, name) for name, key in _KEYS.items()}
 
 

@@ -1,4 +1,4 @@
-"""Experts of a layer that files hold in one tensor, as if each had tensors of its own, and back.
+"""Experts of a layer that files hold in one tensor, as if each had its own tensors, and back.
 
 Of gpt-oss (`columns`) a file has `experts.gate_up_proj` [E, C, 2 I], of each expert the transposed
 matrix whose columns are a gate and its up in turn, `experts.down_proj` [E, I, C], transposed too,
@@ -24,7 +24,7 @@ _OWN = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 
 
 class Place(NamedTuple):
-    """Where the rows of an expert's own tensor are: the `part`-th of `parts` of `name`[expert]."""
+    """The rows of an expert's own tensor: the `part`-th of `parts` of `name`[expert]."""
 
     name: str
     expert: int
@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
 
 def place(name: str) -> Place | None:
-    """That of an expert's tensor; None for any other."""
+    """Return the place of an expert's tensor; None for any other."""
     found = _OWN.fullmatch(name)
     if found is None:
         return None
@@ -45,7 +45,7 @@ def place(name: str) -> Place | None:
 
 
 def in_files(shapes: Mapping[str, tuple[int, ...]], packing: Packing) -> dict[str, tuple[int, ...]]:
-    """The tensors of files, of those of single experts."""
+    """Return the tensors of files, of those of single experts."""
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         at = place(name)
@@ -83,7 +83,7 @@ def joined(
     dtype: torch.dtype,
     packing: Packing,
 ) -> Tensor:
-    """A file's tensor of this shape, on the CPU, of experts' own."""
+    """Return a file's tensor of this shape, on the CPU, of experts' own."""
     out = torch.empty(shape, dtype=dtype)
     for at, rows in pieces:
         _own(out[at.expert], at, packing).copy_(rows.detach())
@@ -91,7 +91,7 @@ def joined(
 
 
 def _own(expert: Tensor, at: Place, packing: Packing) -> Tensor:
-    """The view of an expert's own tensor in what files have of the expert."""
+    """Return the view of an expert's own tensor in what files have of the expert."""
     if packing == "columns":
         return expert[..., at.part :: at.parts].t()
     return expert.chunk(at.parts)[at.part]

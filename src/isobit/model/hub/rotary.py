@@ -12,7 +12,7 @@ from isobit.model.families.rope import Rope
 def ropes_of(
     values: Mapping[str, Any], where: str, family: Family, max_positions: int
 ) -> tuple[Rope, Rope | None]:
-    """The rotary embedding, and that of layers with a window where it may be another."""
+    """Return the rotary embedding, and that of layers with a window where it may be another."""
     if not family.rotary:
         return Rope(), None
     if family.ropes is not None:

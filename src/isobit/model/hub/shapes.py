@@ -7,13 +7,13 @@ _BESIDE = ("shared_out_norm", "experts_norm", "router_norm", "experts_out_norm")
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name to shape of every master, in order.
+    """Return the shape of every master by its name, in order.
 
     `embed` [V, C]; of layer i, with the prefix `layers.i.`: `input_norm`, `qkv` [(H + 2 KV) · D,
     C], or [(H + KV) · D, C] where keys are values, `q_norm` and `k_norm` [D], or [H · D] and [KV ·
     D], `sinks` [H], `o` [C, H · D], `attention_out_norm`, `post_norm`, then `gate_up` [2 I, C] and
     `down` [C, I], or `router` [E, C] and `experts.e.gate_up` and `experts.e.down` of each expert e,
-    `shared.gate_up` and `shared.down` of an MLP beside them and `shared_gate` [1, C], and
+    `shared.gate_up` and `shared.down` of an MLP next to them and `shared_gate` [1, C], and
     `mlp_out_norm`, and `layer_scalar` [1], which no gradient reaches; `final_norm`; `head` [V, C],
     unless it is the embedding. Norms are those of `ModelConfig.norms_of`. A bias has the name of its
     weight and `_bias`. A layer with linear attention has `LinearAttention.shapes` from `qkv` to
@@ -21,7 +21,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     `qkv`. Of an MLP without a gate, `gate_up` is [I, C]. `balance` [E] is the bias by which experts
     are chosen that have scores. Experts behind a latent have L columns in place of C, and rows, and
     before and after them are `experts_in` [L, C] and `experts_out` [C, L].
-    Where experts stand beside an MLP, `shared_out_norm` is behind that, `router_norm` and
+    Where experts stand next to an MLP, `shared_out_norm` is behind that, `router_norm` and
     `experts_norm` are before the router and the experts and `experts_out_norm` behind these, and
     gates are multiplied by `expert_scale` [E]. A layer that reads keys has no `k_norm`, and only
     queries' rows in `qkv`. What embeddings of layers need is of `LayerInputs.shapes`, behind
@@ -69,7 +69,7 @@ def _attention_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, .
 def _own_shapes(
     config: ModelConfig, layer: int, own: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Of attention of another kind, between its norms."""
+    """Return the shapes of another kind of attention, between its norms."""
     hidden = (config.hidden_size,)
     shapes = {"input_norm": hidden, **own, "attention_out_norm": hidden}
     return _with_norms_of(config, layer, shapes)
@@ -104,7 +104,7 @@ def _mlp_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
 
 
 def _shared_shapes(config: ModelConfig, size: int) -> dict[str, tuple[int, ...]]:
-    """Of the MLP of this size beside a layer's experts."""
+    """Return the shapes of the MLP of this size that runs next to a layer's experts."""
     hidden = config.hidden_size
     if not size:
         return {}

@@ -19,8 +19,8 @@ def token_ids(value: Any) -> tuple[int, ...]:
 def special_ids(
     values: Mapping[str, Any], where: str, vocabulary: int
 ) -> dict[str, tuple[int, ...]]:
-    """Of `bos`, `eos` and `pad`. Raises IsobitError for what is no token id, and for an `eos` that
-    the model's vocabulary has not; of `pad`, which nothing reads, -1 is usual."""
+    """Return the ids of `bos`, `eos` and `pad`. Raises IsobitError for an invalid token id, and for
+    an `eos` outside the vocabulary; of `pad`, which nothing reads, -1 is usual."""
     try:
         ids = {key: token_ids(values.get(f"{key}_token_id")) for key in ("bos", "eos", "pad")}
     except ValueError as error:
@@ -34,5 +34,5 @@ def special_ids(
 
 
 def first_id(ids: tuple[int, ...]) -> int | None:
-    """The first, if there is any."""
+    """Return the first, if there is any."""
     return ids[0] if ids else None

@@ -13,13 +13,14 @@ in one line; `appended` gives the tokens all the same. Left out: messages before
 answers that a template splits in two.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from isobit.errors import IsobitError
 from isobit.model.text.chat import TookTooMuch
+from isobit.model.text.conversation import LeftOut
 from isobit.model.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -143,6 +144,8 @@ class Appending:
             self._cut_of(role)
         except TookTooMuch:
             raise
+        except LeftOut:
+            return f"leaves out what a message of role {role} says"
         except IsobitError as error:
             _, told, reason = str(error).partition("refused a conversation: ")
             if not told:
@@ -197,22 +200,7 @@ class Appending:
     def _said(self, given: Sequence[Message]) -> dict[str, Any]:
         """Return the dummy of the answer that these messages follow."""
         called = [message for message in given if message["role"] == "tool"]
-        return _calling(called, self._arguments) if called else _SAYING
-
-    @cached_property
-    def _arguments(self) -> Any:
-        """The empty arguments of a call in the form that the template takes: some templates want
-        JSON as text."""
-        choices: tuple[Any, ...] = ({}, "{}")
-        for arguments in choices:
-            try:
-                self._encoded([_calling(_dummies("tool"), arguments)], False)
-                return arguments
-            except TookTooMuch:
-                raise
-            except IsobitError:
-                continue
-        return {}
+        return _calling(called) if called else _SAYING
 
     def _count(self, tokens: Sequence[int]) -> int:
         return sum(token in self._ends for token in tokens)
@@ -225,13 +213,13 @@ class Appending:
         return self._tokenizer.decode(tokens, special=True)
 
 
-def _calling(given: Sequence[Message], arguments: Any) -> dict[str, Any]:
+def _calling(given: Sequence[Message]) -> dict[str, Any]:
     """Return the dummy of an answer that calls the tools whose messages are given."""
     calls = [
         {
             "id": message["tool_call_id"],
             "type": "function",
-            "function": {"name": message["name"], "arguments": arguments},
+            "function": {"name": message["name"], "arguments": {}},
         }
         for message in given
     ]
@@ -264,11 +252,9 @@ def _with_ids(messages: Sequence[Message]) -> list[dict[str, Any]]:
     ]
 
 
-def numbered(
-    messages: Sequence[Message], written: Callable[[Any], Any] = lambda arguments: arguments
-) -> list[dict[str, Any]]:
-    """Return a conversation whose calls have ids, and their arguments as `written`; tools' messages
-    have the ids of the calls that they answer, in order."""
+def numbered(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return a conversation whose calls have ids; tools' messages have the ids of the calls that
+    they answer, in order."""
     found, ids, calls = list[dict[str, Any]](), list[str](), 0
     for message in messages:
         if message["role"] == "tool":
@@ -277,11 +263,7 @@ def numbered(
             continue
         ids = [_ID.format(calls + place) for place, _ in enumerate(message.get("tool_calls", ()))]
         calls += len(ids)
-        made = [
-            {**call, "id": name}
-            | {"function": call["function"] | {"arguments": written(call["function"]["arguments"])}}
-            for name, call in zip(ids, message.get("tool_calls", ()))
-        ]
+        made = [{**call, "id": name} for name, call in zip(ids, message.get("tool_calls", ()))]
         found.append({**message, "tool_calls": made} if made else dict(message))
     return found
 

@@ -179,6 +179,10 @@ def continued(messages: Messages, write: Callable[[Messages], str]) -> str:
     """A conversation up to the end of its last message, which the model goes on with: without what
     the template writes behind it, as `continue_final_message` of transformers. `write` renders
     messages. Raises IsobitError where the template does not write the message as it is."""
+    if messages[-1].get("tool_calls"):
+        raise IsobitError(
+            "the prompt ends with a call of a tool, which nothing answers; end with the tool's message"
+        )
     text, tagged = _tagged(messages[-1].get("content"))
     if text is None:
         raise IsobitError(

@@ -26,6 +26,7 @@ from isobit.model.hub.checkpoint import read_json, read_text, write_json
 from isobit.model.hub.token_ids import token_ids
 from isobit.model.text import chat
 from isobit.model.text.added_tokens import add_tokens, named_tokens, read_settings, token_text
+from isobit.model.text.conversation import Conversations, LeftOut
 from isobit.model.text.escape_special import ContentEncoder, Rule, encoding
 from isobit.model.text.turns import turn_tokens
 
@@ -83,6 +84,7 @@ class Tokenizer:
         fast.no_truncation()
         fast.no_padding()
         self._contents: tuple[str | None, ContentEncoder] | None = None
+        self._conversations: tuple[str, Conversations] | None = None
         self._special = {
             i: token.content
             for i, token in fast.get_added_tokens_decoder().items()
@@ -174,16 +176,20 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
         check: Check = lambda text: None,
+        continues: bool = True,
     ) -> list[int]:
         """Return the token ids of the text of `render_chat`, in which the special tokens are the
         template's, as in `encode_text`; `check` is called with the rendered text before it is
-        encoded."""
+        encoded. Raises IsobitError as that does, and LeftOut for what the template leaves out."""
+        messages, left_out = self._written(messages, add_generation_prompt, variables)
+        if left_out is not None:
+            raise LeftOut(left_out)
 
         def render(given: Sequence[Mapping[str, Any]]) -> str:
             own = given, None
             if variables is not None:
                 own = given[0]["messages"], given[0]["variables"]
-            text = self.render_chat(own[0], add_generation_prompt, own[1])
+            text = self._rendered(own[0], add_generation_prompt, own[1], continues)
             check(text)
             return text
 
@@ -262,14 +268,45 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
+        continues: bool = True,
     ) -> str:
         """Return the conversation as the template writes it, with the start of the assistant's turn
-        if `add_generation_prompt`. Where the last message is the assistant's, it is the start of
-        the turn: the text ends with it, to be continued. `variables` are given to the template in
-        addition to its own, such as `tools`; the first message may have some as well, under
-        `chat_template_kwargs`. Raises IsobitError without a template, and for what the template
-        refuses."""
-        if add_generation_prompt and messages and messages[-1].get("role") == "assistant":
+        if `add_generation_prompt`. Where the last message is the assistant's and `continues`, it is
+        the start of the turn: the text ends with it, to be continued. `variables` are given to the
+        template in addition to its own, such as `tools`; the first message may have some as well,
+        under `chat_template_kwargs`. Raises IsobitError without a template, and for what the
+        template refuses."""
+        messages, _ = self._written(messages, add_generation_prompt, variables)
+        return self._rendered(messages, add_generation_prompt, variables, continues)
+
+    def _written(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any] | None,
+    ) -> tuple[Sequence[Mapping[str, Any]], str | None]:
+        conversations = self.conversations
+        if conversations is None or not messages:
+            return messages, None
+        return conversations.written(messages, add_generation_prompt, variables or {})
+
+    @property
+    def conversations(self) -> Conversations | None:
+        """The writer of conversations for the present template; None without one."""
+        template = self.chat_template
+        if template is not None and (self._conversations or ("",))[0] != template:
+            self._conversations = template, Conversations(self._render, template)
+        return self._conversations[1] if template is not None and self._conversations else None
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any] | None,
+        continues: bool,
+    ) -> str:
+        last = messages[-1] if messages else {}
+        if add_generation_prompt and continues and last.get("role") == "assistant":
             return chat.continued(messages, lambda given: self._render(given, False, variables))
         return self._render(messages, add_generation_prompt, variables)
 

@@ -22,12 +22,12 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of each tensor, int64 [rows] on its device. Nothing waits for a GPU."""
+    """Return the checksums of each tensor, int64 [rows] on its device. Nothing waits for a GPU."""
     return {name: _sums(tensor.detach()) for name, tensor in tensors.items()}
 
 
 def first_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> str | None:
-    """The first name whose checksums differ, or None; all are compared at once."""
+    """Return the first name whose checksums differ, or None; all are compared at once."""
     assert left.keys() == right.keys()
     if not left or torch.equal(torch.cat(list(left.values())), torch.cat(list(right.values()))):
         return None
@@ -35,8 +35,8 @@ def first_difference(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) ->
 
 
 class Checksums:
-    """Of an owner's `tensors()`, by names that a message can show. From `begin` on the owner takes
-    them anew (`renew`) whenever it has written; before that nothing is summed."""
+    """The checksums of an owner's `tensors()`, by names that a message can show. From `begin` on
+    the owner takes them anew (`renew`) whenever it has written; before that nothing is summed."""
 
     def __init__(self, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
         self._tensors = tensors

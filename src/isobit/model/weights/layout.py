@@ -55,8 +55,8 @@ class LayerEmbeddings:
 
 @dataclass(frozen=True, eq=False)
 class Embedded:
-    """How a layer adds its embeddings: `gate` of the hidden state, `out` of gate times embeddings,
-    and a norm behind it; in the compute format."""
+    """The weights by which a layer adds its embeddings: `gate` of the hidden state, `out` of gate
+    times embeddings, and a norm behind it; in the compute format."""
 
     gate: Weight
     out: Weight
@@ -74,8 +74,8 @@ class Mlp:
 
 @dataclass(frozen=True, eq=False)
 class Beside:
-    """Of experts beside an MLP: the norms behind the MLP, before and behind the experts, and before
-    the router, and what gates are multiplied by [E], in float32."""
+    """The norms of experts that run next to an MLP: behind the MLP, before and behind the experts,
+    and before the router, and the gates' factors [E], in float32."""
 
     shared_out_norm: Vector
     experts_norm: Vector
@@ -87,9 +87,9 @@ class Beside:
 @dataclass(frozen=True, eq=False)
 class Mixture:
     """A router in FP32 and its experts; `per_token` of them serve a token, with gates that sum to 1
-    if `normalize`. `shared` serves every token beside them, times the sigmoid of `shared_gate`, if
+    if `normalize`. `shared` serves every token next to them, times the sigmoid of `shared_gate`, if
     there is one. With `scoring` experts are chosen by their scores and `balance`, in float32.
-    `beside`: `shared` and the experts have norms of their own. `latent`: what projects the experts'
+    `beside`: `shared` and the experts have their own norms. `latent`: what projects the experts'
     rows into a latent, and what they give out of it.
 
     `gate_up` and `down` store the working weights of all experts; each expert's weights are views
@@ -111,17 +111,17 @@ class Mixture:
 
     @cached_property
     def up_factors(self) -> tuple[ExpertFactors, ...]:
-        """What adapters add to the products with `gate_up`."""
+        """The adapters' factors of the products with `gate_up`."""
         return _together([expert.gate_up for expert in self.experts])
 
     @cached_property
     def down_factors(self) -> tuple[ExpertFactors, ...]:
-        """What adapters add to the products with `down`."""
+        """The adapters' factors of the products with `down`."""
         return _together([expert.down for expert in self.experts])
 
     def change(self, experts: tuple[Mlp, ...]) -> "Mixture":
-        """The same with other experts: over the present storages if their working weights are
-        there, else over new ones, which are not prepared."""
+        """Return the same with other experts: over the present storages if their working weights
+        are there, else over new ones, which are not prepared."""
         if all(
             new.gate_up.working is old.gate_up.working and new.down.working is old.down.working
             for new, old in zip(experts, self.experts)
@@ -141,7 +141,7 @@ class Mixture:
 
 
 def _together(weights: Sequence[Weight]) -> tuple[ExpertFactors, ...]:
-    """The factors of a layer's experts, of all of them together."""
+    """Return the factors of a layer's experts, of all of them together."""
     found = []
     for place, one in enumerate(weights[0].adapters):
         assert one.together is not None
@@ -154,16 +154,16 @@ def _together(weights: Sequence[Weight]) -> tuple[ExpertFactors, ...]:
 
 
 def stack(weights: Sequence[Weight]) -> tuple[Stacked, list[Weight]]:
-    """The working weights and biases of a layer's experts in one storage, and the weights over
-    it."""
+    """Return the working weights and biases of a layer's experts in one storage, and the weights
+    over it."""
     stacked = Stacked.of((weight.working for weight in weights), len(weights))
     found = [replace(weight, prepared=matrix) for weight, matrix in zip(weights, stacked.experts)]
     return with_biases(stacked, found)
 
 
 def with_biases(stacked: Stacked, weights: Sequence[Weight]) -> tuple[Stacked, list[Weight]]:
-    """A stack with the biases of its weights, if they have any, and the weights with their rows of
-    these."""
+    """Return a stack with the biases of its weights, if they have any, and the weights with their
+    rows of these."""
     biases = [weight.bias for weight in weights if weight.bias is not None]
     if not biases:
         return stacked, list(weights)
@@ -175,8 +175,9 @@ def with_biases(stacked: Stacked, weights: Sequence[Weight]) -> tuple[Stacked, l
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """Of queries and keys, whose heads are normed where the architecture does that, as there are
-    `sinks` in float32. A layer that reads another's keys has queries and their norm alone."""
+    """The weights of attention: of queries and keys, whose heads are normed in some architectures,
+    and `sinks` in float32 in some. A layer that reads another's keys has queries and their norm
+    alone."""
 
     qkv: Weight
     head_norms: tuple[Vector, Vector | None] | None
@@ -250,7 +251,7 @@ class Working:
         return tuple(_parts((self.outside, *self.layers)))
 
     def tensors(self) -> Iterator[tuple[str, StoredWeight, Tensor]]:
-        """(name, working tensor, master) of each that is stored, once."""
+        """Yield (name, working tensor, master) of each that is stored, once."""
         seen: set[int] = set()
         for part in self._all:
             for name, working, master in _stored(part):
@@ -259,7 +260,8 @@ class Working:
                     yield name, working, master
 
     def written(self, names: Collection[str]) -> Iterator[tuple[str, Operand]]:
-        """(name, working tensor) of each that a sync makes of these masters; nibbles are frozen."""
+        """Yield (name, working tensor) of each that a sync makes of these masters; nibbles are
+        frozen."""
         for name, working, _ in self.tensors():
             if name in names:
                 assert not isinstance(working, PackedFP4)
@@ -267,17 +269,17 @@ class Working:
 
     @cached_property
     def offsets(self) -> Mapping[str, float]:
-        """What is added to masters in their working copies, by name, where anything is."""
+        """The constants that are added to masters in their working copies, by name."""
         return {
             part.name: part.offset for part in self._all if isinstance(part, Vector) and part.offset
         }
 
     def linear_layers(self) -> Iterator[Weight]:
-        """The weights of the products inside the layers."""
+        """Return the weights of the products inside the layers."""
         return (part for part in _parts(self.layers) if isinstance(part, Weight))
 
     def packs(self) -> dict[int, Packed]:
-        """What the backend packed of the weights, by `id`."""
+        """Return what the backend packed of the weights, by `id`."""
         parts = (part for part in self._all if isinstance(part, Weight))
         return {
             id(part.prepared): part.prepared for part in parts if isinstance(part.prepared, Packed)
@@ -354,8 +356,8 @@ def made_like(
 
 
 def _largest(targets: Iterable[tuple[str, Operand]], masters: Masters) -> dict[str, float]:
-    """The largest magnitude of each master whose scales need that of all rows; none where one rank
-    has all rows."""
+    """Return the largest magnitude of each master whose scales need that of all rows; none where
+    one rank has all rows."""
     ranks = masters.shards.ranks
     if ranks.size == 1:
         return {}
@@ -374,7 +376,7 @@ def _largest(targets: Iterable[tuple[str, Operand]], masters: Masters) -> dict[s
 
 
 def rows_of(target: Operand, rows: tuple[int, int]) -> Operand:
-    """The rows of a working tensor that are made of a master's `rows`."""
+    """Return the rows of a working tensor that are made of a master's `rows`."""
     if rows == (0, target.shape[0]):
         return target
     if not isinstance(target, QTensor):
@@ -397,8 +399,8 @@ def write(target: Operand, values: Operand) -> None:
 
 
 def map_parts(value: Any, change: Callable[[Weight | Vector], Weight | Vector]) -> Any:
-    """The same structure with every weight and vector changed; an adapter's factors before what
-    they are added to."""
+    """Return the same structure with every weight and vector changed; an adapter's factors before
+    what they are added to."""
     if isinstance(value, Weight) and value.adapters:
         return change(replace(value, adapters=map_parts(value.adapters, change)))
     if isinstance(value, (Weight, Vector)):

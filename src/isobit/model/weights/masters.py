@@ -5,7 +5,7 @@ Nothing in a forward or a backward reads a master: products take the working wei
 is returned for a leaf. Where one process has all rows of FP32 masters, leaf and master are one
 tensor. Else a leaf is a single number, expanded to the master's shape; where ranks share the
 masters, `isobit.distributed.exchange` takes each gradient as it appears. PyTorch gives a BF16
-tensor no FP32 gradient, so those of BF16 masters have a place of their own (`holders`).
+tensor no FP32 gradient, so those of BF16 masters have their own place (`holders`).
 """
 
 from collections.abc import Mapping
@@ -67,8 +67,8 @@ class Masters:
 
 
 def own_rows(whole: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """The rows that a rank keeps, of whole masters; they share no memory with them where ranks are
-    several."""
+    """Return the rows that a rank keeps, of whole masters; they share no memory with them where
+    ranks are several."""
     shards = Shards.of({name: tuple(tensor.shape) for name, tensor in whole.items()}, ranks)
     if ranks.size == 1:
         return dict(whole)

@@ -21,8 +21,8 @@ from isobit.model.weights.stored import Vector
 def arranged(
     qkv: Tensor, config: ModelConfig, own: LayerHeads, rotated: int
 ) -> tuple[Tensor, Tensor | None]:
-    """(queries, keys and values [T, (H + 2 KV) · D], gates [T, H · D], if there are any) of the
-    projection of a layer with its `own` heads."""
+    """Return (queries, keys and values [T, (H + 2 KV) · D], gates [T, H · D], if there are any) of
+    the projection of a layer with its `own` heads."""
     if rotated == own.dim and not config.gated_attention and not config.interleaved:
         return qkv, None
     heads, gate = qkv.unflatten(1, (-1, own.dim)), None
@@ -36,7 +36,7 @@ def arranged(
 
 
 def arranged_norm(norm: Vector, config: ModelConfig, rotated: int) -> Vector:
-    """The norm of such queries or keys."""
+    """Return the norm of such queries or keys."""
     master, working = (
         in_halves(x, rotated, config.interleaved) for x in (norm.master, norm.working)
     )
@@ -44,8 +44,8 @@ def arranged_norm(norm: Vector, config: ModelConfig, rotated: int) -> Vector:
 
 
 def in_halves(x: Tensor, rotated: int, interleaved: bool) -> Tensor:
-    """x [..., D] whose first `rotated` dimensions are at the beginnings of the two halves, those
-    that are turned with each other at the same place of both."""
+    """Return x [..., D] whose first `rotated` dimensions are at the beginnings of the two halves,
+    those that are turned with each other at the same place of both."""
     if rotated == (dim := x.shape[-1]) and not interleaved:
         return x
     first, middle = rotated // 2, rotated + (dim - rotated) // 2

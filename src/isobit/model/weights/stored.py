@@ -22,7 +22,7 @@ FROZEN = torch.empty(0)
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """One linear layer's weights [N, K]: masters, working copies, and how its three products run.
+    """A linear layer's weights [N, K]: masters, working copies, and how its three products run.
 
     `prepared` is the working weight as the forward's product takes it, with what the backend packed
     of it. `adapters` are added to its result (`adapters/low_rank.py`), or `several` in a model that
@@ -101,7 +101,7 @@ class Vector:
 
 
 def working_vector(master: Tensor, dtype: torch.dtype, offset: float) -> Tensor:
-    """A new working copy."""
+    """Return a new working copy."""
     if not offset:
         plain = torch.contiguous_format  # a leaf of one number, expanded, has a step of 0
         return master.detach().to(dtype, copy=True, memory_format=plain)
@@ -109,11 +109,12 @@ def working_vector(master: Tensor, dtype: torch.dtype, offset: float) -> Tensor:
 
 
 def has_own_copy(weight: Weight) -> bool:
-    """Whether WGrad multiplies a second copy of the activation, quantized along the tokens."""
+    """Return whether WGrad multiplies a second copy of the activation, quantized along the
+    tokens."""
     return weight.own_copy and weight.wgrad == "fp8" and weight.activation is not None
 
 
 def copy_spec(weight: Weight) -> QuantSpec:
-    """The spec of that copy [K, T]."""
+    """Return the spec of that copy [K, T]."""
     assert weight.activation is not None
     return along_rows(weight.activation).transpose()

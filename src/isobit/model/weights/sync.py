@@ -57,12 +57,12 @@ class Receiver:
         masters.shards.ranks.run_on_all(check)
 
     def transfer(self, buffer: Operand, source: Operand) -> None:
-        """Copy one tensor."""
+        """Copy one tensor into the buffer."""
         write(buffer, source)
 
 
 def poison(buffer: StoredWeight) -> None:
-    """Make every element NaN."""
+    """Set every element to NaN."""
     for tensor in tensors_of(buffer):
         if tensor.element_size() == 1:
             tensor.view(torch.uint8).fill_(0x7F)  # NaN in E4M3 and in E5M2
@@ -71,8 +71,8 @@ def poison(buffer: StoredWeight) -> None:
 
 
 def _distance(buffer: Operand, name: str, masters: Masters, offset: float) -> Tensor:
-    """Norms of what this rank keeps of the master, the `offset` added, and of the difference [2];
-    NaN where any of the buffer is."""
+    """Return the norms of the rows of the master that this rank keeps, the `offset` added, and of
+    the difference [2]; NaN where any of the buffer is."""
     values = buffer.dequantize() if isinstance(buffer, QTensor) else buffer.float()
     shards = masters.shards
     expected = (

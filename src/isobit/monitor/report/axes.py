@@ -1,6 +1,6 @@
 """Axes of a chart: where a value stands, and which values are named.
 
-A logarithmic axis has no zero: where there are exact zeros, they have a row of their own under it,
+A logarithmic axis has no zero: where there are exact zeros, they have their own row under it,
 named 0.
 """
 
@@ -27,7 +27,7 @@ class Axis:
 
     @property
     def lowest(self) -> float:
-        """The pixel of `low`."""
+        """The pixel of the value `low`."""
         return (
             self.start + math.copysign(_ZERO_ROW, self.end - self.start)
             if self.zeros
@@ -35,7 +35,7 @@ class Axis:
         )
 
     def at(self, value: float) -> float:
-        """The pixel of a value."""
+        """Return the pixel of a value."""
         if self.log:
             if value <= 0:
                 return self.start
@@ -62,7 +62,7 @@ class Axis:
         return [*named, (0.0, "0")] if self.zeros else named
 
     def data(self) -> dict[str, float | bool]:
-        """What a script needs to place a point."""
+        """Return what a script needs to place a point."""
         ends = {"low": self.low, "high": self.high, "start": self.lowest, "end": self.end}
         return {**ends, "log": self.log, "zero": self.start}
 
@@ -107,7 +107,7 @@ def nice_values(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def label(value: float) -> str:
-    """A tick's name: `0.25`, `12k`, `1.5M`."""
+    """Return a tick's name: `0.25`, `12k`, `1.5M`."""
     for least, unit, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= least:
             return f"{value / unit:.4g}{letter}"
@@ -115,12 +115,12 @@ def label(value: float) -> str:
 
 
 def power_of_ten(power: int) -> str:
-    """10⁻³, in characters."""
+    """Return 10⁻³, in characters."""
     return str(10**power) if 0 <= power <= 3 else "10" + str(power).translate(_SUPERSCRIPTS)
 
 
 def power_text(value: float) -> str:
-    """A small number: 2.5·10⁻⁶."""
+    """Return a small number: 2.5·10⁻⁶."""
     mantissa, power = f"{value:.1e}".split("e")
     exact = power_of_ten(int(power))
     return exact if mantissa == "1.0" else f"{float(mantissa):g}·{exact}"

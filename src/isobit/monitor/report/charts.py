@@ -1,4 +1,4 @@
-"""Charts of metrics over steps, or another number, as inline SVG, with their values beside them for
+"""Charts of metrics over steps, or another number, as inline SVG, with their values next to them for
 the script that shows them on hover.
 
 Colours are classes, so that a chart follows the page's theme; without the script it stands as it
@@ -24,7 +24,7 @@ COLORS = 10
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart: title, the metrics drawn (names, or patterns such as `accuracy/*`), and how.
+    """A chart: title, the metrics drawn (names, or patterns such as `accuracy/*`), and how.
 
     `note` says in a sentence what is drawn. `fraction`: from 0 to 1. `axis`: what a row's `step`
     is; `doubling`: it is a power of two. `named`: a line says its name also where it is alone.
@@ -52,9 +52,9 @@ class _Drawn:
 
 
 def draw_all(panels: Sequence[Panel], runs: Sequence[Series], last: str = "") -> str:
-    """The panels that have something to show, as figures, and one more after them. Where several
-    runs are compared, a panel shows one metric of all of them; and stacked ones are of one run
-    each."""
+    """Return the panels that have something to show, as figures, and one more after them. Where
+    several runs are compared, a panel shows one metric of all of them; and stacked ones are of one
+    run each."""
     figures = []
     for panel in panels:
         panel = replace(panel, metrics=_named(panel, runs))
@@ -85,7 +85,7 @@ def draw_all(panels: Sequence[Panel], runs: Sequence[Series], last: str = "") ->
 
 
 def draw(panel: Panel, runs: Sequence[Series]) -> str:
-    """The panel as a `<figure>`; nothing if no run has anything to show in it."""
+    """Return the panel as a `<figure>`; nothing if no run has anything to show in it."""
     several = len(runs) > 1
     found = [
         _Drawn(run.name if several else _short(metric), i if several else j, line(run.rows, metric))
@@ -192,8 +192,8 @@ def _logarithmic(drawn: Sequence[_Drawn], across: Axis) -> tuple[Axis, list[str]
 
 
 def _zeros(line: Line, color: str, across: Axis, up: Axis, long: bool) -> str:
-    """The steps at which a line is exactly zero: a dot each, or, in a long run, a mark as wide as a
-    step."""
+    """Return the steps at which a line is exactly zero: a dot each, or, in a long run, a mark as
+    wide as a step."""
     steps = [s for s, v in zip(line.steps, line.values) if v <= 0]
     if not steps:
         return ""
@@ -229,7 +229,8 @@ def _stacked(drawn: Sequence[_Drawn], across: Axis) -> tuple[Axis, list[str], li
 
 
 def _named(panel: Panel, runs: Sequence[Series]) -> tuple[str, ...]:
-    """The panel's metrics with patterns replaced by what the runs have, numbers in their order."""
+    """Return the panel's metrics with patterns replaced by what the runs have, numbers in their
+    order."""
     names: list[str] = []
     for metric in panel.metrics:
         if "*" not in metric:
@@ -276,7 +277,7 @@ def _dots(steps: Sequence[float], values: Sequence[float], across: Axis, up: Axi
 
 
 def _said(panel: Panel, drawn: Sequence[_Drawn]) -> str:
-    """The chart in words, for those who do not see it."""
+    """Return the chart in words, for those who do not see it."""
     first, last = f"first {panel.axis}", f"last {panel.axis}"
     lines = [
         f"{d.name}: {d.line.values[0]:.4g} at the {first}, {d.line.values[-1]:.4g} at the {last}"
@@ -290,6 +291,7 @@ def _rounded(values: Sequence[float]) -> list[float]:
 
 
 def _short(metric: str) -> str:
-    """The last part in words; of a family, a name that others gave, such as a tool's, as it is."""
+    """Return the last part in words; of a family, a name that others gave, such as a tool's, as it
+    is."""
     last = metric.rpartition("/")[2]
     return last if metric.count("/") > 1 else last.removesuffix("_mib").replace("_", " ")

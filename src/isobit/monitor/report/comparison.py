@@ -47,7 +47,7 @@ PANELS = (
 
 @dataclass(frozen=True)
 class FlowRuns:
-    """One precision flow: its name, the metrics of each of its runs, and why runs of it stopped, if
+    """A precision flow: its name, the metrics of each of its runs, and why runs of it stopped, if
     they did."""
 
     name: str
@@ -127,8 +127,8 @@ def _mean_rows(runs: Sequence[MetricRows]) -> MetricRows:
 
 
 def _per_run(flow: FlowRuns, metric: str, how: str) -> list[float]:
-    """One number of each run that has the metric: its last value, the mean of its last tenth, its
-    mean, or its sum."""
+    """Return one number of each run that has the metric: its last value, the mean of its last
+    tenth, its mean, or its sum."""
     found = []
     for rows in flow.runs:
         values = points(rows, metric)[1]
@@ -224,7 +224,7 @@ def _cells(columns: Sequence[tuple[str, Cell]], flows: Sequence[FlowRuns]) -> li
 
 
 def _values(flow: FlowRuns) -> dict[str, list[float]]:
-    """What the tables are made of, one number per run."""
+    """Return what the tables are made of, one number per run."""
     wanted = {
         "reward": ("reward/mean", "end"),
         "accuracy": ("accuracy/held_out", "last"),

@@ -21,8 +21,8 @@ def flattened(text: str, where: str) -> dict[str, str]:
 
 
 def differing(configs: Sequence[Mapping[str, str]]) -> list[list[str]]:
-    """[key, value in each run], of the keys that differ, `run.dir` left out; a key that a run lacks
-    has the value –."""
+    """Return [key, value in each run], of the keys that differ, `run.dir` left out; a key that a
+    run lacks has the value –."""
     keys = dict.fromkeys(key for config in configs for key in config if key != "run.dir")
     rows = [[key, *(config.get(key, "–") for config in configs)] for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]

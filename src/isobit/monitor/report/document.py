@@ -36,7 +36,7 @@ def embedded(data: Any, name: str = "") -> str:
 
 
 def html_page(title: str, body: str, scripts: Sequence[str] = ("charts.js",)) -> str:
-    """A whole document around a body, with these scripts of `assets`."""
+    """Return a whole document around a body, with these scripts of `assets`."""
     script = "\n".join(asset(name) for name in scripts)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
@@ -54,7 +54,7 @@ def html_page(title: str, body: str, scripts: Sequence[str] = ("charts.js",)) ->
 
 
 def asset(name: str) -> str:
-    """The text of a file of `report/assets`."""
+    """Return the text of a file of `report/assets`."""
     return (files("isobit.monitor.report") / "assets" / name).read_text(encoding="utf-8")
 
 

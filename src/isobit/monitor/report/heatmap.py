@@ -61,7 +61,7 @@ def heat_maps(records: Sequence[Mapping[str, Any]]) -> Data | None:
 
 
 def heat_section(maps: Data) -> str:
-    """The three tables at the last record, and the slider, which appears with the script."""
+    """Return the three tables at the last record, and the slider, which appears with the script."""
     last = len(maps["steps"]) - 1
     slider = (
         "<div class='controls heat-controls' hidden><span>Step <output></output></span>"
@@ -72,7 +72,7 @@ def heat_section(maps: Data) -> str:
 
 
 def shade(value: float | None, low: float, high: float, log: bool) -> int:
-    """A cell's colour: 0 (none) to SHADES."""
+    """Return a cell's colour: 0 (none) to SHADES."""
     if value is None or (log and value <= 0):
         return 0
     if log:

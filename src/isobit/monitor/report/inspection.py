@@ -22,7 +22,7 @@ above the median."""
 
 
 def inspection_text(values: Mapping[str, Any]) -> str:
-    """The whole finding in plain text."""
+    """Return the whole finding in plain text."""
     parts = []
     if values["tensors"]:
         parts.append(_tensors_text(values["preset"], values["tensors"]))
@@ -66,7 +66,7 @@ def write_inspection(values: Mapping[str, Any], out: Path) -> Path:
 
 
 def _tensors_text(preset: str, tensors: Sequence[Mapping[str, Any]]) -> str:
-    """A line per role: the mean over layers, and the worst layer."""
+    """Return a line per role: the mean over layers, and the worst layer."""
     lines = [
         f"Quantization under {preset}: signal-to-noise ratio, mean over layers",
         f"{'tensor':<24}{'dB':>6}  {'':<{_BAR}}  worst layer  saturated   flushed  outliers  amax",
@@ -98,7 +98,7 @@ def _tensors_text(preset: str, tensors: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _resolved_cells(resolved: Mapping[str, Any]) -> list[list[str]]:
-    """A run's resolved.json, in its own order."""
+    """Return a run's resolved.json, in its own order."""
     return [["key", "value"], *([key, json.dumps(value)] for key, value in resolved.items())]
 
 

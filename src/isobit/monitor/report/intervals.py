@@ -52,8 +52,8 @@ def proportion(correct: int, total: int) -> Estimate:
 
 
 def mean_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:
-    """(mean, low, high) with Student's interval of the mean (Student 1908), by default of 95 %; of
-    one value it is the value alone."""
+    """Return (mean, low, high) with Student's interval of the mean (Student 1908), by default of 95
+    %; of one value it is the value alone."""
     count = len(values)
     assert count > 0
     mean = math.fsum(values) / count
@@ -65,8 +65,8 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> tuple[float, 
 
 
 def student_quantile(degrees: int, level: float = 0.95) -> float:
-    """A share of `level` of Student's t with so many degrees of freedom, at least 1, is within ±
-    this.
+    """Return the bound ± within which a share of `level` of Student's t with `degrees` degrees of
+    freedom, at least 1, lies.
 
     Up to 200 degrees by bisection of the closed form; above, by the expansion around the normal
     quantile (Abramowitz & Stegun 1964, 26.7.5), which is off by less than 1e-10 there.

@@ -50,7 +50,7 @@ _STATIC_SAMPLES, _STATIC_LENGTH = 3, 600
 
 @dataclass(frozen=True)
 class _Run:
-    """What a run directory holds, made ready for the page."""
+    """The contents of a run directory, made ready for the page."""
 
     name: str
     config: str
@@ -107,7 +107,7 @@ def write_report(run_dirs: Sequence[Path], out: Path) -> Path:
 
 
 def run_names(directories: Sequence[Path]) -> list[str]:
-    """The last part of each path; more parts where these are the same."""
+    """Return the last part of each path; more parts where these are the same."""
     parts = [directory.resolve().parts for directory in directories]
     for count in range(1, max(len(p) for p in parts) + 1):
         names = ["/".join(p[-count:]) for p in parts]
@@ -159,7 +159,8 @@ def _config(path: Path) -> str:
 
 
 def _resolved(directory: Path) -> dict[str, str]:
-    """What the config left open, as it was computed; empty of a run that has not recorded it."""
+    """Return what the config left open, as it was computed; empty of a run that has not recorded
+    it."""
     found = object_in(directory / RESOLVED)
     if found == {}:
         warn(f"{directory / RESOLVED} cannot be read: what the config left open is not on the page")
@@ -173,8 +174,8 @@ def _resolved(directory: Path) -> dict[str, str]:
 def _with_band(
     row: dict[str, Any], intervals: Mapping[int, float], rollouts: RolloutIndex
 ) -> dict[str, Any]:
-    """The row with the ends of its mean reward's interval, which a mean of rewards of this run can
-    reach."""
+    """Return the row with the ends of its mean reward's interval, which a mean of rewards of this
+    run can reach."""
     reward, half = row.get("reward/mean"), intervals.get(int(row["step"]))
     if reward is None or half is None:
         return row
@@ -196,7 +197,7 @@ def _mismatch(series: Sequence[Series]) -> str:
 
 
 def _each(runs: Sequence[_Run], make: Callable[[_Run], str]) -> str:
-    """A part per run, named where there are several."""
+    """Return a part per run, named where there are several."""
     parts = [(escaped(run.name), content) for run in runs if (content := make(run))]
     if len(runs) == 1:
         return "".join(content for _, content in parts)
@@ -215,8 +216,8 @@ def _prompts(run: _Run) -> str:
 
 
 def _completions(samples: Mapping[str, Any]) -> str:
-    """The best and the worst of a few steps for who reads without a script; all that was sampled
-    for the browser."""
+    """Return the best and the worst of a few steps for who reads without a script; all that was
+    sampled for the browser."""
     if not samples["rows"]:
         return ""
     count, total = len(samples["rows"]), samples["total"]
@@ -256,7 +257,7 @@ def _shorten(text: str) -> str:
 
 
 def _configuration(runs: Sequence[_Run]) -> str:
-    """What differs first, where there are several; then each as it is."""
+    """Return the differences first, where there are several runs; then each configuration."""
     different = ""
     if len(runs) > 1:
         rows = differing([_settings(run) for run in runs])
@@ -275,7 +276,7 @@ def _configuration(runs: Sequence[_Run]) -> str:
 
 
 def _settings(run: _Run) -> dict[str, str]:
-    """Of the config, and what it left open."""
+    """Return the settings of the config, and those that it left open."""
     resolved = {f"resolved: {name}": value for name, value in run.resolved.items()}
     return {**flattened(run.config, f"{run.name}/{CONFIG}"), **resolved}
 

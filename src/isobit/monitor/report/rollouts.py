@@ -33,7 +33,7 @@ _MOST_TOKENS = 1 << 31
 
 @dataclass
 class Visit:
-    """One group: when, how many of its completions were scored, the sum of their rewards, and how
+    """A group: when, how many of its completions were scored, the sum of their rewards, and how
     many were solved."""
 
     step: int
@@ -80,13 +80,13 @@ class RolloutIndex:
         return {step: (high - low) / 2 for step, (_, low, high) in found.items()}
 
     def lose(self, why: str) -> None:
-        """One row or step more that cannot be read."""
+        """Count one more row or step that cannot be read."""
         self.lost += 1
         self.why = self.why or why
 
     def rows(self, places: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """The rows at these places (counted from the first), whole; quick where those of a step
-        follow one another."""
+        """Yield the rows at these places (counted from the first), whole; quick where those of a
+        step follow one another."""
         starts, opened, found = [first for first, _ in self.members], -1, list[bytes]()
         for place in places:
             index = bisect_right(starts, place) - 1
@@ -139,8 +139,8 @@ def read_rollouts(path: Path) -> RolloutIndex:
 
 
 def _lines(found: RolloutIndex) -> Iterator[bytes]:
-    """All rows; where each step begins is kept on the way. A step that is damaged is counted as
-    lost."""
+    """Yield all rows; where each step begins is kept on the way. A step that is damaged is counted
+    as lost."""
     for member in members(found.path):
         try:
             rows = lines(found.path, member)
@@ -152,7 +152,7 @@ def _lines(found: RolloutIndex) -> Iterator[bytes]:
 
 
 def _row(line: bytes) -> dict[str, Any]:
-    """A row without its lists of numbers. Raises BadRow."""
+    """Return a row without its lists of numbers. Raises BadRow."""
     try:
         row = json.loads(_LISTS.sub(b"", line))
     except (ValueError, RecursionError):
@@ -168,8 +168,8 @@ def _row(line: bytes) -> dict[str, Any]:
 
 
 def _shows(row: Mapping[str, Any]) -> bool:
-    """Whether a whole row can be shown: its tokens are ids, its log-probabilities go with them, its
-    rewards are numbers."""
+    """Return whether a whole row can be shown: its tokens are ids, its log-probabilities go with
+    them, its rewards are numbers."""
     ids, rollout, policy = (
         row.get(name) or [] for name in ("completion_ids", "rollout_logprobs", "policy_logprobs")
     )

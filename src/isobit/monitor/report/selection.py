@@ -148,8 +148,8 @@ def _text(row: Mapping[str, Any]) -> str:
 
 
 def _happened(episode: Any) -> str | None:
-    """Return the numbers of turns and of calls of tools of an episode, in words; None for a value
-    that is not a recorded episode."""
+    """Return the numbers of turns and of tool calls of an episode, in words; None for a value that
+    is not a recorded episode."""
     if not isinstance(episode, dict) or type(turns := episode.get("turns")) is not int:
         return None
     uses = episode.get("uses")

@@ -18,7 +18,7 @@ SMOOTHED_FROM = 80
 
 @dataclass(frozen=True)
 class Series:
-    """One run: its name and the rows of its metrics.jsonl."""
+    """A run: its name and the rows of its metrics.jsonl."""
 
     name: str
     rows: MetricRows
@@ -62,7 +62,7 @@ class Line:
 
 
 def points(rows: MetricRows, metric: str) -> tuple[list[float], list[float]]:
-    """(steps, values) where the metric has a finite value."""
+    """Return (steps, values) where the metric has a finite value."""
     found = [(row["step"], row.get(metric)) for row in rows]
     kept = [
         (float(s), float(v))
@@ -73,7 +73,8 @@ def points(rows: MetricRows, metric: str) -> tuple[list[float], list[float]]:
 
 
 def line(rows: MetricRows, metric: str) -> Line:
-    """A metric, with the band from `metric:low` to `metric:high` where the rows have them."""
+    """Return a metric, with the band from `metric:low` to `metric:high` where the rows have
+    them."""
     steps, values = points(rows, metric)
     low, high = (dict(zip(*points(rows, f"{metric}:{end}"))) for end in ("low", "high"))
     if not low:

@@ -24,7 +24,7 @@ _MOST_VISITS, _LONGEST, _STATIC_ROWS = 12, 400, 12
 
 
 def kind(visits: Sequence[Visit]) -> str:
-    """One of KINDS."""
+    """Return the kind of a prompt, one of KINDS."""
     solved, scored = sum(v.solved for v in visits), sum(v.scored for v in visits)
     if solved == scored:
         return "always"
@@ -71,8 +71,8 @@ def prompt_table(rollouts: RolloutIndex, budget: int) -> dict[str, Any]:
 
 
 def prompt_section(table: Mapping[str, Any]) -> str:
-    """The kinds as one bar with its figures, and a short table, which the script replaces by a
-    whole one."""
+    """Return the kinds as one bar with its figures, and a short table, which the script replaces by
+    a whole one."""
     total = table["total"]
     repeated = any(row["visits"] > 1 for row in table["rows"])
     shares = {name: table["counts"][name] / total for name in KINDS}

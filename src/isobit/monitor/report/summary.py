@@ -58,8 +58,7 @@ def _differing(rows: MetricRows) -> str:
         points(rows, f"mismatch/{name}_tokens")[1]
         for name in ("differing", "compared", "comparable")
     )
-    left_out = sum(comparable) > sum(compared)
-    more = f", of {sum(comparable):,.0f} that could be compared" if left_out else ""
+    more = " compared" if sum(comparable) > sum(compared) else ""  # the headline says of how many
     return f"{sum(differing):,.0f} of {sum(compared):,.0f}{more}" if compared else ""
 
 

@@ -20,7 +20,7 @@ def text_table(cells: Cells, rule: bool = False) -> str:
 
 
 def html_table(cells: Cells) -> str:
-    """A table that scrolls sideways where it is too wide."""
+    """Return a table that scrolls sideways where it is too wide."""
     lines = [_line(row, "th" if i == 0 else "td") for i, row in enumerate(cells)]
     return f"<div class='wide'><table>{''.join(lines)}</table></div>"
 

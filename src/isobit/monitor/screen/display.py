@@ -60,21 +60,21 @@ class Display:
             self._live.stop()
 
     def note(self, text: str) -> None:
-        """A line that stays, above the screen."""
+        """Print a line that stays, above the screen."""
         if not self.quiet:
             self.warn(text)
 
     def warn(self, text: str) -> None:
-        """The same of what is wrong, or of how a run ended: `quiet` does not leave it out."""
+        """Print a line about a fault, or how a run ended, also where `quiet` leaves notes out."""
         if self._speaks:
             self._console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
 
     def phase(self, name: str) -> None:
-        """What the run does now."""
+        """Show the present phase of the run."""
         self.history.phase = name
 
     def step(self, metrics: Mapping[str, float], completions: Iterable[Shown] = ()) -> None:
-        """One step is done. `completions` are only looked at where they are shown."""
+        """Show a step that is done. `completions` are only looked at where they are shown."""
         now = time.monotonic()
         self.history.step += 1
         self.history.add({"time/step": now - self._ended, **metrics})

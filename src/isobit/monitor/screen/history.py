@@ -43,7 +43,7 @@ class History:
     _newest: Sequence[str] = ()
 
     def add(self, metrics: Mapping[str, float | None]) -> None:
-        """One row of metrics; values that are not finite leave no point."""
+        """Add a row of metrics; values that are not finite leave no point."""
         if (step := metrics.get("step")) is not None:
             self.step = int(step)
         self.no_progress = self.no_progress.after(metrics)
@@ -54,27 +54,28 @@ class History:
                 self._values.setdefault(name, []).append(value)
 
     def show(self, completions: Iterable[Shown]) -> None:
-        """The completions of the last step."""
+        """Set the completions of the last step."""
         scored = [shown for shown in completions if shown.reward is not None]
         if scored:
             self.best = max(scored, key=lambda shown: shown.reward or 0.0)
             self.worst = min(scored, key=lambda shown: shown.reward or 0.0)
 
     def values(self, name: str) -> list[float]:
-        """All values of a metric."""
+        """Return all values of a metric."""
         return self._values.get(name, [])
 
     def last(self, name: str) -> float | None:
-        """The newest value of a metric."""
+        """Return the newest value of a metric."""
         values = self.values(name)
         return values[-1] if values else None
 
     def members(self, family: str) -> list[str]:
-        """The names that a family of metrics, such as `time/tools/`, had in the newest step."""
+        """Return the names that a family of metrics, such as `time/tools/`, had in the newest
+        step."""
         return [name.removeprefix(family) for name in self._newest if name.startswith(family)]
 
     def total_of(self, name: str) -> float:
-        """The sum of a metric over the run."""
+        """Return the sum of a metric over the run."""
         return sum(self.values(name))
 
     @property
@@ -93,8 +94,8 @@ class History:
         return None if pace is None else pace * max(self.total - self.step, 0)
 
     def phase_shares(self) -> list[tuple[str, float]]:
-        """(phase, fraction of the last steps' time) from half a percent on; what no timer names is
-        `other`."""
+        """Return (phase, fraction of the last steps' time) from half a percent on; what no timer
+        names is `other`."""
         whole = sum(self.values("time/step")[-RECENT:])
         if not whole:
             return []

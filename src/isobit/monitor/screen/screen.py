@@ -66,7 +66,14 @@ def plain(text: str) -> str:
 def screen(history: History, width: int, height: int) -> RenderableType:
     """Return the whole view, at most `width` columns and `height` lines; the least important lines
     are left out first."""
-    header = _header(history, width)
+    header = Table.grid(expand=False, padding=(0, 2))
+    header.width = width
+    header.add_column(no_wrap=True, overflow="ellipsis")
+    header.add_column(justify="right", no_wrap=True, overflow="ellipsis", ratio=1)
+    header.add_row(
+        Text(f"isobit  {plain(history.name)}", style="bold"),
+        Text(plain(history.details), style=_SOFT),
+    )
     rows = _metrics(history, width)
     parts: list[RenderableType] = [header, _progress(history, width)]
     warning = history.no_progress.line
@@ -138,18 +145,6 @@ def _compared(history: History) -> tuple[float, float, float]:
         for name in ("differing", "compared", "comparable")
     )
     return differing, compared, comparable
-
-
-def _header(history: History, width: int) -> RenderableType:
-    grid = Table.grid(expand=False, padding=(0, 2))
-    grid.width = width
-    grid.add_column(no_wrap=True, overflow="ellipsis")
-    grid.add_column(justify="right", no_wrap=True, overflow="ellipsis", ratio=1)
-    grid.add_row(
-        Text(f"isobit  {plain(history.name)}", style="bold"),
-        Text(plain(history.details), style=_SOFT),
-    )
-    return grid
 
 
 def _progress(history: History, width: int) -> Text:

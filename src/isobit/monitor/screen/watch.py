@@ -30,14 +30,14 @@ _LOOK_EVERY_S, _MOST_BYTES = 1.0, 1 << 20
 
 
 class GrowingRows:
-    """Reads what is new in a metrics.jsonl; `restarted` is set where the file became shorter, and
-    `lost` counts lines that are no rows."""
+    """A reader of the new rows of a metrics.jsonl; `restarted` is set where the file became
+    shorter, and `lost` counts lines that are not rows."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.offset, self.restarted, self.lost = path, 0, False, 0
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The whole lines since the last call. Raises IsobitError for a file that may not be
+        """Yield the whole lines since the last call. Raises IsobitError for a file that may not be
         read."""
         self.restarted = False
         try:
@@ -103,8 +103,8 @@ class Watched:
         return len(rows)
 
     def _last_completions(self) -> list[Shown]:
-        """The completions of the last step in their file, of those that are recorded whole; none of
-        a damaged one."""
+        """Return the completions of the last step in their file, of those that are recorded whole;
+        none of a damaged one."""
         path = self.directory / COMPLETIONS
         if self._metrics.restarted or (
             path.is_file() and path.stat().st_size < sum(self._last_step)
@@ -134,13 +134,13 @@ class Watched:
 
     @property
     def lost(self) -> int:
-        """Lines of metrics.jsonl that are no rows."""
+        """The number of lines of metrics.jsonl that are not rows."""
         return self._metrics.lost
 
 
 def watch(directory: Path, once: bool = False) -> None:
-    """Show the run until it ends; with `once`, as it stands. Raises IsobitError if there is no run
-    to show."""
+    """Show the run until it ends; with `once`, its present state. Raises IsobitError if there is no
+    run to show."""
     watched = Watched(directory)
     console = Console()
     watched.look()

@@ -2,6 +2,6 @@
 `metrics.jsonl` under the same names.
 
 One process follows the file and feeds all of them (`follow.py`), so nothing that they do (import,
-print, raise, hang) affects a step. A tracker is a class of its own module and an entry in
+print, raise, hang) affects a step. A tracker is a class in its own module and an entry in
 `settings.py`. Imports no tracker's library, and no torch.
 """

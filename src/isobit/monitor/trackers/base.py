@@ -45,7 +45,7 @@ class Opened:
 
 
 class Tracker(Protocol):
-    """One tracker, used by one thread. What it raises ends the tracking by it, never the run."""
+    """A tracker, used by one thread. An exception ends the tracking by it, never the run."""
 
     def check(self, settings: Mapping[str, Any]) -> None:
         """Raise IsobitError for what can be known to be wrong before a run begins, such as missing
@@ -55,8 +55,8 @@ class Tracker(Protocol):
         """Begin, or go on with, the run that `run.kept` names."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A row: finite numbers under the names of `metrics.jsonl`. Returns when a kill can no
-        longer undo it, or as near to that as the tracker comes."""
+        """Write a row: finite numbers under the names of `metrics.jsonl`. Returns when a kill can
+        no longer undo it, or as near to that as the tracker comes."""
 
     def log_completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
         """Completions of the step, under `COMPLETION_COLUMNS`."""

@@ -60,7 +60,7 @@ class State:
         self._of = found
 
     def of(self, name: str) -> dict[str, Any]:
-        """`last` and `kept` of a tracker; empty if it never opened the run."""
+        """Return `last` and `kept` of a tracker; empty if it never opened the run."""
         return dict(self._of.get(name, {}))
 
     def keep(self, name: str, last: int, kept: Mapping[str, str]) -> None:
@@ -115,7 +115,8 @@ class Follower:
             self._state.keep(self.name, self.last, self._kept)
 
     def _rows_of(self, step: int) -> list[list[Any]]:
-        """The first completions of a step, which are in their file before the step's metrics."""
+        """Return the first completions of a step, which are in their file before the step's
+        metrics."""
         found: list[list[Any]] = []
         while (row := self._held or next(self._completions, None)) is not None:
             self._held = None
@@ -129,8 +130,8 @@ class Follower:
 
 
 class Tail(Iterator[dict[str, Any]]):
-    """The rows of a metrics.jsonl that grows; stops at a line that is not whole yet, and goes on
-    from there. What is no row is left out."""
+    """The rows of a metrics.jsonl that grows; stops at an unfinished line, and goes on from there.
+    Invalid rows are left out."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -152,7 +153,7 @@ class Tail(Iterator[dict[str, Any]]):
 
 
 class _Replies:
-    """What the run is told, from any thread; the log has it too."""
+    """The messages to the run, from any thread; the log has them too."""
 
     def __init__(self) -> None:
         self._file = os.fdopen(os.dup(1), "w", buffering=1)
@@ -203,7 +204,7 @@ class _Feed(threading.Thread):
 
 
 def main() -> None:
-    """The process: see the module."""
+    """Run the process: see the module."""
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which says when it ends
         signal.signal(number, signal.SIG_IGN)
     replies, request = _Replies(), json.loads(sys.stdin.readline())
@@ -244,7 +245,7 @@ def _follow(request: Mapping[str, Any], say: Callable[..., None]) -> bool:
 
 @contextmanager
 def _lock(path: Path, limit_s: float) -> Iterator[None]:
-    """One follower of a run; one that a killed run left behind is waited for."""
+    """Hold the lock of a run's one follower; a killed run's follower is waited for."""
     until = time.monotonic() + limit_s
     with path.open("w") as file:
         while True:
@@ -259,12 +260,12 @@ def _lock(path: Path, limit_s: float) -> Iterator[None]:
 
 
 def _told(error: Exception) -> str:
-    """An exception in one line."""
+    """Return an exception in one line."""
     text = str(error).strip().splitlines()
     kind = "" if isinstance(error, IsobitError) else f"{type(error).__name__}: "
     return f"{kind}{text[0] if text else 'no message'}"
 
 
 def _give_up(number: int, frame: FrameType | None) -> None:
-    """The time that the end of a run may take is over."""
+    """Exit: the time that the end of a run may take is over."""
     os._exit(1)

@@ -24,7 +24,7 @@ class TensorBoard:
         """Nothing can be wrong before it is opened."""
 
     def open(self, run: TrackedRun) -> Opened:
-        """A new event file; see the module."""
+        """Return a new event file; see the module."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -41,7 +41,7 @@ class TensorBoard:
         return Opened(run.last, note=f"tensorboard --logdir {run.directory}")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One event a row."""
+        """Write one event for the row."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
@@ -49,7 +49,7 @@ class TensorBoard:
         self._writer.flush()
 
     def log_completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
-        """A table in Markdown."""
+        """Write a table in Markdown."""
         lines = [COMPLETION_COLUMNS, ["---"] * len(COMPLETION_COLUMNS), *rows]
         self._add(
             step,
@@ -59,7 +59,7 @@ class TensorBoard:
         )
 
     def close(self, exit_code: int) -> None:
-        """Flush."""
+        """Flush and close the event file."""
         self._writer.close()
 
     def _add(self, step: int, summary: "Summary") -> None:
@@ -73,7 +73,7 @@ def _cell(value: object) -> str:
 
 
 def _text(tag: str, text: str) -> "Summary":
-    """A text summary, as torch.utils.tensorboard.summary.text makes it."""
+    """Return a text summary, as torch.utils.tensorboard.summary.text makes it."""
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto

@@ -19,7 +19,7 @@ class Trackio:
         self._table: dict[str, Any] = {}
 
     def check(self, settings: Mapping[str, Any]) -> None:
-        """Raises IsobitError where a Space is named and there is no token for it."""
+        """Raise IsobitError where a Space is named and there is no token for it."""
         if settings["space_id"] is None:
             return
         from huggingface_hub import get_token
@@ -61,12 +61,12 @@ class Trackio:
         return Opened(-1 if last is None else last, {"id": self._run.id}, note)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A row."""
+        """Write a row of the history."""
         self._run.log({**self._table, **metrics}, step=step)
         self._table = {}
 
     def log_completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
-        """A table, which becomes part of the step's row."""
+        """Write a table, which becomes part of the step's row."""
         import trackio
 
         self._table = {

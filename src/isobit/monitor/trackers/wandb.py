@@ -70,11 +70,12 @@ class WeightsAndBiases:
         return Opened(last, {"id": identity}, note)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A row of the history, at once: without `commit` wandb would hold it until the next."""
+        """Write a row of the history, at once: without `commit` wandb would hold it until the
+        next."""
         self._run.log(dict(metrics), step=step, commit=True)
 
     def log_completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
-        """A table a step, part of the step's row."""
+        """Write a table for the step, part of its row."""
         import wandb
 
         table = wandb.Table(columns=list(COMPLETION_COLUMNS), data=[list(row) for row in rows])
@@ -87,7 +88,7 @@ class WeightsAndBiases:
 
 
 def _last_step(directory: Path) -> int:
-    """The last step of an offline directory, from wandb's own reader; -1 if it has none."""
+    """Return the last step of an offline directory, from wandb's own reader; -1 if it has none."""
     command = module_command("wandb", "leet", "inspect", "--json", str(directory))
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     records = [json.loads(line) for line in done.stdout.splitlines()]

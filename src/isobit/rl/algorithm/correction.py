@@ -136,7 +136,16 @@ def _kept(
     kept = torch.ones(lr.shape, dtype=torch.bool)
     if rule.rejection is not None:
         if rule.rejection.measure == "binary_kl":
-            divergence = _binary_kl(old, rollout)
+            # the larger of the two divergences between the Bernoulli distributions of
+            # each token; [tokens] float64.
+            p, q = (
+                torch.exp(logprobs.double()).clamp(_LEAST_PROBABILITY, 1 - _LEAST_PROBABILITY)
+                for logprobs in (old, rollout)
+            )
+            tokens, others = torch.log(p / q), torch.log((1 - p) / (1 - q))
+            divergence = torch.maximum(
+                p * tokens + (1 - p) * others, -q * tokens - (1 - q) * others
+            )
             value = _of_level(rule.rejection.level, divergence, counts, sequence)
         else:
             value = _measured(rule.rejection, lr, counts, sequence)
@@ -166,17 +175,6 @@ def _measured(rejection: Rejection, lr: Tensor, counts: Tensor, sequence: Tensor
         "k3": lambda: torch.expm1(bounded) - bounded,
     }[measure]()
     return _of_level(level, values, counts, sequence)
-
-
-def _binary_kl(old_logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
-    """Return the larger of the two divergences between the Bernoulli distributions of each token;
-    [tokens] float64."""
-    p, q = (
-        torch.exp(logprobs.double()).clamp(_LEAST_PROBABILITY, 1 - _LEAST_PROBABILITY)
-        for logprobs in (old_logprobs, rollout_logprobs)
-    )
-    tokens, others = torch.log(p / q), torch.log((1 - p) / (1 - q))
-    return torch.maximum(p * tokens + (1 - p) * others, -q * tokens - (1 - q) * others)
 
 
 def _of_level(level: str, values: Tensor, counts: Tensor, sequence: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class Disagreement(Exception):
 
 
 def promises_bits(model: Model) -> bool:
-    """Whether rollout and learner of this model must compute the same bits."""
+    """Return whether rollout and learner of this model must compute the same bits."""
     precision = model.precision
     return (
         precision.unified
@@ -74,8 +74,8 @@ def require_agreement(compared: Sequence[Compared], batch: Sequence[Sample]) -> 
 
 
 def corrected(objective: ResolvedObjective) -> ResolvedObjective:
-    """The objective for a batch that disagrees: old log-probabilities are recomputed, and tokens
-    weighed by the given correction, or by token TIS, which is the default of flows with two
+    """Return the objective for a batch that disagrees: old log-probabilities are recomputed, and
+    tokens weighed by the given correction, or by token TIS, which is the default of flows with two
     engines."""
     rule = objective.rule if objective.rule.active else CORRECTIONS["token_tis"]
     return replace(objective, recompute_old=True, rule=rule)

@@ -54,7 +54,7 @@ class TrainingBatch:
     def given(
         self, old: Mapping[int, Tensor] | None, reference: Sequence[Tensor] | None
     ) -> "tuple[TrainingBatch, dict[str, float]]":
-        """The batch with the log-probabilities of the reference, and the `old` ones that the
+        """Return the batch with the log-probabilities of the reference, and the `old` ones that the
         learner computed, by the index of the sample, at least of all that teach; None: the
         rollout's own serve. A correction weighs the samples that have them: its metrics."""
         known = sorted(old or ())
@@ -78,10 +78,10 @@ class TrainingBatch:
         return corrected, correction_metrics(correction) | step
 
     def of_high_entropy(self, entropies: Sequence[Tensor]) -> "TrainingBatch":
-        """The batch with a surrogate loss only of the tokens whose entropy [trained tokens] is at
-        or above the quantile that leaves `top_entropy_quantile` of those of the batch (Wang et al.
-        2025, arXiv 2506.01939; TRL's option of this name). Averages and a KL penalty are still over
-        all tokens."""
+        """Return the batch with a surrogate loss only of the tokens whose entropy [trained tokens]
+        is at or above the quantile that leaves `top_entropy_quantile` of those of the batch (Wang
+        et al. 2025, arXiv 2506.01939; TRL's option of this name). Averages and a KL penalty are
+        still over all tokens."""
         counted = [row for row, out in zip(entropies, self.masked) if not out and row.numel()]
         if not counted:
             return self
@@ -94,7 +94,7 @@ class TrainingBatch:
         )
 
     def weights_of(self, part: Sequence[int]) -> list[float]:
-        """The weight of each sample's tokens in the loss of the optimizer batch `part`."""
+        """Return the weight of each sample's tokens in the loss of the optimizer batch `part`."""
         counted = [
             0 if self.masked[i] else len(row) if self.kept is None else int(self.kept[i].sum())
             for i, row in ((i, self.rollout[i]) for i in part)
@@ -114,7 +114,7 @@ class TrainingBatch:
     def optimizer_batch(
         self, update: Update, entropy_coefficient: float = 0.0
     ) -> "OptimizerBatch | None":
-        """The tensors of an update, micro-batch by micro-batch; None where the mask or the
+        """Return the tensors of an update, micro-batch by micro-batch; None where the mask or the
         correction left nothing of it."""
         part = update.part
         if all(self.masked[i] for i in part):
@@ -136,7 +136,7 @@ class TrainingBatch:
         )
 
     def _tokens(self, chosen: Sequence[int], weights: Sequence[float]) -> "TokenInputs":
-        """Of a micro-batch, whose samples' tokens have these weights in the loss."""
+        """Return the loss's inputs of a micro-batch, whose samples' tokens have these weights."""
         return TokenInputs(
             self.objective,
             torch.tensor(list(weights)),
@@ -149,7 +149,7 @@ class TrainingBatch:
         )
 
     def _sizes(self, update: Update) -> Totals:
-        """How many tokens there are, and how many of them are left out."""
+        """Return how many tokens there are, and how many of them are left out."""
         samples, parts = self.samples, update.micro_batches
         rows = {
             i: len(samples[i].prompt_ids) + len(samples[i].completion_ids)
@@ -172,7 +172,7 @@ class TrainingBatch:
         }
 
     def staleness(self) -> dict[str, float]:
-        """How far tokens of older weights are from the policy of now."""
+        """Return how far tokens of older weights are from the policy of now."""
         stale = [(i, self.fresh[i]) for i in self.known if self.fresh[i] != 0]
         found = _mismatch([(self.old[i][:end], self.rollout[i][:end]) for i, end in stale])
         names = ("kl_k3", "token_mult_prob_error")
@@ -181,7 +181,7 @@ class TrainingBatch:
 
 @dataclass(frozen=True, eq=False)
 class TokenInputs:
-    """What a loss is given of a micro-batch beside the policy's forward, [trained tokens];
+    """The inputs of a loss of a micro-batch besides the policy's forward, [trained tokens];
     `weights`: of the tokens of each sample."""
 
     objective: ResolvedObjective
@@ -238,8 +238,8 @@ def training_batch(
     advantages: Sequence[Advantage],
     weights_version: int,
 ) -> TrainingBatch:
-    """The batch, whose old log-probabilities are the rollout's own; the present weights are of
-    `weights_version`."""
+    """Return the batch, whose old log-probabilities are the rollout's own; the present weights are
+    of `weights_version`."""
     rollout = rollout_logprobs(samples)
     stale = objective.stale_samples
     fresh = [_fresh_from(sample, weights_version) if stale else 0 for sample in samples]
@@ -257,8 +257,8 @@ def training_batch(
 
 
 def _fresh_from(sample: Sample, weights_version: int) -> int | None:
-    """The place among a sample's trained tokens from which on this version drew them. One that
-    older weights began is compared only if it has such a token."""
+    """Return the place among a sample's trained tokens from which on this version drew them. One
+    that older weights began is compared only if it has such a token."""
     if sample.weights_version != weights_version:
         return None
     start = sample.drawn[-1].start
@@ -267,12 +267,12 @@ def _fresh_from(sample: Sample, weights_version: int) -> int | None:
 
 
 def fresh_part(sample: Sample, first: int) -> Sample:
-    """A sample of which only the trained tokens from number `first` on are targets."""
+    """Return a sample of which only the trained tokens from number `first` on are targets."""
     return sample.trained_from(sample.trained[first]) if first else sample
 
 
 def rollout_logprobs(samples: Sequence[Sample]) -> list[Tensor]:
-    """What the engine recorded, [trained tokens] float32 of each sample."""
+    """Return what the engine recorded, [trained tokens] float32 of each sample."""
     return [
         torch.tensor([s.rollout_logprobs[i] for i in s.trained], dtype=torch.float32)
         for s in samples
@@ -280,7 +280,7 @@ def rollout_logprobs(samples: Sequence[Sample]) -> list[Tensor]:
 
 
 def sample_key(sample: Sample) -> SampleKey:
-    """(prompt_index, sample_index), which names a sample within a step."""
+    """Return (prompt_index, sample_index), which names a sample within a step."""
     return sample.prompt_index, sample.sample_index
 
 
@@ -296,7 +296,7 @@ def _joined(rows: Sequence[Tensor] | Mapping[int, Tensor], chosen: Sequence[int]
 
 
 def by_key(compared: Sequence[Compared]) -> dict[SampleKey, list[float]]:
-    """The learner's log-probabilities: one for each completion token, 0.0 for given ones. A
+    """Return the learner's log-probabilities: one for each completion token, 0.0 for given ones. A
     completion of which older weights drew a part is not there: not all of it was compared."""
     return {
         sample_key(sample): _spread(sample, row)
@@ -306,7 +306,7 @@ def by_key(compared: Sequence[Compared]) -> dict[SampleKey, list[float]]:
 
 
 def mismatch_of(compared: Sequence[Compared]) -> dict[str, float]:
-    """Metrics of what was compared; none if that was no token."""
+    """Return the metrics of the compared tokens; none if there were no tokens."""
     some = [one for one in compared if len(one[2])]
     if not some:
         return {}

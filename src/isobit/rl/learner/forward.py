@@ -55,8 +55,8 @@ def forward(
     tape: RouteTape | None = None,
     recompute: Recompute = False,
 ) -> tuple[Tensor, Tensor]:
-    """(log-probability, entropy) of every trained token of a packed batch, [C] float32, by the
-    learner's flow, as of `forward_compared`."""
+    """Return (log-probability, entropy) of every trained token of a packed batch, [C] float32, by
+    the learner's flow, as of `forward_compared`."""
     return forward_compared(model, packed, temperature, filtering, tape, recompute, None)[:2]
 
 
@@ -69,9 +69,10 @@ def forward_compared(
     recompute: Recompute,
     compared: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """(log-probability, entropy, what `compared` makes of hidden rows, if it is given) of every
-    trained token of a packed batch, [C] float32, by the learner's flow; and the log-probability of
-    what is `observed` in it, if it is, [K] float32, at temperature 1 and unfiltered.
+    """Return (log-probability, entropy, what `compared` makes of hidden rows, if it is given) of
+    every trained token of a packed batch, [C] float32, by the learner's flow; and the
+    log-probability of what is `observed` in it, if it is, [K] float32, at temperature 1 and
+    unfiltered.
 
     All are on the CPU, wherever the model is: what an algorithm does with single tokens happens
     there. Here a learner waits for a GPU, once per micro-batch. `tape` and `recompute` are those of
@@ -155,13 +156,15 @@ class PolicyForward:
         return Computed(packed, *of_tokens, tape)
 
     def _at_half(self, packed: PackedBatch) -> Callable[[Tensor], Tensor]:
-        """What makes log-probabilities at half the temperature of hidden rows."""
+        """Return a function that computes log-probabilities at half the temperature of hidden
+        rows."""
         transformer, targets = self.model.transformer, packed.targets.to(self.model.ops.device)
         half = self.objective.temperature / 2
         return lambda rows: transformer.head_logprobs(rows, targets, half)[0]
 
     def _compared(self, samples: Sequence[Sample]) -> Callable[[Tensor], Tensor] | None:
-        """What compares hidden rows with the teacher's, whose forward comes first."""
+        """Return a function that compares hidden rows with the teacher's, whose forward comes
+        first."""
         if self.teacher is None:
             return None
         temperature, divergence = self.objective.temperature, self.teacher.divergence
@@ -173,8 +176,8 @@ class PolicyForward:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """What one micro-batch left beside its gradient: sums over its tokens, its routers', and the
-    policy's log-probabilities [its trained tokens]."""
+    """The results of one micro-batch besides its gradient: sums over its tokens, its routers', and
+    the policy's log-probabilities [its trained tokens]."""
 
     totals: Totals
     routing: RoutingTotals
@@ -184,15 +187,15 @@ class MicroBatch:
 def logprobs_of(
     policy: PolicyForward, samples: Sequence[Sample], parts: MicroBatches, ranks: Ranks
 ) -> tuple[dict[int, Tensor], Totals]:
-    """Of the samples of these micro-batches, by index, log-probabilities [trained tokens]; and sums
-    over all of them. Every rank computes some."""
+    """Return the log-probabilities [trained tokens] of the samples of these micro-batches, by
+    index; and sums over all of them. Every rank computes some."""
     return _values_of(lambda found: found.logprobs, policy, samples, parts, ranks)
 
 
 def entropies_of(
     policy: PolicyForward, samples: Sequence[Sample], parts: MicroBatches, ranks: Ranks
 ) -> dict[int, Tensor]:
-    """Likewise entropies [trained tokens], in nats; what routers do is not looked at."""
+    """Return entropies [trained tokens] as `logprobs_of`, in nats; routers are not observed."""
     apart = replace(policy, totals=RoutingTotals())
     return _values_of(lambda found: found.entropy, apart, samples, parts, ranks)[0]
 
@@ -200,7 +203,8 @@ def entropies_of(
 def halved_of(
     policy: PolicyForward, samples: Sequence[Sample], parts: MicroBatches, ranks: Ranks
 ) -> dict[int, Tensor]:
-    """Likewise [trained tokens, 2], log-probabilities at the temperature and at half of it."""
+    """Return log-probabilities at the temperature and at half of it, [trained tokens, 2], as
+    `logprobs_of`."""
 
     def both(found: Computed) -> Tensor:
         assert found.beside is not None
@@ -238,7 +242,7 @@ def _values_of(
 
 
 def gather_micro_batches(ranks: Ranks, mine: Mapping[int, MicroBatch]) -> dict[int, MicroBatch]:
-    """Those of all ranks, by index."""
+    """Return the micro-batches of all ranks, by index."""
     if ranks.size == 1:
         return dict(mine)
     said = ranks.all_gather_json(

@@ -34,7 +34,6 @@ from isobit.rl.learner.forward import (
     gather_micro_batches,
     logprobs_of,
 )
-from isobit.rl.learner.packing import PackedBatch
 from isobit.rl.learner.routing import (
     BatchLoad,
     RoutingTotals,
@@ -49,8 +48,9 @@ from isobit.rl.optim.sharded import ShardedOptimizer
 
 @dataclass(frozen=True, eq=False)
 class Gradient:
-    """Of an optimizer batch, which is in the parameters: its `norm`, inf if it is not finite; sums
-    over its tokens; the policy's log-probabilities by the index of the sample, [trained tokens]."""
+    """The gradient of an optimizer batch, which is in the parameters: its `norm`, inf if it is not
+    finite; sums over its tokens; the policy's log-probabilities by the index of the sample,
+    [trained tokens]."""
 
     norm: float
     totals: Totals
@@ -81,9 +81,9 @@ class Differentiation:
         checked: bool = False,
         measures: bool = False,
     ) -> Gradient:
-        """Of one update; if it `measures`, with the log-probabilities and the entropy of some of
-        the samples that are left out. Raises Corruption if it is `checked`, and the gradient of a
-        rank's first micro-batch has other bits when it is computed twice."""
+        """Compute the gradient of one update; if it `measures`, with the log-probabilities and the
+        entropy of some of the samples that are left out. Raises Corruption if it is `checked`, and
+        the gradient of a rank's first micro-batch has other bits when it is computed twice."""
         found: dict[int, MicroBatch] = {}
         mixture = policy.model.config.routed is not None
         self._sum.begin()
@@ -115,8 +115,8 @@ class Differentiation:
     def _backwards(
         self, one: OptimizerBatch, policy: PolicyForward, checked: bool
     ) -> dict[int, MicroBatch]:
-        """All micro-batches, by all ranks. Raises _NotFinite on every rank where one meets NaN or
-        infinity."""
+        """Return all micro-batches, by all ranks. Raises _NotFinite on every rank where one meets
+        NaN or infinity."""
         rank, size = self._ranks.rank, self._ranks.size
         dealt: Sequence[int | None] = range(len(one.update.micro_batches))
         if policy.model.config.routed is None:
@@ -160,7 +160,8 @@ class Differentiation:
         dealt: Sequence[int | None],
         done: int,
     ) -> dict[int, MicroBatch]:
-        """Those of all ranks, by index; this one is `done` with so many of those it was dealt."""
+        """Return the micro-batches of all ranks, by index; this rank computed `done` of those that
+        it was dealt."""
         try:
             policy.model.ops.raise_faults()  # of the backwards
         except NonFiniteError as error:
@@ -178,9 +179,8 @@ class Differentiation:
         return found
 
     def _add_zeros(self, served: Collection[str]) -> None:
-        """What the micro-batches of zero advantage would have added: 0 to all masters, but of
-        experts only to those that `served` them (AdamW leaves a master without a gradient
-        alone)."""
+        """Add the terms of micro-batches of zero advantage: 0 to all masters, but of experts only
+        to those that `served` them (AdamW leaves a master without a gradient alone)."""
         for name, holder in self._optimizer.holders.items():
             if holder.numel() and (".experts." not in name or name.rpartition(".")[0] in served):
                 holder.grad = (
@@ -190,13 +190,13 @@ class Differentiation:
     def _served(
         self, one: OptimizerBatch, policy: PolicyForward, found: Mapping[int, MicroBatch]
     ) -> Collection[str]:
-        """The experts that the micro-batches of zero advantage went to."""
+        """Return the experts that the micro-batches of zero advantage went to."""
         samples = [one.samples[i] for i in one.update.zero_advantage_samples]
         seen = [found[number].routing for number in sorted(one.update.zero_advantage)]
         return served_experts(policy.model, samples, policy.objective.router_replay, seen)
 
     def _load(self, one: OptimizerBatch, policy: PolicyForward) -> BatchLoad | None:
-        """The load of the experts over the whole batch, where a loss balances it."""
+        """Return the load of the experts over the whole batch, where a loss balances it."""
         objective = one.objective
         if policy.model.config.routed is None or objective.router_aux_coefficient == 0:
             return None
@@ -227,7 +227,14 @@ class Differentiation:
             kl = kl_in_loss(inputs)
             total = total + objective.kl_coefficient * (kl * inputs.token_weights).sum()
         if found.observed is not None:
-            weights = _observation_weights(one, index, found.packed)
+            # Of the tokens that environments said in a micro-batch, [K] float32; 0 where a
+            # sample's are not learned.
+            packed = found.packed
+            assert packed.observed is not None
+            of_samples = [
+                one.observation_weights.get(i, 0.0) for i in one.update.micro_batches[index]
+            ]
+            weights = torch.tensor(of_samples)[packed.observed.sequence]
             cross_entropy = -found.observed
             total = total + objective.observation_coefficient * (cross_entropy * weights).sum()
             totals.observe(cross_entropy[weights > 0])
@@ -253,8 +260,8 @@ class Differentiation:
     def _forward(
         self, one: OptimizerBatch, index: int, policy: PolicyForward, load: BatchLoad | None
     ) -> MicroBatch:
-        """Of a micro-batch of zero advantage, of a mixture of experts: whom its tokens went to, and
-        what is measured."""
+        """Compute a micro-batch of zero advantage of a mixture of experts: the experts of its
+        tokens, and its measurements."""
         routing, totals = RoutingTotals(), Totals()
         found = replace(policy, totals=routing)(_samples(one, index))
         totals.rows_shared = found.packed.rows_shared
@@ -274,8 +281,8 @@ class Differentiation:
 
     @contextmanager
     def _checksums(self, wanted: bool, *, drop: bool = False) -> Iterator[dict[str, Tensor]]:
-        """Those of the gradients that appear inside, by name; with `drop` nothing else takes
-        them."""
+        """Yield the checksums, by name, of the gradients that appear inside; with `drop` nothing
+        else takes them."""
         found: dict[str, Tensor] = {}
 
         def hook(name: str) -> Callable[[Tensor], None]:
@@ -299,16 +306,8 @@ class Differentiation:
 
 
 def _samples(one: OptimizerBatch, number: int) -> list[Sample]:
-    """Those of a micro-batch."""
+    """Return the samples of a micro-batch."""
     return [one.samples[i] for i in one.update.micro_batches[number]]
-
-
-def _observation_weights(one: OptimizerBatch, number: int, packed: PackedBatch) -> Tensor:
-    """Of the tokens that environments said in a micro-batch, [K] float32; 0 where a sample's are
-    not learned."""
-    assert packed.observed is not None
-    of_samples = [one.observation_weights.get(i, 0.0) for i in one.update.micro_batches[number]]
-    return torch.tensor(of_samples)[packed.observed.sequence]
 
 
 class _NotFinite(Exception):

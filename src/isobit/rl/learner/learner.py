@@ -75,7 +75,7 @@ from isobit.rl.optim.sharded import ShardedOptimizer
 
 @dataclass(frozen=True)
 class Learned:
-    """What a rollout batch left. `pairs`: the samples that the mismatch was measured on."""
+    """The results of a rollout batch. `pairs`: the samples that the mismatch was measured on."""
 
     metrics: Mapping[str, float]
     pairs: Sequence[Compared] = ()
@@ -146,8 +146,9 @@ class Learner:
         self._old_version = model.weights_version
 
     def restore(self, bad_steps_in_a_row: int, entropy_bonus: EntropyBonus) -> None:
-        """What a checkpoint holds of a learner besides weights and optimizer: how many optimizer
-        steps were skipped since the last good one, and how far an entropy bonus has adapted."""
+        """Restore a checkpoint's state of a learner besides weights and optimizer: how many
+        optimizer steps were skipped since the last good one, and how far an entropy bonus has
+        adapted."""
         self.bad_steps_in_a_row, self.entropy_bonus = bad_steps_in_a_row, entropy_bonus
 
     def learn(
@@ -188,13 +189,14 @@ class Learner:
         return compared
 
     def logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """Of the present working weights, [trained tokens] of each sample, without a gradient."""
+        """Return the log-probabilities by the present working weights, [trained tokens] of each
+        sample, without a gradient."""
         parts = self._cutting.whole(samples)
         found, _ = logprobs_of(self._forward(), samples, parts, self._ranks)
         return [found[i] for i in range(len(samples))]
 
     def reference_logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """Of the frozen reference, likewise."""
+        """Return the log-probabilities by the frozen reference, as `logprobs`."""
         return self._reference(samples, self._cutting.whole(samples))
 
     def kl_baseline(self, samples: Sequence[Sample]) -> float:
@@ -203,10 +205,10 @@ class Learner:
         return kl_of_mismatched(self.logprobs(pairs), self.reference_logprobs(pairs))
 
     def logit_norms(self, samples: Sequence[Sample]) -> list[tuple[float, ...]]:
-        """Of each trained token the squared norm of its gradient by the logits of the present
-        working weights (`token_advantages.squared_norms`); where a correction weighs tokens, times
-        the square of that weight, as verl scales it (arXiv 2602.07078). Log-probabilities that are
-        recomputed as old ones are known then."""
+        """Return for each trained token the squared norm of its gradient by the logits of the
+        present working weights (`token_advantages.squared_norms`); where a correction weighs
+        tokens, times the square of that weight, as verl scales it (arXiv 2602.07078).
+        Log-probabilities that are recomputed as old ones are known then."""
         found = halved_of(self._forward(), samples, self._cutting.whole(samples), self._ranks)
         rows = [found[i] for i in range(len(samples))]
         norms = [squared_norms(*row.unbind(-1)) for row in rows]
@@ -277,7 +279,7 @@ class Learner:
         objective: ResolvedObjective,
         strict: bool,
     ) -> Learned:
-        """`strict`: raise Disagreement for tokens that differ."""
+        """Learn from a batch. `strict`: raise Disagreement for tokens that differ."""
         rate = learning_rate(step, self.optimizer.settings)
         every, totals, policy = self._check_gradients_every, Totals(), self._forward(objective)
         if objective.loss == "kto":
@@ -360,7 +362,7 @@ class Learner:
     def _with_logprobs(
         self, batch: TrainingBatch, schedule: Schedule, policy: PolicyForward
     ) -> tuple[TrainingBatch, dict[str, float]]:
-        """The batch with its old and reference log-probabilities and its correction, and the
+        """Return the batch with its old and reference log-probabilities and its correction, and the
         correction's metrics."""
         objective, samples = batch.objective, batch.samples
         old = self._old_logprobs(samples, schedule.old, policy) if objective.recompute_old else None
@@ -376,7 +378,7 @@ class Learner:
         )
 
     def _unknown(self, samples: Sequence[Sample]) -> list[int]:
-        """The samples whose log-probabilities by the working weights are not known."""
+        """Return the samples whose log-probabilities by the working weights are not known."""
         if self._old_version != self.model.weights_version:
             self._old, self._old_version = {}, self.model.weights_version
         return [i for i, sample in enumerate(samples) if sample_key(sample) not in self._old]
@@ -384,15 +386,15 @@ class Learner:
     def _old_logprobs(
         self, samples: Sequence[Sample], parts: MicroBatches, policy: PolicyForward
     ) -> dict[int, Tensor]:
-        """Of the working weights, by index, computed once for as long as they last; of the
-        micro-batches `parts`, which are not known yet, and those that are."""
+        """Return the log-probabilities by the working weights, by index, computed once while these
+        last; of the micro-batches `parts`, which are not known yet, and those that are."""
         found, _ = logprobs_of(policy, samples, parts, self._ranks)
         self._old |= {sample_key(samples[i]): row for i, row in found.items()}
         keys = [sample_key(sample) for sample in samples]
         return {i: self._old[key] for i, key in enumerate(keys) if key in self._old}
 
     def _reference(self, samples: Sequence[Sample], parts: MicroBatches) -> list[Tensor]:
-        """Of each sample, [trained tokens]."""
+        """Return the reference's log-probabilities of each sample, [trained tokens]."""
         assert self.reference is not None
         reference = replace(self._forward(), model=self.reference, plain=True)
         return list(logprobs_of(reference, samples, parts, self._ranks)[0].values())

@@ -34,7 +34,7 @@ each as a key."""
 
 
 class Trainable(Protocol):
-    """What packing needs of a sample."""
+    """The properties of a sample that packing needs."""
 
     @property
     def prompt_ids(self) -> tuple[int, ...]: ...
@@ -60,8 +60,8 @@ class _Context:
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """What environments said, K tokens: of each the row that predicts it, its id and its sample's
-    number, [K] int64."""
+    """The tokens that environments wrote, K of them: of each the row that predicts it, its id and
+    its sample's number, [K] int64."""
 
     rows: Tensor
     targets: Tensor
@@ -146,7 +146,8 @@ def pack(
 
 
 def _said(parts: Sequence[_Context]) -> NDArray[np.bool_]:
-    """Of the tokens behind the beginnings of all contexts, which environments said."""
+    """Return a mask of the tokens that environments wrote, among those behind the beginnings of all
+    contexts."""
     found = [np.zeros(len(part.mask), bool) for part in parts]
     for own, part in zip(found, parts):
         own[given_behind(part.mask)] = True
@@ -154,7 +155,7 @@ def _said(parts: Sequence[_Context]) -> NDArray[np.bool_]:
 
 
 def _contexts(sample: Trainable) -> Iterator[_Context]:
-    """Those of a sample. A later one is begun by its first token, which is given."""
+    """Yield the contexts of a sample. A later one is begun by its first token, which is given."""
     ids, mask = (
         sample.completion_ids,
         sample.completion_mask or (True,) * len(sample.completion_ids),
@@ -170,9 +171,9 @@ _Ints = NDArray[np.int64]
 
 
 def shared_rows(lengths: _Ints, first: _Ints, shared: _Ints) -> tuple[_Ints, _Ints, Layout]:
-    """Of sequences, each as long as `lengths` says, of which number s has its first shared[s] rows
-    from an earlier one, first[s], which begins alike: (the row that computes each place of the whole
-    sequences [W], the place of each row [T], the layout of the rows). [S] int64 each."""
+    """Return (the row that computes each place of the whole sequences [W], the place of each row
+    [T], the layout of the rows) of sequences of these `lengths`, of which number s has its first
+    shared[s] rows from an earlier one, first[s], which begins alike. [S] int64 each."""
     starts = np.cumsum(lengths) - lengths
     sequence = np.repeat(np.arange(len(lengths)), lengths)
     own = np.arange(len(sequence)) - starts[sequence] >= shared[sequence]
@@ -184,7 +185,7 @@ def shared_rows(lengths: _Ints, first: _Ints, shared: _Ints) -> tuple[_Ints, _In
 
 
 def _first_of_prompt(samples: Sequence[_Context]) -> _Ints:
-    """Of each context the first that has its prompt."""
+    """Return for each context the first that has its prompt."""
     seen: dict[tuple[int, ...], int] = {}
     return np.array(
         [seen.setdefault(sample.prompt_ids, index) for index, sample in enumerate(samples)],
@@ -193,8 +194,8 @@ def _first_of_prompt(samples: Sequence[_Context]) -> _Ints:
 
 
 def _layout(row: _Ints, starts: _Ints, lengths: _Ints, contexts: _Ints) -> Layout:
-    """Of the rows that are computed: each sequence's follow the shared ones. A page is a row's slot
-    then."""
+    """Return the layout of the rows that are computed: each sequence's follow the shared ones. A
+    page is a row's slot then."""
     if not contexts.any():
         return Layout.packed(lengths.tolist())
     own = [s for s in range(len(lengths)) if lengths[s] > contexts[s]]

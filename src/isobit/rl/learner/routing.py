@@ -33,14 +33,14 @@ class BatchLoad:
         return BatchLoad(self.choices + other.choices, self.rows + other.rows)
 
     def loss(self, probabilities: Tensor) -> Tensor:
-        """The part in the load-balancing loss of a forward whose `probabilities` [E] are sums over
-        its rows and layers; on the CPU."""
+        """Return the part in the load-balancing loss of a forward whose `probabilities` [E] are
+        sums over its rows and layers; on the CPU."""
         fractions = self.choices.float() / max(self.rows, 1)
         return len(fractions) * (fractions * probabilities.cpu()).sum() / max(self.rows, 1)
 
 
 def load_of(tape: RouteTape, num_experts: int) -> BatchLoad:
-    """Of one forward: the choices that its routers would make themselves."""
+    """Return the load of one forward: the choices that its routers would make themselves."""
     chosen = tape.routes().cpu()
     return BatchLoad(
         torch.bincount(chosen.flatten(), minlength=num_experts), chosen.shape[0] * chosen.shape[1]
@@ -84,14 +84,14 @@ class RoutingTotals:
         self.compared += other.compared
 
     def to_json(self) -> list[int]:
-        """What is no tensor."""
+        """Return the fields that are not tensors."""
         return [self.differing, self.compared]
 
     @staticmethod
     def from_json(
         values: Sequence[int], load: Tensor | None, probabilities: Tensor
     ) -> "RoutingTotals":
-        """The inverse of `to_json`, given the tensors."""
+        """Return the inverse of `to_json`, given the tensors."""
         found = RoutingTotals()
         found.load, found.probabilities = load, probabilities
         found.differing, found.compared = values
@@ -120,8 +120,8 @@ class RoutingTotals:
 def served_experts(
     model: Model, samples: Sequence[Sample], replay: bool, seen: Sequence[RoutingTotals]
 ) -> set[str]:
-    """The experts that served some rows, as `layers.3.experts.0`: those that the rollout chose for
-    the samples, where they are repeated, else those `seen` in the forwards."""
+    """Return the experts that served some rows, as `layers.3.experts.0`: those that the rollout
+    chose for the samples, where they are repeated, else those `seen` in the forwards."""
     config = model.config
     assert config.routed is not None
     layers = [layer for layer in range(config.num_layers) if config.is_mixture(layer)]
@@ -147,7 +147,7 @@ def served_experts(
 def batch_load(
     model: Model, micro_batches: Sequence[Sequence[Sample]], replay: bool, ranks: Ranks = ALONE
 ) -> BatchLoad | None:
-    """The experts' load over all micro-batches of an optimizer batch, by a pass of its own, in
+    """Return the experts' load over all micro-batches of an optimizer batch, by a separate pass, in
     which every rank takes some; None for one micro-batch, whose own forward has it."""
     experts = model.config.routed
     assert experts is not None
@@ -172,8 +172,8 @@ def batch_load(
 def tape_of(
     model: Model, samples: Sequence[Sample], replay: bool
 ) -> tuple[RouteTape, Tensor | None]:
-    """(a tape for a forward over the samples, the choices that the rollout recorded for all of its
-    rows or None)."""
+    """Return (a tape for a forward over the samples, the choices that the rollout recorded for all
+    of its rows or None)."""
     config, recorded = model.config, None
     assert config.routed is not None
     if all(s.routes is not None for s in samples):

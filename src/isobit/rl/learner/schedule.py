@@ -34,7 +34,7 @@ class Update:
         return [i for number in sorted(self.zero_advantage) for i in self.micro_batches[number]]
 
     def dealt(self, gradient_sum_group: int) -> list[int | None]:
-        """The micro-batches in the order in which ranks take them, without groups of
+        """Return the micro-batches in the order in which ranks take them, without groups of
         `gradient_sum_group` whose gradient is 0. One of gradient 0 in another group keeps its
         place, which says what is added first."""
         numbers, size = range(len(self.micro_batches)), gradient_sum_group
@@ -45,8 +45,8 @@ class Update:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Of a step: micro-batches of the `whole` batch, of the samples whose `old` log-probabilities
-    are computed, and of its `updates`."""
+    """A step's schedule: micro-batches of the `whole` batch, of the samples whose `old`
+    log-probabilities are computed, and of its `updates`."""
 
     whole: MicroBatches
     old: MicroBatches
@@ -55,11 +55,11 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Cutting:
-    """Cuts batches into micro-batches of at most `most_tokens`, those of a prompt counted once
-    where completions `share_prompts`. `apart`: samples of zero advantage follow the others, in
-    micro-batches of their own kind; the mismatch is measured on `measured` of those that are left
-    out, which `seed` and the step choose. So many consecutive samples stay `together`: both answers
-    of a pair."""
+    """The rules by which batches are cut into micro-batches of at most `most_tokens`, those of a
+    prompt counted once where completions `share_prompts`. `apart`: samples of zero advantage follow
+    the others, in separate micro-batches; the mismatch is measured on `measured` of those that are
+    left out, which `seed` and the step choose. `together` consecutive samples stay together: both
+    answers of a pair."""
 
     most_tokens: int
     share_prompts: bool = False
@@ -71,7 +71,7 @@ class Cutting:
     together: int = 1
 
     def whole(self, samples: Sequence[Trainable]) -> MicroBatches:
-        """All samples, in their order."""
+        """Return all samples, in their order."""
         spans = micro_batches(samples, self.most_tokens, self.share_prompts, self.together)
         return [list(span) for span in spans]
 
@@ -83,9 +83,9 @@ class Cutting:
         old: Sequence[int] = (),
         old_zero: Sequence[bool] = (),
     ) -> Schedule:
-        """Of a step, whose samples teach nothing where `zero`. `old`: the samples whose old
-        log-probabilities are wanted, apart from micro-batches that are `old_zero` throughout, but
-        for a few."""
+        """Build a step's schedule. `zero[i]`: sample i has zero advantage. `old`: the samples whose
+        old log-probabilities are wanted, apart from micro-batches that are `old_zero` throughout,
+        but for a few."""
         wanted = self.old(samples, old, old_zero, step)
         parts = [
             part for epoch in range(self.epochs) for part in self._parts(len(samples), step, epoch)
@@ -96,8 +96,8 @@ class Cutting:
     def old(
         self, samples: Sequence[Trainable], old: Sequence[int], zero: Sequence[bool], step: int
     ) -> MicroBatches:
-        """Of the samples `old`, but for micro-batches of zero advantage alone, and with some of
-        these."""
+        """Return micro-batches of the samples `old`, without those of zero advantage throughout,
+        but for some of these."""
         cut = self._cut(samples, old, zero)
         unneeded = without_teaching(cut, zero)
         left_out = [i for number in sorted(unneeded) for i in cut[number]]
@@ -122,7 +122,7 @@ class Cutting:
     def _cut(
         self, samples: Sequence[Trainable], chosen: Sequence[int], zero: Sequence[bool]
     ) -> MicroBatches:
-        """Of the samples `chosen`, in their order."""
+        """Cut the samples `chosen` into micro-batches, in their order."""
         runs = [chosen]
         if self.apart:
             runs = [[i for i in chosen if not zero[i]], [i for i in chosen if zero[i]]]
@@ -136,7 +136,7 @@ class Cutting:
 
 
 def _is_trained(sample: Trainable) -> bool:
-    """Whether any of its tokens is."""
+    """Return whether any of its tokens is."""
     mask = sample.completion_mask
     return bool(sample.completion_ids) if mask is None else any(mask)
 

@@ -22,10 +22,10 @@ def zero_advantage_samples(
     masked: Sequence[bool],
     observed: Sequence[int],
 ) -> list[bool]:
-    """Which samples teach nothing, given the advantages [trained tokens] of each, which the loss
-    leaves out, and how many tokens of each are learned as `observed`. None where another term of
-    the loss needs them: a KL penalty, an entropy bonus, a divergence, or what a user's own loss may
-    add, which leave out what is masked; a load-balancing loss, which does not."""
+    """Return which samples teach nothing, given the advantages [trained tokens] of each, which the
+    loss leaves out, and how many tokens of each are learned as `observed`. None where another term
+    of the loss needs them: a KL penalty, an entropy bonus, a divergence, or what a user's own loss
+    may add, which leave out what is masked; a load-balancing loss, which does not."""
     if objective.router_aux_coefficient > 0:
         return [False] * len(advantages)
     penalized = objective.kl_coefficient > 0 and not objective.kl_in_reward
@@ -39,7 +39,7 @@ def zero_advantage_samples(
 
 
 def without_teaching(micro: Sequence[Sequence[int]], zero: Sequence[bool]) -> frozenset[int]:
-    """Which of the micro-batches have samples of zero advantage alone."""
+    """Return which of the micro-batches have samples of zero advantage alone."""
     return frozenset(
         number for number, indices in enumerate(micro) if all(zero[i] for i in indices)
     )

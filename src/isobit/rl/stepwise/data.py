@@ -30,20 +30,20 @@ _NAMES = {TARGETS, *(n for loss in LOSSES.values() for n in (*loss.inputs, *loss
 
 @dataclass(frozen=True, eq=False)
 class Datum:
-    """One sequence: the model's input `tokens` [N], and by Tinker's names `target_tokens` [N] or
-    [N, K] int64, and weights, advantages, logprobs and what else a loss reads, float32 of their
-    shape. What the loss at hand does not read is passed over."""
+    """A sequence: the model's input `tokens` [N], and by Tinker's names `target_tokens` [N] or [N,
+    K] int64, and weights, advantages, logprobs and other inputs of a loss, float32 of their shape.
+    Inputs that the loss at hand does not read are passed over."""
 
     tokens: tuple[int, ...]
     inputs: Mapping[str, Tensor]
 
     @property
     def targets(self) -> Tensor:
-        """[N] or [N, K] int64."""
+        """The target tokens, [N] or [N, K] int64."""
         return self.inputs[TARGETS]
 
     def of_rows(self, name: str, default: float = 0.0) -> Tensor:
-        """An input of each target in turn, float32; the default where it is not given."""
+        """Return an input of each target in turn, float32; the default where it is not given."""
         given = self.inputs.get(name)
         count = self.targets.numel()
         return torch.full((count,), default) if given is None else given.float().reshape(-1)
@@ -119,8 +119,8 @@ def micro_batches(data: Sequence[Datum], budget: int) -> Iterator[range]:
 
 
 def pack(data: Sequence[Datum], share: bool = True) -> PackedBatch:
-    """The data as packed rows, with their targets in turn; with `share` those that begin alike have
-    these rows once."""
+    """Return the data as packed rows, with their targets in turn; with `share` those that begin
+    alike have these rows once."""
     lengths = torch.tensor([len(datum.tokens) for datum in data])
     widths = torch.tensor([datum.targets.numel() // len(datum.tokens) for datum in data])
     tokens = torch.tensor([token for datum in data for token in datum.tokens], dtype=torch.int64)
@@ -143,8 +143,8 @@ def pack(data: Sequence[Datum], share: bool = True) -> PackedBatch:
 def begun_alike(
     sequences: Sequence[tuple[int, ...]],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Of each sequence an earlier one that begins with the most of its tokens, and how many these
-    are; itself, and 0, where there is none, or together they are too few to be worth it."""
+    """Return for each sequence an earlier one that shares its longest beginning, and how many
+    tokens these are; itself, and 0, where there is none, or they are too few to be worth it."""
     first, shared = np.arange(len(sequences)), np.zeros(len(sequences), np.int64)
     sorted_before = list[
         tuple[tuple[int, ...], int]

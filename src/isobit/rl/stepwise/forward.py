@@ -2,7 +2,7 @@
 prompts' say, log-probabilities are computed without what a backward needs, and once where several
 data share a row and its target.
 
-A row's bits do not depend on the rows beside it, so they are those of one forward
+A row's bits do not depend on the rows next to it, so they are those of one forward
 (tests/rl/test_stepwise.py). Left out: which targets teach (`losses.py`).
 """
 
@@ -20,8 +20,9 @@ from isobit.rl.learner.packing import PackedBatch
 def logprobs(
     model: Model, packed: PackedBatch, taught: Tensor, recompute: Recompute = False
 ) -> Tensor:
-    """Of every target [C] float32, on the CPU, with a gradient of those that are `taught` [C] bool;
-    of all where none is. Raises NonFiniteError as `isobit.rl.learner.forward`."""
+    """Return the log-probability of every target [C] float32, on the CPU, with a gradient of those
+    that are `taught` [C] bool; of all where none is. Raises NonFiniteError as
+    `isobit.rl.learner.forward`."""
     if not torch.is_grad_enabled():
         taught = torch.zeros_like(taught)
     elif bool(taught.all()) or not bool(taught.any()):

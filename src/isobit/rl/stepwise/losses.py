@@ -31,7 +31,7 @@ class Rows:
 
     @property
     def ratio(self) -> Tensor:
-        """p / q."""
+        """The ratio p / q."""
         return torch.exp(self.logprobs - self.inputs["logprobs"])
 
     @property
@@ -39,16 +39,16 @@ class Rows:
         return self.inputs["advantages"]
 
     def clipped(self, ratio: Tensor) -> Tensor:
-        """A ratio within the thresholds."""
+        """Return a ratio within the thresholds."""
         return torch.clamp(ratio, self.inputs[LOW], self.inputs[HIGH])
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A function `of` rows, [T]; the names that it reads of each datum beside target_tokens; its
-    options with their defaults, of which a datum may give those in `of_tokens` for each token.
-    `factor`: an input of which 0 makes a token's gradient 0. `several`: whether a position may have
-    several targets."""
+    """A loss: a function `of` rows, [T]; the names that it reads of each datum besides
+    target_tokens; its options with their defaults, of which a datum may give those in `of_tokens`
+    for each token. `factor`: an input of which 0 makes a token's gradient 0. `several`: whether a
+    position may have several targets."""
 
     of: Callable[[Rows], Tensor]
     inputs: tuple[str, ...]
@@ -59,36 +59,36 @@ class Loss:
 
 
 def cross_entropy(rows: Rows) -> Tensor:
-    """-weight · log p."""
+    """Return the loss -weight · log p."""
     return -rows.inputs["weights"] * rows.logprobs
 
 
 def importance_sampling(rows: Rows) -> Tensor:
-    """-p / q · A."""
+    """Return the loss -p / q · A."""
     return -rows.ratio * rows.advantages
 
 
 def ppo(rows: Rows) -> Tensor:
-    """-min(p / q · A, clip(p / q) · A) (Schulman et al. 2017, arXiv 1707.06347, eq. 7)."""
+    """Return -min(p / q · A, clip(p / q) · A) (Schulman et al. 2017, arXiv 1707.06347, eq. 7)."""
     return _least(rows, rows.ratio)
 
 
 def cispo(rows: Rows) -> Tensor:
-    """-clip(p / q) · A · log p, no gradient through the clipped ratio (MiniMax 2025, arXiv
+    """Return -clip(p / q) · A · log p, no gradient through the clipped ratio (MiniMax 2025, arXiv
     2506.13585, eq. 4)."""
     return -rows.clipped(rows.ratio).detach() * rows.logprobs * rows.advantages
 
 
 def dro(rows: Rows) -> Tensor:
-    """-(log p · A - beta / 2 · (log p / q)²) (Richemond et al. 2024, arXiv 2405.19107)."""
+    """Return -(log p · A - beta / 2 · (log p / q)²) (Richemond et al. 2024, arXiv 2405.19107)."""
     squared = (rows.logprobs - rows.inputs["logprobs"]) ** 2
     return -(rows.logprobs * rows.advantages - 0.5 * rows.inputs["beta"] * squared)
 
 
 def gspo(rows: Rows) -> Tensor:
-    """`ppo` with one ratio for a sequence, exp of the mean of log p / q over the tokens where
-    `sequence_ratio_mask` is not 0; each token carries its own part of the gradient (GSPO-token:
-    Zheng et al. 2025, arXiv 2507.18071, eq. 13 and 14). Of no token the ratio is 1."""
+    """Return `ppo` with one ratio for a sequence, exp of the mean of log p / q over the tokens
+    where `sequence_ratio_mask` is not 0; each token carries its own part of the gradient
+    (GSPO-token: Zheng et al. 2025, arXiv 2507.18071, eq. 13 and 14). Of no token the ratio is 1."""
     policy, sequence = rows.logprobs.detach(), rows.sequence
     chosen = rows.inputs["sequence_ratio_mask"] != 0
     count = int(sequence.max()) + 1
@@ -123,8 +123,8 @@ def loss_of(name: str) -> Loss:
 
 
 def options_of(name: str, loss: Loss, given: Mapping[str, float]) -> dict[str, float]:
-    """All options of a loss. Raises IsobitError for an option that it does not have, and for values
-    that are no numbers from 0 on, or thresholds in the wrong order."""
+    """Return all options of a loss. Raises IsobitError for an unknown option, and for values that
+    are not numbers from 0 on, or thresholds in the wrong order."""
     for key, value in given.items():
         if key not in loss.options:
             known = f"; it has {listed(loss.options)}" if loss.options else ", and has none"

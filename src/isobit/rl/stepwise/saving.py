@@ -1,5 +1,5 @@
 """What a stepwise learner leaves in a folder, and takes from one: an adapter as a PEFT folder, of a
-whole model a Hugging Face directory, and beside them AdamW's moments, if they are wanted.
+whole model a Hugging Face directory, and next to them AdamW's moments, if they are wanted.
 
 All in safetensors, FP32. What is read is whole and checked before anything of the learner changes.
 Left out: making the folder appear at once, which is for whoever names it.
@@ -41,8 +41,8 @@ def write(folder: Path, model: Model, optimizer: ShardedOptimizer | None) -> Non
 
 
 def read_masters(folder: Path, model: Model) -> dict[str, Tensor]:
-    """The masters of a folder, by name. Raises IsobitError for one that is missing or damaged, and
-    for a model or an adapter of another shape than this one's."""
+    """Return the masters of a folder, by name. Raises IsobitError for one that is missing or
+    damaged, and for a model or an adapter of another shape than this one's."""
     folder, config, adapter = model_folder(folder), model.config, model.transformer.adapter
     if adapter is None:
         dtype = model.transformer.masters.dtype
@@ -56,8 +56,8 @@ def read_masters(folder: Path, model: Model) -> dict[str, Tensor]:
 
 
 def read_moments(folder: Path) -> dict[str, Tensor]:
-    """What `ShardedOptimizer.state` was. Raises IsobitError for a folder that was saved without it,
-    or is damaged."""
+    """Return what `ShardedOptimizer.state` was. Raises IsobitError for a folder that was saved
+    without it, or is damaged."""
     path = folder / OPTIMIZER
     if not exists(path):
         raise IsobitError(f"{folder}: no {OPTIMIZER} in it: it was saved without the optimizer")

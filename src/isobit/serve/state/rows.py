@@ -8,7 +8,7 @@ file's path.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from isobit.errors import brief
 from isobit.serve.requests import BadRequest
@@ -111,6 +111,13 @@ class Answer:
     status: int
     media_type: str
     body: bytes
+
+
+class Taken(NamedTuple):
+    """A request to a run without its body: its kind, and whether it has an answer."""
+
+    kind: str
+    answered: bool
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from isobit.serve.state.rows import (
     StoredRun,
     StoredSampler,
     StoredSession,
+    Taken,
     checked_row,
 )
 
@@ -235,12 +236,14 @@ class Store:
             *(answer.status, answer.media_type, answer.body, run, number),
         )
 
-    def numbers(self, run: str) -> list[int]:
-        """Return the numbers of a run's requests that are kept, in ascending order: those that came
-        after the state that was kept last, and older ones, which have answers and no bodies."""
+    def requests(self, run: str) -> dict[int, Taken]:
+        """Return a run's requests that are kept, without their bodies, by number in ascending
+        order: those that came after the state that was kept last, and older ones, which have
+        answers."""
         with self._guard:
-            statement = "SELECT number FROM requests WHERE run = ? ORDER BY number"
-            return [number for (number,) in self._run(statement, run).fetchall()]
+            statement = "SELECT number, kind, status IS NOT NULL FROM requests WHERE run = ?"
+            rows = self._run(f"{statement} ORDER BY number", run).fetchall()
+        return {number: Taken(kind, bool(answered)) for number, kind, answered in rows}
 
     def request(self, run: str, number: int) -> StoredRequest | None:
         """Return the kept request of a number to a run; None: there is none, or the run has

@@ -22,7 +22,7 @@ from isobit.errors import IsobitError, RunFailed, brief
 from isobit.rl.stepwise import StepwiseLearner
 from isobit.serve.gateway import Gateway, Refused, in_thread
 from isobit.serve.requests import BadRequest
-from isobit.serve.state.rows import Answer, StoredRequest, StoredRun
+from isobit.serve.state.rows import Answer, StoredRequest, StoredRun, Taken
 from isobit.serve.state.state import State
 from isobit.serve.state.store import MOST_ANSWERS
 from isobit.serve.tinker.arrived import Before, answer_of, digest_of
@@ -93,13 +93,13 @@ class Resume:
             if (stored.rank is None) != self._gateway.whole:
                 kind = "--train" if self._gateway.whole else "--train full"
                 raise IsobitError(f"it goes on with {kind}")
-            numbers = await in_thread(self._state.numbers, stored.id)
+            requests = await in_thread(self._state.requests, stored.id)
             if stored.applied < 0:  # no client has seen its weights: it begins once more
-                for number in numbers[:1]:
+                for number in list(requests)[:1]:
                     await self._begin(session, stored, await self._request(stored.id, number))
                 return
             run = await self._opened(session, stored)
-            await self._do_again(run, stored.applied, numbers)
+            await self._do_again(run, stored.applied, requests)
         except Refused as error:
             raise Refused(error.status, f"training run {stored.id}: {error}") from None
         except IsobitError as error:
@@ -133,7 +133,7 @@ class Resume:
         says why."""
         said = f"it could not go on when the server began again: {why}"
         await self._runs.lose(session.tenant, stored.id, said)
-        for number in await in_thread(self._state.numbers, stored.id):
+        for number in await in_thread(self._state.requests, stored.id):
             request = await self._request(stored.id, number)
             lost = failed(BadRequest(f"training run {stored.id}: {said}", status=410))
             self._give(session, request, lost)
@@ -172,21 +172,19 @@ class Resume:
         await self._gateway.work(run.tenant, load, alone=whole)
         return run
 
-    async def _do_again(self, run: Run, applied: int, numbers: list[int]) -> None:
+    async def _do_again(self, run: Run, applied: int, requests: Mapping[int, Taken]) -> None:
         """Do again, in order, the requests that were done since the run was kept, those behind
         `applied`; then let the others wait for their turns. A request without an answer whose
         number is below that of one with an answer was done too. Raises IsobitError where a request
         cannot be done again, without which the run would be another."""
-        later = [number for number in numbers if number > applied]
-        for number in later:
-            self._check_kind(await self._request(run.name, number))
-        last = applied
-        for number in reversed(later):
-            if (await self._request(run.name, number)).answer is not None:
-                last = number
-                break
-        there = {applied, *numbers}
-        for number in numbers:
+        later = {number: taken for number, taken in requests.items() if number > applied}
+        for number, taken in later.items():
+            if (kind := taken.kind.partition(":")[0]) not in self._handlers:
+                what = f"request {number} is none that a server keeps: {brief(kind)}"
+                raise IsobitError(f"{what}; was it another isobit's?")
+        last = max((number for number, taken in later.items() if taken.answered), default=applied)
+        there = {applied, *requests}
+        for number in requests:
             if number > last:
                 break
             request = await self._request(run.name, number)
@@ -202,13 +200,6 @@ class Resume:
                     if _is_of_the_server(error):
                         raise
                     await self._runs.refuse(run, number, request.kind, error)
-
-    def _check_kind(self, request: StoredRequest) -> None:
-        """Raise IsobitError for a kept request of a kind that this version of isobit does not
-        know."""
-        if (kind := request.kind.partition(":")[0]) not in self._handlers:
-            what = f"request {request.number} is none that a server keeps"
-            raise IsobitError(f"{what}: {brief(kind)}; was it another isobit's?")
 
     async def _give_again(
         self, run: Run, request: StoredRequest, applied: int, follows: bool

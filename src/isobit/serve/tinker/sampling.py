@@ -7,10 +7,10 @@ tokens that a request names, and stability records.
 import asyncio
 import hashlib
 import secrets
-from collections import OrderedDict
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -59,6 +59,15 @@ class Sampler:
     waking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
+class _Gone(NamedTuple):
+    """A sampling client that samples no more: its tenant, why, and whether it stays in the state,
+    so that the next server may have its weights."""
+
+    tenant: str
+    why: str
+    stays: bool = False
+
+
 class Samplers:
     """The sampling clients of a server."""
 
@@ -68,8 +77,7 @@ class Samplers:
         self._samplers: dict[str, Sampler] = {}
         self._numbered: dict[tuple[str, int], str] = {}  # by the session and the number in it
         self._of_session: dict[str, list[str]] = {}
-        self._dropped = OrderedDict[str, tuple[str, str]]()  # by id: its tenant, and why
-        self._left: dict[str, tuple[str, str]] = {}  # the same, of clients that stay in the state
+        self._gone = dict[str, _Gone]()  # by id, the oldest first
 
     async def create(self, request: Request) -> Response:
         """Begin a sampling client of a session, pinned to the present weights of its model; answer
@@ -118,9 +126,9 @@ class Samplers:
                 except BaseException:
                     await self._release(sampler)
                     raise
-        if name in self._left:
+        if name in self._gone:
             await self._release(sampler)
-            raise BadRequest(f"no sampling session {name}: {self._left[name][1]}", status=404)
+            raise BadRequest(f"no sampling session {name}: {self._gone[name].why}", status=404)
         if session.ended or (session.name, number) in self._numbered:
             await self._release(sampler)
             if session.ended:
@@ -153,16 +161,17 @@ class Samplers:
     def leave(self, session: Session, row: StoredSampler, why: str) -> None:
         """Note that a sampling client of an earlier server cannot go on; its requests are answered
         `why`. It is kept until its session ends: the next server may have its weights."""
-        self._left[row.id] = session.tenant, why
+        self._gone[row.id] = _Gone(session.tenant, why, stays=True)
 
     async def drop(self, session: Session, name: str, why: str) -> None:
         """Drop a sampling client, whose weights are kept no more; its requests are answered
         `why`."""
         if self._gateway.state is not None:
             await in_thread(self._gateway.state.drop_sampler, name)
-        self._dropped[name] = session.tenant, why
-        if len(self._dropped) > _MOST_DROPPED:
-            self._dropped.popitem(last=False)
+        self._gone[name] = _Gone(session.tenant, why)
+        dropped = [name for name, gone in self._gone.items() if not gone.stays]
+        for oldest in dropped[:-_MOST_DROPPED]:
+            del self._gone[oldest]
         self._of_session[session.name].remove(name)
         sampler = self._samplers.pop(name)
         del self._numbered[session.name, sampler.number]
@@ -332,9 +341,9 @@ class Samplers:
     def _find(self, request: Request, name: str | None) -> Sampler:
         found = self._samplers.get(name or "")
         if found is None or found.tenant != request.state.tenant:
-            nothing = "", ""
-            whose, why = self._left.get(name or "") or self._dropped.get(name or "", nothing)
-            why = why if whose == request.state.tenant else "it has ended"
+            gone = self._gone.get(name or "")
+            own = gone is not None and gone.tenant == request.state.tenant
+            why = gone.why if gone is not None and own else "it has ended"
             raise BadRequest(f"no sampling session {brief(name)}: {why}", status=404)
         return found
 

@@ -384,4 +384,7 @@ def _dense(csr: Any, values: Any, shape: list[int], where: str) -> Any:
 def _array(content: bytes, kind: Any, where: str) -> Any:
     if len(content) % np.dtype(kind).itemsize:
         raise BadRequest(f"{where}: {len(content):,} bytes are no {np.dtype(kind).name}")
-    return np.frombuffer(content, kind)
+    found = np.frombuffer(content, kind)
+    if not np.isfinite(found).all():
+        raise BadRequest(f"{where} has NaN or infinity in it")
+    return found

@@ -34,7 +34,7 @@ class Change:
 
 
 def verdict(job: Job, found: MemoryPlan) -> str:
-    """Whether it fits, and by how much."""
+    """Return whether it fits, and by how much."""
     limit = job.machine.memory
     free = limit - found.total
     of = f"{gib(found.total)} of {gib(limit)} ({job.machine.name})"
@@ -46,7 +46,7 @@ def verdict(job: Job, found: MemoryPlan) -> str:
 
 
 def fits_well(job: Job, found: MemoryPlan) -> bool:
-    """Whether a tenth of the memory is left."""
+    """Return whether a tenth of the memory is left."""
     return found.total <= (1 - HEAD_ROOM) * job.machine.memory
 
 
@@ -65,8 +65,8 @@ def changes(job: Job) -> list[Change]:
 
 
 def together(job: Job, single: Sequence[Change]) -> Change | None:
-    """As few of these changes, from the first on, as fit together with a tenth left; else all
-    that go together. None where there are fewer than two."""
+    """Return as few of these changes, from the first on, as fit together with a tenth left; else
+    all that go together. None where there are fewer than two."""
     keys: dict[str, str] = {}
     found = None
     for change in single:
@@ -85,7 +85,7 @@ def together(job: Job, single: Sequence[Change]) -> Change | None:
 
 
 def advice(job: Job, found: MemoryPlan) -> str:
-    """The verdict, and where little or nothing is left, the keys that lower the total."""
+    """Return the verdict, and where little or nothing is left, the keys that lower the total."""
     lines = [verdict(job, found)]
     if fits_well(job, found):
         return lines[0]
@@ -143,7 +143,7 @@ def _keys(job: Job) -> Iterator[str]:
 
 
 def fewest_ranks(job: Job) -> int | None:
-    """The fewest ranks, a power of two, on which it fits; None if 64 are too few."""
+    """Return the fewest ranks, a power of two, on which it fits; None if 64 are too few."""
     counts = (1 << power for power in range(_MOST_RANKS.bit_length()))
     return next((n for n in counts if plan(job.on(n)).total <= job.machine.memory), None)
 
@@ -162,7 +162,7 @@ def does_not_fit(job: Job, found: MemoryPlan) -> str:
 
 
 def cannot_fit(job: Job) -> str | None:
-    """A line where no micro-batch is small enough."""
+    """Return a line where no micro-batch is small enough."""
     if (needed := least(job)) <= job.machine.memory:
         return None
     return (
@@ -173,7 +173,7 @@ def cannot_fit(job: Job) -> str | None:
 
 
 def not_loaded(job: Job) -> str | None:
-    """A line where the weights alone are more than there is: they cannot be read here."""
+    """Return a line where the weights alone are more than there is: they cannot be read here."""
     if (needed := weights_alone(job)) <= job.machine.memory:
         return None
     return (
@@ -183,7 +183,7 @@ def not_loaded(job: Job) -> str | None:
 
 
 def warnings(job: Job, found: MemoryPlan) -> list[str]:
-    """Of one plan, a line each, with what would be right."""
+    """Return the warnings of one plan, a line each, with what would be right."""
     config, lines = job.config, list[str]()
     micro_batches = -(
         -job.completions * job.longest // (job.algorithm.updates_per_batch * found.micro_batch)

@@ -18,9 +18,8 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(gib|mib|gb|mb)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Machine:
-    """What a rank runs on: `memory` bytes of its own. `host`: it computes on a CPU, where
-    `packs`: weights are packed for products, as the C++ backend does. `fp8`: a GPU that multiplies
-    FP8."""
+    """The machine of a rank: its `memory` in bytes. `host`: it computes on a CPU, where `packs`:
+    weights are packed for products, as the C++ backend does. `fp8`: a GPU that multiplies FP8."""
 
     name: str
     memory: int
@@ -55,8 +54,8 @@ def card_named(name: str) -> Machine:
 
 
 def card_of(memory: str) -> Machine:
-    """A card with this much memory, such as 24GiB or 48 GB. Raises IsobitError for what is no
-    such size."""
+    """Return a card with this much memory, such as 24GiB or 48 GB. Raises IsobitError for what is
+    no such size."""
     found = _SIZE.fullmatch(memory.strip())
     size = 0.0 if found is None else float(found[1]) * _UNITS[found[2].lower()]
     if not MIB <= size <= 1 << 50:
@@ -67,5 +66,5 @@ def card_of(memory: str) -> Machine:
 
 
 def gib(size: float) -> str:
-    """As text."""
+    """Return a size in GiB as text."""
     return f"{size / GIB:.1f} GiB"

@@ -1,4 +1,4 @@
-"""What is planned: a run's config with the architectures of its models, on so many ranks of a
+"""The job that is planned: a run's config with the architectures of its models, on the ranks of a
 machine.
 
 Of each model only its config.json is read. Where prompts are not read either, how long they are
@@ -27,9 +27,9 @@ _MOST_EXPERTS = (
 
 @dataclass(frozen=True)
 class Given:
-    """Of a supervised run, whose longest example has a prompt before these tokens of an `answer`:
-    the most `answers` of an example, and how many held-out prompts are answered, of at most
-    `question` tokens."""
+    """The sizes of a supervised run, whose longest example has a prompt before these tokens of an
+    `answer`: the most `answers` of an example, and how many held-out prompts are answered, of at
+    most `question` tokens."""
 
     answer: int
     answers: int = 1
@@ -54,11 +54,11 @@ class Job:
     given: Given | None = None
 
     def on(self, ranks: int) -> "Job":
-        """The same on another number of ranks."""
+        """Return the same on another number of ranks."""
         return replace(self, ranks=ranks)
 
     def changed(self, *keys: str) -> "Job":
-        """The same with these keys of the config, as `isobit plan` takes them. Raises
+        """Return the job with these keys of the config changed, as `isobit plan` takes them. Raises
         IsobitError for what cannot be set."""
         now, asked = self.config, (self.model, self.prompt)
         if isinstance(now, SftConfig):
@@ -77,17 +77,17 @@ class Job:
 
     @property
     def command(self) -> str:
-        """What runs it."""
+        """The command that runs the job."""
         return "isobit sft" if self.sampled is None else "isobit train"
 
     @property
     def engine(self) -> EngineConfig:
-        """Of the rollout; a supervised run answers held-out prompts with the default."""
+        """The rollout's engine; a supervised run answers held-out prompts with the default."""
         return EngineConfig() if self.sampled is None else self.sampled.engine
 
     @property
     def algorithm(self) -> Objective:
-        """What is optimized, as far as it takes memory."""
+        """The objective, as far as it takes memory."""
         return Objective() if self.sampled is None else self.sampled.algorithm
 
     @property
@@ -118,12 +118,12 @@ class Job:
 
     @property
     def prompts(self) -> int:
-        """Of a step."""
+        """The number of prompts in a step."""
         return self.config.prompts_per_step
 
     @property
     def completions(self) -> int:
-        """Of a step."""
+        """The number of completions in a step."""
         return self.prompts * self.group
 
     @property
@@ -144,7 +144,8 @@ class Job:
 
     @property
     def sampled_lengths(self) -> tuple[int, int]:
-        """Tokens of the longest prompt that is answered by sampling, and of the longest answer."""
+        """The tokens of the longest prompt that is answered by sampling, and of the longest
+        answer."""
         if not isinstance(self.config, SftConfig):
             return self.prompt, self.completion
         question = 1 if self.given is None else self.given.question
@@ -173,8 +174,8 @@ class Job:
 def job_of(
     config: Config, machine: Machine, prompt_tokens: int | None = None, ranks: int | None = None
 ) -> Job:
-    """The job of a config. `prompt_tokens`: by default task.max_prompt_tokens, or 512 where the
-    context has room for that many; `ranks`: by default the config's.
+    """Return the job of a config. `prompt_tokens`: by default task.max_prompt_tokens, or 512 where
+    the context has room for that many; `ranks`: by default the config's.
 
     Raises IsobitError where config.json is missing or of no supported architecture, or where
     prompts fill its context.
@@ -205,8 +206,8 @@ def job_with(
     ranks: int | None = None,
     rewards: tuple[tuple[ModelConfig, Precision], ...] | None = None,
 ) -> Job:
-    """The job of a config whose model has this architecture, with the reference and the reward
-    models that it names. Raises IsobitError for one that is not supported."""
+    """Return the job of a config whose model has this architecture, with the reference and the
+    reward models that it names. Raises IsobitError for one that is not supported."""
     reference = None
     if config.algorithm.kl_coefficient > 0:
         path = config.reference.path
@@ -230,8 +231,8 @@ def supervised_job(
     machine: Machine,
     ranks: int | None = None,
 ) -> Job:
-    """The job of a supervised run, whose longest example has a `prompt` of so many tokens before
-    its answer."""
+    """Return the job of a supervised run, whose longest example has `prompt` tokens before its
+    answer."""
     precision = precision_from(config.precision)
     reference = (model, precision) if config.compares else None
     count = ranks or config.ranks
@@ -239,8 +240,8 @@ def supervised_job(
 
 
 def architecture(path: str, tied: bool = False) -> ModelConfig:
-    """Of a Hugging Face directory, by its config.json alone. Raises IsobitError for one that is
-    not supported."""
+    """Read the architecture of a Hugging Face directory from its config.json. Raises IsobitError
+    for one that is not supported."""
     file = model_folder(Path(path)) / "config.json"
     values = read_json(file)
     config = ModelConfig.from_hf(

@@ -59,10 +59,10 @@ class Phase:
 
 @dataclass(frozen=True)
 class LearningMemory:
-    """What one micro-batch takes, besides its gradients or with them. `phases`: the forward, the
-    output head with few rows of logits at a time, and the layers' backward; `logits`: what the head
-    alone takes by the rows of logits at a time, of which there are at most `head_rows`; `filtered`:
-    the same where they are filtered, at most `filtered_rows` at a time."""
+    """The memory of one micro-batch, without its gradients or with them. `phases`: the forward, the
+    output head with few rows of logits at a time, and the layers' backward; `logits`: the head's
+    share by the rows of logits at a time, of which there are at most `head_rows`; `filtered`: the
+    same where they are filtered, at most `filtered_rows` at a time."""
 
     phases: tuple[Phase, ...]
     logits: Phase
@@ -71,17 +71,18 @@ class LearningMemory:
     filtered_rows: int = 0
 
     def at(self, tokens: int, exchanged: int = 0, kept: int = 0, added: int | None = None) -> int:
-        """`exchanged`: bytes that a layer's gradients take besides while ranks send them; `kept`:
-        of logits that the head's backward finds; `added`: where these become their gradient in
-        place, what of the head's gradient and its packed weight is never there at once."""
+        """Return the bytes for this many tokens. `exchanged`: bytes that a layer's gradients take
+        besides while ranks send them; `kept`: of logits that the head's backward finds; `added`:
+        where these become their gradient in place, what of the head's gradient and its packed
+        weight is never there at once."""
         forward, head, layers = (phase.at(tokens) for phase in self.phases)
         more = self._logits_at(min(tokens, self.head_rows)) - self.logits.at(_FEW)
         head += more if added is None else -added
         return max(forward + kept, head + kept, layers + exchanged)
 
     def _logits_at(self, rows: int) -> int:
-        """What the head takes of so many rows of logits at a time: the rows that are not being
-        filtered lie there as they do before and after."""
+        """Return the head's memory for `rows` rows of logits at a time: the rows that are not being
+        filtered are there before and after."""
         plain, sorts = self.logits.at(rows), min(rows, self.filtered_rows)
         if self.filtered is None:
             return plain
@@ -99,9 +100,9 @@ class Passes:
     filtered: Phase | None = None
 
     def of_layers(self, others: "Passes", times: float) -> "Passes":
-        """Of a model with more layers of one kind than this one's: `others` are of one with some
-        more than this one, and it has `times` as many beyond these. What the layers between the
-        first and the last take is less than what one of these takes."""
+        """Return the passes of a model with more layers of one kind: `others` are of one with some
+        more than this one, and it has `times` as many beyond these. The layers between the first
+        and the last take less than one of these."""
         few, more = (
             tuple(_beyond(a, b, times) for a, b in zip(mine, theirs))
             for mine, theirs in ((self.few, others.few), (self.more, others.more))
@@ -110,7 +111,7 @@ class Passes:
 
 
 def _beyond(fewer: list[int], more: list[int], times: float) -> list[int]:
-    """The first and the last moments of a phase, carried on."""
+    """Return the first and the last moments of a phase, carried on."""
     half = (min(len(fewer), len(more)) + 1) // 2
     pairs = [*zip(fewer[:half], more[:half]), *zip(fewer[-half:], more[-half:])]
     return [b + round((b - a) * times) for a, b in pairs]
@@ -132,9 +133,9 @@ def passes(
     tied: bool = False,
     filtering: Filtering | None = None,
 ) -> Passes:
-    """A forward and a backward of few tokens, and of more; gradients are `kept`, or dropped as they
-    come; the loss is of log-probabilities alone, or of their `entropy` too. `tied`: embedding and
-    head are one master, to which both add; `filtering`: of the distribution."""
+    """Return a forward and a backward of few tokens, and of more; gradients are `kept`, or dropped
+    as they come; the loss is of log-probabilities alone, or of their `entropy` too. `tied`:
+    embedding and head are one master, to which both add; `filtering`: of the distribution."""
     short, long = _lengths(transformer.config)
     _forward(
         transformer, long
@@ -156,7 +157,7 @@ def carried(found: Passes, config: ModelConfig, *, host: bool) -> LearningMemory
 
 
 def forward_passes(transformer: Transformer) -> Passes:
-    """The same of a forward without gradients, as of a rollout, without its logits."""
+    """Return the same of a forward without gradients, as of a rollout, without its logits."""
     _forward(transformer, _lengths(transformer.config)[0])
     few, more = (_forward(transformer, tokens) for tokens in _lengths(transformer.config))
     return Passes((few,), (more,))
@@ -186,8 +187,8 @@ def _forward(transformer: Transformer, tokens: int) -> list[int]:
 
 
 def _phase(first: list[int], second: list[int], tokens: int, span: int) -> Phase:
-    """Of the moments of two passes; where one has more of them, as a head over more rows has, of
-    their peaks."""
+    """Return the phase of the moments of two passes; where one has more of them, as a head over
+    more rows has, of their peaks."""
     if len(first) != len(second):
         first, second = [max(first)], [max(second)]
     lines = {_line(a, b, tokens, span) for a, b in zip(first, second)}
@@ -240,7 +241,7 @@ def _pass(
 
 
 class _AnyContext(Context):
-    """Of a distribution with a repetition penalty, on a device without numbers."""
+    """The context of a distribution with a repetition penalty, on a device without numbers."""
 
     def seen(self, rows: slice, vocabulary: int) -> Tensor:
         count = len(self.first[rows])
@@ -255,7 +256,8 @@ def _loss(
     entropy: bool,
     filtering: Filtering | None = None,
 ) -> Tensor:
-    """Of log-probabilities, and of their `entropy`, `chunk` rows of logits at a time."""
+    """Return the loss of log-probabilities, and of their `entropy`, `chunk` rows of logits at a
+    time."""
     logprobs, entropies = transformer.head_logprobs(
         hidden, ids, chunk=chunk, filtering=filtering, context=_AnyContext(ids, ids, ids)
     )
@@ -282,8 +284,8 @@ def _by_rows_of_logits(
 
 @contextmanager
 def _tied(transformer: Transformer, tokens: Tensor, kept: bool) -> Iterator[None]:
-    """`_gradients_dropped`, but for the master that is embedding and head: both add to its
-    gradient, which is there before unless gradients are `kept`."""
+    """Drop gradients as `_gradients_dropped`, except for the master that is embedding and head:
+    both add to its gradient, which exists before unless gradients are `kept`."""
     leaf = transformer.masters.leaves["embed"]
     if not kept:
         leaf.grad = torch.empty_like(leaf)

@@ -30,7 +30,7 @@ class LiveBytes(TorchDispatchMode):
         return False
 
     def take(self) -> int:
-        """The peak, which begins anew."""
+        """Return the peak, which begins anew."""
         peak, self.peak = self.peak, self.live
         return peak
 
@@ -60,8 +60,8 @@ class LiveBytes(TorchDispatchMode):
 
 
 class LiveTrace(LiveBytes):
-    """It also remembers how it came to a peak: `moments` are `live` at each storage made since
-    `take`, and before."""
+    """A count of live bytes that also records how it came to a peak: `moments` are `live` at each
+    storage made since `take`, and before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class LiveTrace(LiveBytes):
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Those in a nest of tuples, lists and mappings that have a storage."""
+    """Yield those in a nest of tuples, lists and mappings that have a storage."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch._mkldnn:  # type: ignore[attr-defined]
             yield value

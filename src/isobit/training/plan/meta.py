@@ -43,8 +43,8 @@ _FEW_LAYERS, _MORE_LAYERS = 3, 5
 
 @dataclass(frozen=True)
 class Described:
-    """What decides a model's bytes. `host`: on a CPU, where `packs`: weights are packed for
-    products."""
+    """The properties that decide a model's bytes. `host`: on a CPU, where `packs`: weights are
+    packed for products."""
 
     config: ModelConfig
     precision: Precision
@@ -68,7 +68,7 @@ class WeightBytes:
 
 
 class _Meta(Transformer):
-    """What a second engine receives is not compared: there are no numbers."""
+    """A transformer without numbers, so a second engine's received weights are not compared."""
 
     def __init__(
         self, given: Described, masters: Mapping[str, Tensor], adapter: Adapter | None
@@ -89,7 +89,7 @@ class _Meta(Transformer):
 
 @lru_cache(maxsize=1)
 def transformer(given: Described) -> Transformer:
-    """The model; nothing in it may be written to."""
+    """Return the model; nothing in it may be written to."""
     config, adapter = given.config, None
     if given.adapter is not None:
         chosen, rank = targeted(config, given.adapter.targets), given.adapter.rank
@@ -103,7 +103,8 @@ def transformer(given: Described) -> Transformer:
 
 @lru_cache
 def weight_bytes(given: Described, frozen: bool = False) -> WeightBytes:
-    """Of a model; of one that nothing trains (`frozen`) the learner's weights alone."""
+    """Return the bytes of a model's weights; of one that nothing trains (`frozen`) the learner's
+    alone."""
     if (others := _fewer_layers(given)) is not None:
         few, more = (weight_bytes(each, frozen) for each in others)
         layers, step = given.config.num_layers - _MORE_LAYERS, _MORE_LAYERS - _FEW_LAYERS
@@ -124,16 +125,16 @@ def learning_bytes(
     tied: bool = False,
     filtering: Filtering | None = None,
 ) -> LearningMemory:
-    """Of micro-batches under a level of activation checkpointing; with the gradients, where they
-    are `kept`; where the loss is of the `entropy` too; where embedding and head, which are `tied`,
-    add to one gradient; where the distribution has a `filtering`."""
+    """Return the memory of micro-batches under a level of activation checkpointing; with the
+    gradients, where they are `kept`; where the loss has the `entropy` too; where embedding and
+    head, which are `tied`, add to one gradient; where the distribution has a `filtering`."""
     found = _of_all_layers(given, recompute, kept, entropy, tied, filtering)
     return carried(found, given.config, host=given.host)
 
 
 @lru_cache
 def forward_bytes(given: Described) -> Phase:
-    """Of a rollout's forward."""
+    """Return the phase of a rollout's forward."""
     _, more = _fewer_layers(given) or (given, given)  # a layer's tensors are freed when it ends
     return carried_forward(forward_passes(transformer(more)), given.config)
 
@@ -156,8 +157,8 @@ def _of_all_layers(
 
 
 def _fewer_layers(given: Described) -> tuple[Described, Described] | None:
-    """The same with some of its layers, and with a few more, where all layers are of one kind: the
-    bytes of the others follow. Else None."""
+    """Return the same with some of its layers, and with a few more, where all layers are of one
+    kind: the bytes of the others follow. Else None."""
     config, precision, count = given.config, given.precision, given.config.num_layers
     kinds = {
         (
@@ -182,7 +183,7 @@ def _fewer_layers(given: Described) -> tuple[Described, Described] | None:
 
 @lru_cache
 def page_bytes(given: Described, page_size: int) -> int:
-    """Of a page of keys and values, and of states, in all layers."""
+    """Return the bytes of a page of keys and values, and of states, in all layers."""
     config, total = given.config, 0
     for layer in range(config.num_stores):
         flow = given.precision.flow("rollout", layer, config.num_layers)

@@ -40,7 +40,7 @@ _PANEL_ROWS, _PANEL_COLUMNS = 16, 32
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """A tensor without numbers."""
+    """Return a tensor without numbers."""
     return torch.empty(shape, dtype=dtype, device=META)
 
 
@@ -78,7 +78,7 @@ class ShapeOps(Composed):
     def gradient_product(
         self, a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None
     ) -> Tensor:
-        """The C++ products add to a gradient as they go, but for float32's."""
+        """Return the C++ products add to a gradient as they go, but for float32's."""
         plain = isinstance(a, Tensor) and a.dtype == torch.float32
         if into is None or not self._packs or plain:
             return super().gradient_product(a, b, out, into)
@@ -114,8 +114,9 @@ class ShapeOps(Composed):
         name: str,
         into: Gradients = (),
     ) -> list[Tensor | None]:
-        """Of all experts in one storage: a model of experts would take minutes else. Left out:
-        what one expert's rows take while they are quantized and multiplied."""
+        """Allocate the gradients of all experts in one storage: a model of experts would take
+        minutes else. Left out: the memory in which one expert's rows are quantized and
+        multiplied."""
         return list(empty(len(offsets) - 1, dy.shape[1], x.shape[1]).unbind(0))
 
     def by_expert(self, chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,7 +185,7 @@ class ShapeOps(Composed):
         return found
 
     def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
-        """The store is there."""
+        """Do nothing: the store exists."""
 
     def attention(
         self,
@@ -280,7 +281,7 @@ class ShapeOps(Composed):
 
 
 def _panels(weight: Operand) -> Tensor:
-    """A matrix in the order in which a CPU's products read it, in whole panels."""
+    """Return a matrix in the order in which a CPU's products read it, in whole panels."""
     data = weight.data if isinstance(weight, QTensor) else weight
     depth = 1 if data.dtype == torch.float32 else _PANEL_COLUMNS
     rows, columns = (math.ceil(n / to) * to for n, to in zip(data.shape, (_PANEL_ROWS, depth)))
@@ -288,12 +289,13 @@ def _panels(weight: Operand) -> Tensor:
 
 
 def _in_order(weight: QTensor) -> bool:
-    """Whether the C++ products read codes with such scales."""
+    """Return whether the C++ products read codes with such scales."""
     return weight.spec.scale == "ue8m0" or weight.block[1] in (BLOCK, weight.shape[1])
 
 
 def _row_by_row(spec: QuantSpec, x: Tensor) -> bool:
-    """Whether a row is quantized as soon as it is there, so that it is never stored otherwise."""
+    """Return whether a row is quantized when it is computed, so that it is never stored
+    otherwise."""
     return (
         spec.format is E4M3
         and spec.scale != "nvfp4"

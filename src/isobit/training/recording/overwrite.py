@@ -10,13 +10,13 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from isobit.config import Config, load_config
+from isobit.config import Config, SftConfig, is_supervised, load_config, load_sft_config
 from isobit.errors import IsobitError
 from isobit.run import directory as runs
 from isobit.run.directory import RunDirectory
 
 
-def clear_finished(config: Config) -> None:
+def clear_finished(config: Config | SftConfig) -> None:
     """Remove the run in `run.dir` if it has this configuration and has done exactly its steps, or
     none.
 
@@ -28,7 +28,8 @@ def clear_finished(config: Config) -> None:
         return
     with RunDirectory(directory, {}):  # refuses a run that is at work
         done = max((int(row["step"]) for row in _metrics(directory)), default=0)
-        kept = load_config(directory / runs.CONFIG)
+        load = load_sft_config if is_supervised(directory) else load_config
+        kept: Config | SftConfig = load(directory / runs.CONFIG)
         config = _as_kept(config, kept)
         again = (
             f"go on with it: isobit train --resume {directory}, or move it or remove it "
@@ -48,7 +49,7 @@ def clear_finished(config: Config) -> None:
         shutil.rmtree(directory)
 
 
-def _as_kept(config: Config, kept: Config) -> Config:
+def _as_kept(config: Config | SftConfig, kept: Config | SftConfig) -> Config | SftConfig:
     """Return `config` with the numbers that `auto` and `epochs` became in the run `kept`, so that
     these count as the same configuration."""
     if config.epochs is not None:

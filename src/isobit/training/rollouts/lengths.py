@@ -16,7 +16,7 @@ from isobit.data.dataset import Dataset, Example
 from isobit.engine.prompts import encode
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError, printable
-from isobit.model import Model
+from isobit.model import Model, Tokenizer
 from isobit.model.described import Described
 from isobit.tasks.builtin import Task, TaskSettings
 
@@ -95,15 +95,20 @@ def _say_alike(train: Dataset, distinct: int) -> None:
 def say_special_tokens(examples: Sequence[Example], model: Model | Described) -> None:
     """Print on stderr how many special tokens the text of the prompts spells, and whether they are
     encoded as text or taken for the tokens; nothing where there are none."""
-    found = [
-        word for example in examples for word in model.tokenizer.special_tokens_in(example.prompt)
-    ]
-    if found:
-        rule = model.tokenizer.special_tokens_in_content
+    tokenizer = model.tokenizer
+    spelled = [word for each in examples for word in tokenizer.special_tokens_in(each.prompt)]
+    say_spelled("prompts", spelled, tokenizer)
+
+
+def say_spelled(whose: str, spelled: Sequence[str], tokenizer: Tokenizer) -> None:
+    """Print on stderr how many special tokens are spelled in prompts or answers, and what becomes
+    of them; nothing where there are none."""
+    if spelled:
+        rule = tokenizer.special_tokens_in_content
         done = "encoded as text" if rule == "escape" else "taken for the tokens"
         print(
-            f"the prompts' own text spells {len(found):,} special tokens, such as "
-            f"{printable(found[0])}: {done} (task.special_tokens_in_content: {rule})",
+            f"the {whose}' own text spells {len(spelled):,} special tokens, such as "
+            f"{printable(spelled[0])}: {done} (task.special_tokens_in_content: {rule})",
             file=sys.stderr,
         )
 

@@ -237,6 +237,7 @@ def open_serving(
     name = Path(config.run.dir).name
     tools = format_of("auto", model.tokenizer.chat_template)
     gateway = Gateway(engine, name, tools, Limits(), device=PumpedDevice)
+    gateway.name_by(config.run.dir)
     server = Background(gateway, place.tokens, ServerOptions(grace=_GRACE_S), place.listener)
     lines = (
         f"serving {name} on http://127.0.0.1:{server.port}/v1 while it trains",
@@ -249,7 +250,7 @@ def _check_precision(model: Model) -> None:
     precision = model.precision
     reason = precision.varies_with_batch()
     if reason is None and precision.calibrated:
-        reason = "the KV cache is calibrated on prompts of the run"
+        reason = "the KV cache is calibrated on data of the run"
     if reason is not None:
         raise IsobitError(
             f"serve.port: precision {precision.name}: {reason}, so an answer would depend on more "

@@ -23,17 +23,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from isobit.data.answers import NoAnswer, answer_messages, answer_text, gold_text
-from isobit.data.dataset import Example
+from isobit.data.answers import ANSWER, GOLD, NoAnswer, answer_messages, answer_text, gold_text
+from isobit.data.dataset import TEMPLATE_KWARGS, Example
+from isobit.data.messages import TOOLS, is_learned
 from isobit.engine.prompts import encode_prompt as checked_ids
 from isobit.errors import IsobitError, brief, printable
 from isobit.model import Model, Tokenizer
 from isobit.model.described import Described
 from isobit.model.text.added_tokens import token_text
+from isobit.model.text.template_tools import check_calls, writes_tools
 from isobit.rl.algorithm.given import PAIR_LOSSES
 from isobit.tasks.builtin import Task
-from isobit.training.rollouts.lengths import encode_prompt
+from isobit.training.rollouts.lengths import encode_prompt, say_spelled
 
+Message = Mapping[str, Any]
 _SHOWN = 40
 """Characters of what two renderings differ in."""
 
@@ -63,23 +66,20 @@ class Teacher:
         self._special = {token for token, entry in added.items() if entry.special} | set(
             self._tokenizer.eos_ids
         )
+        ends = [self._tokenizer.fast.id_to_token(end) for end in self._tokenizer.eos_ids]
+        names = {token_text(self._tokenizer.settings.get("eos_token")), *ends}
+        self._end_names = sorted(name for name in names if name)
+        self._spelled, self._inside = 0, list[str]()
+        """The answers that spell their end, and special tokens that others have inside."""
+        self._shows_tools = False
+        self._written_calls = set[tuple[int, ...]]()
 
     def samples(self, example: Example) -> list[SupervisedSample]:
-        """What is learned of an example: one row, or one for each of the assistant's turns. Raises
-        IsobitError with its place."""
+        """Return what is learned of an example: one row, or one for each of the assistant's turns.
+        Raises IsobitError with its place."""
         if is_text(example, self._task):
             return [self._text(example)]
-        last, prompt = self.sample(example), example.prompt
-        if self._turns == "last" or isinstance(prompt, str):
-            return [last]
-        turns = [
-            self._after(replace(example, prompt=prompt[:i]), prompt[i:j])
-            for i, j in _answers(prompt)
-        ]
-        if not turns:
-            return [last]
-        merged = _merged([*turns, last])
-        return [*turns, last] if merged is None else [merged]
+        return self._after(example, *_answer(example, self._task), self._turns)
 
     def lesson(self, example: Example, loss: str) -> list[SupervisedSample]:
         """What a `loss` learns of an example. Raises IsobitError with its place."""
@@ -95,47 +95,152 @@ class Teacher:
             found = "there is none" if label is None else f"got {brief(repr(label))}"
             raise IsobitError(f"{example.place}: column 'label': expected true or false, {found}")
         if example.answer is None and "completion" in example.columns:
-            sample = self._after(example, _answer_in(example, "completion", gold=False))
+            answer = _answer_in(example, "completion", gold=False)
         else:
-            sample = self.sample(example)
-        return replace(sample, reward=1.0 if label else -1.0)
+            answer = _answer(example, self._task)
+        return replace(self._one(example, *answer), reward=1.0 if label else -1.0)
 
     def pair(self, example: Example) -> list[SupervisedSample]:
         """The answer that is preferred, and the one that is not. Raises IsobitError with its
         place."""
         return [
-            self._after(example, _answer_in(example, name, gold=False))
+            self._one(example, *_answer_in(example, name, gold=False))
             for name in ("chosen", "rejected")
         ]
 
     def sample(self, example: Example) -> SupervisedSample:
-        """The tokens of the last answer. Raises IsobitError with its place."""
-        return self._after(example, _answer(example, self._task))
+        """Return the tokens of the last answer. Raises IsobitError with its place."""
+        return self._one(example, *_answer(example, self._task))
 
     def _text(self, example: Example) -> SupervisedSample:
-        ids, end = encode_prompt(example, self._model), end_of_text(self._tokenizer)
+        assert isinstance(example.prompt, str)
+        text = self._without_end({"role": "assistant", "content": example.prompt})["content"]
+        ids = encode_prompt(replace(example, prompt=text), self._model)
+        end = end_of_text(self._tokenizer)
         whole = ids if end is None or ids[-1:] == [end] else [*ids, end]
         if len(whole) < 2:
             raise IsobitError(f"{example.place}: the text is one token: there is nothing to learn")
         return SupervisedSample(tuple(whole[:1]), tuple(whole[1:]))
 
-    def _after(self, example: Example, answer: list[dict[str, Any]]) -> SupervisedSample:
-        """The tokens of an answer to an example's prompt."""
-        prompt_ids = encode_prompt(example, self._model)
-        try:
-            whole, chat = _whole(example.prompt, answer, self._tokenizer)
-            whole = checked_ids(
-                "the prompt with its answer", whole, self._tokenizer, self._model.config.vocab_size
+    def _one(self, example: Example, answer: list[Message], goes_on: bool) -> SupervisedSample:
+        """Return the one sample of an answer. Raises IsobitError for several."""
+        samples = self._after(example, answer, goes_on, "last")
+        if len(samples) > 1:
+            raise IsobitError(
+                f"{example.place}: the chat template writes an answer's earlier messages otherwise "
+                "than its last one, so that the answer is no row of its own; give answers of one "
+                "message, or with model.chat_template a template that writes all alike"
             )
-            common = _common(prompt_ids, whole)
-            joined = common < len(prompt_ids)
-            if joined and chat is not None:
-                _refuse_other_beginning(example.prompt, chat, self._tokenizer)
-            cut = max(common, 1)  # nothing predicts the first token
-            learned = self._ended(whole[cut:], by_template=chat is not None)
+        return samples[0]
+
+    def _after(
+        self, example: Example, answer: list[Message], goes_on: bool, turns: str
+    ) -> list[SupervisedSample]:
+        """Return what is learned of a conversation that ends with an answer: of `turns` last the
+        answer's messages, of all every one of the assistant's, but those that say of themselves that
+        they are not. `goes_on`: the answer is the rest of the prompt's last message."""
+        prompt = example.prompt
+        answer = [self._without_end(message) for message in answer]
+        try:
+            if isinstance(prompt, str):
+                if any(message.get("tool_calls") for message in answer):
+                    raise IsobitError(
+                        "the answer calls a tool, which a chat template writes, and the prompt is "
+                        "text; set task.chat: true"
+                    )
+                whole = self._tokenizer.encode_text(prompt + answer_text(answer))
+                return [self._cut(encode_prompt(example, self._model), whole, None)]
+            self._check_tools(prompt)
+            chat = [*prompt, *answer]
+            if goes_on:
+                last = {**prompt[-1], **answer[0]}
+                last["content"] = prompt[-1]["content"] + answer[0]["content"]
+                chat = [*prompt[:-1], last, *answer[1:]]
+            first = len(prompt) - goes_on
+            self._check_calls(chat)
+            wanted = [
+                place
+                for place, message in enumerate(chat)
+                if message["role"] == "assistant"
+                and (place >= first or (turns == "all" and place > 0))
+                and _learned(message, place)
+            ]
+            if not wanted:
+                raise IsobitError(
+                    "the answer's weight is 0: there is nothing to learn; leave the row out, or "
+                    "learn earlier turns with turns: all"
+                )
+            samples = [
+                self._turn(prompt if goes_on and place == first else chat[:place], chat, place)
+                for place in wanted
+            ]
         except IsobitError as error:
-            raise IsobitError(f"{example.place}: {error}") from None
+            place = f"{example.place}: "
+            raise IsobitError(f"{place}{str(error).removeprefix(place)}") from None
+        merged = _merged(samples)
+        return samples if merged is None else [merged]
+
+    def _turn(
+        self, prompt: Sequence[Message], chat: Sequence[Message], place: int
+    ) -> SupervisedSample:
+        """Return what is learned of the assistant's message at this place of a chat."""
+        goes_on = len(prompt) > place
+        prompt_ids = self._tokenizer.encode_chat(prompt, continues=goes_on)
+        whole = self._tokenizer.encode_chat(chat[: place + 1], add_generation_prompt=False)
+        return self._cut(prompt_ids, whole, (prompt, chat[: place + 1], goes_on))
+
+    def _cut(
+        self,
+        prompt_ids: list[int],
+        whole: list[int],
+        chats: tuple[Sequence[Message], Sequence[Message], bool] | None,
+    ) -> SupervisedSample:
+        """Return the tokens of prompt and answer together, cut where the prompt ends. `chats`: the
+        conversations of both, and whether the prompt's last message goes on; None: texts."""
+        whole = checked_ids(
+            "the prompt with its answer", whole, self._tokenizer, self._model.config.vocab_size
+        )
+        common = _common(prompt_ids, whole)
+        joined = common < len(prompt_ids)
+        if joined and chats is not None:
+            _refuse_other_beginning(*chats, self._tokenizer)
+        cut = max(common, 1)  # nothing predicts the first token
+        learned = self._ended(whole[cut:], by_template=chats is not None)
         return SupervisedSample(tuple(whole[:cut]), tuple(learned), joined=joined)
+
+    def _check_tools(self, prompt: Sequence[Message]) -> None:
+        """Raise IsobitError for a row's tools that the template does not write."""
+        tools = prompt[0].get(TEMPLATE_KWARGS, {}).get(TOOLS)
+        if not tools or self._shows_tools:
+            return
+        if not writes_tools(self._tokenizer, prompt, {TOOLS: tools}):
+            raise IsobitError(
+                f"column {TOOLS!r}: the model's chat template writes none, so that calls of tools "
+                "would be learned which the model does not see; name one that does with "
+                "model.chat_template, or leave the column out"
+            )
+        self._shows_tools = True
+
+    def _check_calls(self, chat: Sequence[Message]) -> None:
+        """Raise IsobitError for a call that the template does not write."""
+        counts = tuple(len(message.get("tool_calls") or ()) for message in chat)
+        if any(counts) and counts not in self._written_calls:
+            check_calls(self._tokenizer, chat)
+            self._written_calls.add(counts)
+
+    def _without_end(self, message: Message) -> Message:
+        """Return an answer's message without the end that its text spells: the template, or this
+        module, writes it."""
+        text = str(message["content"])
+        if self._tokenizer.special_tokens_in_content == "refuse" or message["role"] != "assistant":
+            return message
+        while end := next((e for e in self._end_names if text.rstrip().endswith(e)), None):
+            text = text.rstrip().removesuffix(end)
+        self._inside += self._tokenizer.special_tokens_in(text)
+        if text == message["content"]:
+            return message
+        self._spelled += 1
+        return {**message, "content": text}
 
     def _ended(self, ids: list[int], by_template: bool) -> list[int]:
         """The tokens up to the one that ends the answer, which is added where there is none."""
@@ -160,8 +265,15 @@ class Teacher:
         return self._tokenizer.decode([token], special=True)
 
     def say(self, taught: Sequence[tuple[Example, SupervisedSample]]) -> None:
-        """On stderr: where generation will not stop, and where sampling does not begin as what is
-        learned does."""
+        """Print on stderr where generation will not stop, where sampling does not begin as what is
+        learned does, and how many answers spelled their end."""
+        if self._spelled:
+            print(
+                f"{self._spelled:,} answers spell {' or '.join(self._end_names)} at their end: "
+                "taken for the end, which is learned once",
+                file=sys.stderr,
+            )
+        say_spelled("answers", self._inside, self._tokenizer)
         stops = self._tokenizer.eos_ids
         ends = [sample.completion_ids[-1] for _, sample in taught]
         missed = next((token for token in ends if token not in stops), None)
@@ -206,13 +318,12 @@ def is_text(example: Example, task: Task) -> bool:
     return given and task.gold is None and "completion" not in example.columns
 
 
-def _answers(chat: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """Where the assistant's turns in a prompt begin and end, but for one that the answer goes on
-    with."""
-    own = [message["role"] == "assistant" for message in chat]
-    starts = [i for i in range(1, len(own)) if own[i] and not own[i - 1]]
-    ends = [next((j for j in range(i, len(own)) if not own[j]), None) for i in starts]
-    return [(i, j) for i, j in zip(starts, ends) if j is not None]
+def _learned(message: Message, place: int) -> bool:
+    """Return whether a message of the assistant is learned. Raises IsobitError."""
+    try:
+        return is_learned(message)
+    except ValueError as error:
+        raise IsobitError(f"messages[{place}]: {error}") from None
 
 
 def _merged(turns: Sequence[SupervisedSample]) -> SupervisedSample | None:
@@ -231,53 +342,46 @@ def _merged(turns: Sequence[SupervisedSample]) -> SupervisedSample | None:
     return SupervisedSample(whole[:start], whole[start:], tuple(learned), joined)
 
 
-def _answer(example: Example, task: Task) -> list[dict[str, Any]]:
-    """The answer as messages of the assistant."""
+def _answer(example: Example, task: Task) -> tuple[list[Message], bool]:
+    """Return the answer as messages of the assistant, and whether it goes on with the prompt's last
+    message."""
     if example.answer is not None:
-        return [example.answer]
+        return [example.answer], False
     return _answer_in(example, task.gold or "completion", gold=task.gold is not None)
 
 
-def _answer_in(example: Example, column: str, gold: bool) -> list[dict[str, Any]]:
-    """The messages of the assistant in a column; `gold`: it may hold a number."""
+def _answer_in(example: Example, column: str, gold: bool) -> tuple[list[Message], bool]:
+    """Return the messages in a column, and whether they go on with the prompt's last message, as
+    text does; `gold`: it may hold a number."""
     if column not in example.columns:
         raise IsobitError(
             f"{example.place}: no column {column!r} to learn from; name yours with "
             f"task.columns: {{{column}: ...}}"
         )
-    value = example.columns[column]
+    value, prompt = example.columns[column], example.prompt
+    begun = not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
     try:
-        messages = answer_messages(gold_text(value) if gold else value)
+        if gold and not isinstance(value, list):
+            value = gold_text(value)
+        messages = answer_messages(value, learned=True)
     except NoAnswer as error:
-        raise IsobitError(f"{example.place}: column {brief(column)!r}: {error}") from None
-    if not answer_text(messages).strip():
+        wanted = GOLD if gold else ANSWER
+        raise IsobitError(
+            f"{example.place}: column {brief(column)!r}: expected {wanted}, got {error.found}"
+        ) from None
+    if not any(m["content"].strip() or m.get("tool_calls") for m in messages):
         raise IsobitError(
             f"{example.place}: column {brief(column)!r} is empty: there is nothing to learn"
         )
-    return messages
-
-
-def _whole(
-    prompt: str | Sequence[Mapping[str, Any]], answer: list[dict[str, Any]], tokenizer: Tokenizer
-) -> tuple[list[int], list[Mapping[str, Any]] | None]:
-    """(token ids of prompt and answer together, the conversation where it is one)."""
-    if isinstance(prompt, str):
-        return tokenizer.encode_text(prompt + answer_text(answer)), None
-    *before, last = prompt
-    if last["role"] == "assistant":  # the answer goes on with what the assistant began
-        first = {**last, **answer[0], "content": last["content"] + answer[0]["content"]}
-        chat = [*before, first, *answer[1:]]
-    else:
-        chat = [*prompt, *answer]
-    return tokenizer.encode_chat(chat, add_generation_prompt=False), chat
+    return list(messages), begun and isinstance(value, str)
 
 
 def _refuse_other_beginning(
-    prompt: Any, chat: list[Mapping[str, Any]], tokenizer: Tokenizer
+    prompt: Sequence[Message], chat: Sequence[Message], goes_on: bool, tokenizer: Tokenizer
 ) -> None:
     """Raise IsobitError unless the conversation begins with all that the template writes before an
     answer."""
-    alone = tokenizer.render_chat(prompt)
+    alone = tokenizer.render_chat(prompt, continues=goes_on)
     whole = tokenizer.render_chat(chat, add_generation_prompt=False)
     if whole.startswith(alone):
         return

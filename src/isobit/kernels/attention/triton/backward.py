@@ -15,7 +15,7 @@ which read them once for every block of queries, neither look up pages nor decod
 products, the scores and dP being computed twice; they, not memory, bound it from some hundred
 tokens a sequence on. P and dS are rounded to the type of the queries for the tensor cores; float32
 is multiplied in float32. Rows may follow keys that other rows stored, which several sequences see:
-each sequence has a copy then, with gradients of its own. Left out: the forward, and adding the
+each sequence has a copy then, with its own gradients. Left out: the forward, and adding the
 copies' gradients (`isobit.kernels.Copies`).
 """
 
@@ -44,9 +44,9 @@ def attention_backward(
     scale: float,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq [T, H, D], dk, dv [K, KV, D]) in q's dtype, of dout, q, out [T, H, D] and lse [T, H]
-    float32, for a packed layout, or the layout's `keys`; with a `window` rows see the last `window`
-    keys."""
+    """Return (dq [T, H, D], dk, dv [K, KV, D]) in q's dtype, of dout, q, out [T, H, D] and lse [T,
+    H] float32, for a packed layout, or the layout's `keys`; with a `window` rows see the last
+    `window` keys."""
     dout, q, out, lse = (x.contiguous() for x in (dout, q, out, lse))
     rows, heads, dim = q.shape
     kv_heads, width = store.k.shape[1], max(16, triton.next_power_of_2(dim))
@@ -80,7 +80,7 @@ def attention_backward(
 
 
 def _query_blocks(width: int, dtype: torch.dtype) -> _Blocks:
-    """(queries, keys of a block, warps, stages) of the kernel for dq: what compiles without
+    """Return (queries, keys of a block, warps, stages) of the kernel for dq: what compiles without
     spilling a register."""
     if dtype == torch.float32:
         return 16, 16, 4, 1
@@ -92,7 +92,7 @@ def _query_blocks(width: int, dtype: torch.dtype) -> _Blocks:
 
 
 def _key_blocks(width: int, dtype: torch.dtype) -> _Blocks:
-    """(queries, keys of a block, warps, stages) of the kernel for dk and dv, likewise."""
+    """Return (queries, keys of a block, warps, stages) of the kernel for dk and dv, likewise."""
     if dtype == torch.float32:
         return 16, 16, 4, 1
     if width > 256:
@@ -164,7 +164,7 @@ def _row_sums(
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """exponent [H, T] = lse · log2(e), inner [H, T] = Σ dout · out."""
+    """Compute exponent [H, T] = lse · log2(e), inner [H, T] = Σ dout · out."""
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     token, head = row // HEADS, row % HEADS
     there = token < rows
@@ -220,7 +220,7 @@ def _dq_step(
     N: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dq [M, WIDTH], not yet scaled, plus what a block of keys gives."""
+    """Return dq [M, WIDTH], not yet scaled, plus what a block of keys gives."""
     keys = _block(k, step * N, count, STRIDE, N, DIM, WIDTH)
     values = _block(v, step * N, count, STRIDE, N, DIM, WIDTH)
     scores = numbers.dot(queries, tl.trans(keys), tl.zeros((M, N), tl.float32))
@@ -237,7 +237,7 @@ def _dq_step(
 
 @triton.jit
 def _sequence(row_start, key_start, sequence):
-    """(its first row, its first key, how many rows, how many keys)."""
+    """Return (its first row, its first key, how many rows, how many keys)."""
     row, key = tl.load(row_start + sequence), tl.load(key_start + sequence)
     rows = (tl.load(row_start + sequence + 1) - row).to(tl.int32)
     return row, key, rows, (tl.load(key_start + sequence + 1) - key).to(tl.int32)
@@ -299,7 +299,7 @@ def _dkv_step(
     STRIDE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """dk (not yet scaled) and dv [N, WIDTH] plus what a block of queries of one head gives;
+    """Return dk (not yet scaled) and dv [N, WIDTH] plus what a block of queries of one head gives;
     `before`: keys before the first of its rows."""
     queries = _block(q, step * M, count, STRIDE, M, DIM, WIDTH)
     gradient = _block(dout, step * M, count, STRIDE, M, DIM, WIDTH)

@@ -62,7 +62,7 @@ _LN2, _LOG2E = tl.constexpr(math.log(2)), tl.constexpr(math.log2(math.e))
 
 
 class Quantized(NamedTuple):
-    """Where a result is written as codes, the flag that NaN sets, and whether it is written as
+    """The destination of a result in codes, the flag that NaN sets, and whether it is written as
     numbers too."""
 
     made: QTensor
@@ -87,13 +87,13 @@ def put_rows_first() -> None:
 
 
 def keys_first() -> bool:
-    """Whether tiles of few rows have the keys on the long side."""
+    """Return whether tiles of few rows have the keys on the long side."""
     return _FEW_ROWS > 0
 
 
 def tiling(rows: int, dim: int, dtype: torch.dtype) -> Tiling:
-    """For sequences of so many rows, each counted for every query head of a key head; by head
-    dimension, type of q and architecture: what compiles without spills
+    """Return the tiles for sequences of `rows` rows, each counted for every query head of a key
+    head; by head dimension, type of q and architecture: what compiles without spills
     (`benchmarks/cross_compile.py`). Keys are the same for all rows."""
     few, by_warp = rows <= _FEW_ROWS, target().matrix == "warp"
     short = 16 if rows <= 16 else 32
@@ -120,7 +120,7 @@ def attention(
     sinks: Tensor | None = None,
     probabilities: Format | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attend`, as `Ops.attention`: results in q's type."""
+    """Return `attend`, as `Ops.attention`: results in q's type."""
     assert probabilities is None, "`check_precision` refuses it"
     return attend(q, store, layout, scale, window, sinks)
 
@@ -130,9 +130,9 @@ def attention_quantized(
     sinks: Tensor | None, probabilities: Format | None, spec: QuantSpec, flag: Tensor,
     keep: bool,
 ) -> tuple[Tensor | None, QTensor, Tensor]:  # fmt: skip
-    """`Ops.attention_quantized`: of BF16 heads of 128 channels, which are blocks of `1x128`, by the
-    kernel that finishes a row, else by another. `flag` [1] int32 becomes 1 where out holds NaN or
-    an infinity."""
+    """Compute `Ops.attention_quantized`: of BF16 heads of 128 channels, which are blocks of
+    `1x128`, by the kernel that finishes a row, else by another. `flag` [1] int32 becomes 1 where
+    out holds NaN or an infinity."""
     rows, heads, dim = q.shape
     fits = q.dtype == torch.bfloat16 and dim == BLOCK and spec.granularity == "1x128"
     if not (fits and supported(spec) and rows):
@@ -155,10 +155,10 @@ def attend(
     out_type: torch.dtype | None = None,
     quantized: Quantized | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, H, D] in q's type, lse [T, H] float32): row t at position p attends to keys 0 to p
-    of its sequence, with a `window` to the last `window` of them; `sinks` [H] float32 are one score
-    more for each head. `out_type`: float32 for sums that are not rounded. `quantized`: out is also
-    written as codes, or not as numbers at all.
+    """Return (out [T, H, D] in q's type, lse [T, H] float32): row t at position p attends to keys 0
+    to p of its sequence, with a `window` to the last `window` of them; `sinks` [H] float32 are one
+    score more for each head. `out_type`: float32 for sums that are not rounded. `quantized`: out is
+    also written as codes, or not as numbers at all.
 
     q [T, H, D] is bfloat16 or float32; the store holds codes or q's type; `scale` is positive. All
     tensors are on one device and nothing is read on the host, so a CUDA graph can hold this;
@@ -214,7 +214,7 @@ def attend(
 def _finished(
     out: Tensor, lse: Tensor, quantized: Quantized | None
 ) -> tuple[tuple[Tensor | None, ...], dict[str, bool]]:
-    """(where `store_finished` writes out, lse, codes, scales and a flag, how it does)."""
+    """Return (where `store_finished` writes out, lse, codes, scales and a flag, how it does)."""
     if quantized is None:
         return (out, lse, None, None, None), {"UE8M0": False, "BESIDE": False}
     made, flag, keep = quantized
@@ -223,8 +223,8 @@ def _finished(
 
 
 def _operands(store: KVStore, dim: int, dtype: torch.dtype, block: Tiling) -> dict[str, object]:
-    """How a tile is multiplied: its sides, and whether codes are read in pairs. Channels are at
-    least as many as one instruction takes, of pairs the even ones and the odd ones each."""
+    """Return how a tile is multiplied: its sides, and whether codes are read in pairs. Channels are
+    at least as many as one instruction takes, of pairs the even ones and the odd ones each."""
     keys_first = block.rows <= _FEW_ROWS
     paired = store.kv is not None and dtype == torch.bfloat16 and dim % 2 == 0
     width = max(2 * _INSTRUCTION if paired else _INSTRUCTION, triton.next_power_of_2(dim))
@@ -241,9 +241,9 @@ def _operands(store: KVStore, dim: int, dtype: torch.dtype, block: Tiling) -> di
 
 @triton.jit
 def factors(peak, more_peak):
-    """(factor of one part of a row's keys, of another, the peak of both): the parts become one as
-    sum · factor + more · more_factor. A part without visible keys, of peak -inf, leaves the other
-    exactly as it is."""
+    """Return (factor of one part of a row's keys, of another, the peak of both): the parts become
+    one as sum · factor + more · more_factor. A part without visible keys, of peak -inf, leaves the
+    other exactly as it is."""
     highest = tl.maximum(peak, more_peak)
     base = tl.where(highest == NOTHING, 0.0, highest)
     return tl.exp2(peak - base), tl.exp2(more_peak - base), highest
@@ -251,8 +251,8 @@ def factors(peak, more_peak):
 
 @triton.jit
 def sink_of(sink_ptr, head, lane, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr):
-    """The peak of a row's sink, a part whose Σ 2^(s-peak) is 1: row `lane` is of member lane %
-    GROUP of the key head's group."""
+    """Return the peak of a row's sink, a part whose Σ 2^(s-peak) is 1: row `lane` is of member lane
+    % GROUP of the key head's group."""
     member = lane % GROUP
     heads: tl.constexpr = HEADS // KV_HEADS
     return tl.load(sink_ptr + head * heads + member, mask=member < heads, other=0.0) * _LOG2E
@@ -291,7 +291,8 @@ def attend_splits(
     COPIES: tl.constexpr,
     DTYPE: tl.constexpr, PAIRED: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """`attend_split` of all keys up to `stop`, from the split of key `lowest` on, and of sinks."""
+    """Return `attend_split` of all keys up to `stop`, from the split of key `lowest` on, with the
+    sinks."""
     rows: tl.constexpr = positions.shape[0]
     even = tl.zeros([WIDTH, rows] if KEYS_FIRST else [rows, WIDTH], tl.float32)
     odd = even
@@ -326,8 +327,8 @@ def places(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of every row in a tile: its number in the sequence, its place in [T, H], those of its
-    channels in [T, H, D], and which of both there are.
+    """Return of every row in a tile: its number in the sequence, its place in [T, H], those of its
+    channels in [T, H, D], and masks of both.
 
     Asked before the keys and again after them: kept in between, the answer would take registers
     that there are not. So the loads are volatile, or the compiler would keep it.
@@ -427,7 +428,7 @@ def _join_splits(
     KEYS_PER_SPLIT: tl.constexpr, WINDOW: tl.constexpr, STAGES: tl.constexpr, UE8M0: tl.constexpr,
     BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """One row and the query heads of one key head: its splits, which PARALLEL left, joined in
+    """Join the splits of one row and the query heads of one key head, which PARALLEL left, in
     ascending order."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(position_ptr + row)

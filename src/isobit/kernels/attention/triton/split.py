@@ -3,7 +3,7 @@ of the matrix instruction.
 
 A matrix instruction takes 64 of one operand's rows and as few as 16 of the other's. A tile is
 scores [keys, rows] of KEYS_FIRST, else [rows, keys]; the sums over values are [channels, rows],
-else [rows, channels]. Few rows, as in decoding, are a tile of 16 beside 64 keys, where they would
+else [rows, channels]. Few rows, as in decoding, are a tile of 16 next to 64 keys, where they would
 fill a fraction of 64 otherwise; many rows stand first, because then a row's largest score is found
 inside a thread or four, and P needs no way through shared memory.
 
@@ -30,7 +30,7 @@ NOTHING = tl.constexpr(float("-inf"))
 
 @triton.jit
 def by_key(x, KEYS_FIRST: tl.constexpr):
-    """A number for each key, to be broadcast over a tile of scores."""
+    """Return a number for each key, to be broadcast over a tile of scores."""
     if KEYS_FIRST:
         return x[:, None]
     else:
@@ -39,7 +39,8 @@ def by_key(x, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def by_row(x, KEYS_FIRST: tl.constexpr):
-    """A number for each row, to be broadcast over a tile of scores, or of sums over values."""
+    """Return a number for each row, to be broadcast over a tile of scores, or of sums over
+    values."""
     if KEYS_FIRST:
         return x[None, :]
     else:
@@ -48,8 +49,8 @@ def by_row(x, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def product(keys, rows, acc, KEYS_FIRST: tl.constexpr):
-    """acc + a product of the keys' operand [M, K] and the rows', [K, N] of KEYS_FIRST, else [N,
-    K]."""
+    """Return acc + a product of the keys' operand [M, K] and the rows', [K, N] of KEYS_FIRST, else
+    [N, K]."""
     if KEYS_FIRST:
         return numbers.dot(keys, rows, acc)
     else:
@@ -58,8 +59,8 @@ def product(keys, rows, acc, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def queries(q, factor, PAIRED: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """(even channels, odd channels, factor [N] of their scores) of rows q [N, D], as operands;
-    where codes are not PAIRED, all channels twice.
+    """Return (even channels, odd channels, factor [N] of their scores) of rows q [N, D], as
+    operands; where codes are not PAIRED, all channels twice.
 
     Beside PAIRED codes they become float16, times the power of two that leaves a row's largest
     magnitude between 2^14 and 2^15: exact down to 2^-31 of it. The factor takes that back.
@@ -79,7 +80,7 @@ def queries(q, factor, PAIRED: tl.constexpr, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def together(even, odd, PAIRED: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """The sums [N, D] over values of even and odd channels, of `attend_split`."""
+    """Return the sums [N, D] over values of even and odd channels, of `attend_split`."""
     if KEYS_FIRST:
         even, odd = tl.trans(even), tl.trans(odd)
     return tl.interleave(even, odd) if PAIRED else even
@@ -87,8 +88,8 @@ def together(even, odd, PAIRED: tl.constexpr, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def operands(x, like: tl.constexpr, PAIRED: tl.constexpr):
-    """(even channels, odd channels) of what was loaded, as operands of this type: codes by their
-    exact values."""
+    """Return (even channels, odd channels) of what was loaded, as operands of this type: codes by
+    their exact values."""
     if PAIRED:
         return numbers.pairs(x, like)
     elif (x.dtype == tl.uint8) or (x.dtype == tl.int8):
@@ -121,7 +122,8 @@ def load_block(pointer, place, there, WIDTH: tl.constexpr, CHANNELS: tl.constexp
 
 @triton.jit
 def load_scales(k_scale_ptr, v_scale_ptr, place, there, COPIES: tl.constexpr):
-    """(scales of keys, scales of values) of the tokens at `place`; 0 of those that are not `there`.
+    """Return (scales of keys, scales of values) of the tokens at `place`; 0 of those that are not
+    `there`.
 
     One load for both, of as many numbers as there are threads, some of them in COPIES: a smaller
     one would be repeated by all of them.
@@ -136,8 +138,8 @@ def load_scales(k_scale_ptr, v_scale_ptr, place, there, COPIES: tl.constexpr):
 
 @triton.jit
 def softmax(scores, factor, totals, peak, KEYS_FIRST: tl.constexpr):
-    """A block's probabilities 2^(score · factor - peak), with the totals so far and the peak of
-    both; and the factor of what was summed under the peak before."""
+    """Return a block's probabilities 2^(score · factor - peak), with the totals so far and the peak
+    of both; and the factor of what was summed under the peak before."""
     shape: tl.constexpr = scores.shape
     keys: tl.constexpr = shape[0] if KEYS_FIRST else shape[1]
     rows: tl.constexpr = shape[1] if KEYS_FIRST else shape[0]
@@ -156,7 +158,7 @@ def softmax(scores, factor, totals, peak, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def tree(totals, KEYS: tl.constexpr, KEYS_FIRST: tl.constexpr):
-    """The sums [N] of `softmax`'s totals: neighbours in pairs, then pairs of pairs, in any
+    """Return the sums [N] of `softmax`'s totals: neighbours in pairs, then pairs of pairs, in any
     layout."""
     rows: tl.constexpr = totals.shape[2] if KEYS_FIRST else totals.shape[0]
     LEVELS: tl.constexpr = 2 if KEYS == 16 else 3 if KEYS == 32 else 4
@@ -179,10 +181,10 @@ def attend_split(
     BLOCK_KEYS: tl.constexpr,
     COPIES: tl.constexpr, DTYPE: tl.constexpr, PAIRED: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """(sums over values of even channels, of odd channels, Σ 2^(s-peak) [N], peak = max s [N]) of
-    the keys `first` to `stop`, KEYS_PER_SPLIT of them at the most; with a window, from the block of
-    key `lowest` on. Channels are WIDTH, of which there are DIM; they are pairs where codes are
-    PAIRED, and all are even where not."""
+    """Return (sums over values of even channels, of odd channels, Σ 2^(s-peak) [N], peak = max s
+    [N]) of the keys `first` to `stop`, KEYS_PER_SPLIT of them at the most; with a window, from the
+    block of key `lowest` on. Channels are WIDTH, of which there are DIM; they are pairs where codes
+    are PAIRED, and all are even where not."""
     rows: tl.constexpr = positions.shape[0]
     K_WIDTH: tl.constexpr = even_q.shape[0] if KEYS_FIRST else even_q.shape[1]
     FINITE: tl.constexpr = SCALED and k_ptr.dtype.element_ty.is_int_signed()

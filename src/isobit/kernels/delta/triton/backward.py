@@ -38,7 +38,7 @@ def _load_token(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):  # fmt: skip
-    """(k [HIGH, 1], v [1, BLOCK], what is left of the state, the strength) of token `t`."""
+    """Return (k [HIGH, 1], v [1, BLOCK], what is left of the state, the strength) of token `t`."""
     key = (t * KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM + row
     k = tl.load(k_ptr + key, mask=row < KEY_DIM, other=0.0)
     gate = t * VALUE_HEADS + head
@@ -48,8 +48,8 @@ def _load_token(
 
 @triton.jit
 def _step(state, k, v, kept, strength, CORRECTS: tl.constexpr):
-    """(state after a token, the faded state before it, what the token wants to add), given the
-    state before."""
+    """Return (state after a token, the faded state before it, what the token wants to add), given
+    the state before."""
     faded = state * kept
     wanted = v
     if CORRECTS:
@@ -70,8 +70,8 @@ def _run(
     VALUE_DIM: tl.constexpr,
     TILE: tl.constexpr, KEEP: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
-    """The state after `length` tokens from `first` on; with KEEP those before each of them are
-    stored."""
+    """Return the state after `length` tokens from `first` on; with KEEP those before each of them
+    are stored."""
     for i in range(steps(length)):
         if KEEP:
             tl.store(to + i * TILE + tile, state)
@@ -185,14 +185,13 @@ def _delta_backward(
 def delta_rule_backward(
     dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, layout: Layout
 ) -> tuple[Tensor, ...]:
-    """As `Ops.delta_rule_backward`."""
     return through_parts(
         dout, qkv, gates, heads, lambda parts, dout: _backward(parts, dout, layout, heads.corrects)
     )
 
 
 def _backward(parts: Parts, dout: Tensor, layout: Layout, corrects: bool = True) -> Parts:
-    """Gradients of the parts."""
+    """Return the gradients of the parts."""
     (tokens, key_heads, key_dim), (value_heads, value_dim) = parts.k.shape, parts.v.shape[1:]
     high, block = triton.next_power_of_2(key_dim), min(_BLOCK, triton.next_power_of_2(value_dim))
     blocks, segments = -(-value_dim // block), -(-layout.max_rows // _SEGMENT)

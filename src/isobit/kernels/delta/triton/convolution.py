@@ -37,7 +37,8 @@ def _convolve(
     WIDE: tl.constexpr,
     PAGES: tl.constexpr,
 ):  # fmt: skip
-    """A tile [HIGH, WIDE] of a sequence's rows; the first one of a sequence also keeps inputs."""
+    """Compute a tile [HIGH, WIDE] of a sequence's rows; the first one of a sequence also keeps
+    inputs."""
     start = tl.load(row_start_ptr + tl.program_id(0))
     rows = (tl.load(row_start_ptr + tl.program_id(0) + 1) - start).to(tl.int32)
     first = tl.program_id(1) * HIGH
@@ -84,7 +85,7 @@ def _convolve(
 
 @triton.jit
 def _begin(bias_ptr, column, HIGH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Where the sums of a tile [HIGH, WIDE] begin: at the bias, if there is one."""
+    """Return the first terms of the sums of a tile [HIGH, WIDE]: the bias, or zeros."""
     total = tl.zeros((HIGH, column.shape[0]), tl.float32)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + column, mask=column < COLUMNS, other=0.0)[None, :]
@@ -113,8 +114,9 @@ def _keep(
     x, before, inputs_ptr, table, column, rows, context, page_size,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, KEPT: tl.constexpr, PAGES: tl.constexpr,
 ):  # fmt: skip
-    """The last inputs at the end of each page, and after the last row. Pages from the last to the
-    first, and of some all reads before all writes, as the first may be the page that is read."""
+    """Store the last inputs at the end of each page, and after the last row. Pages go from the last
+    to the first, and all reads of a page before its writes, as the first may be the page that is
+    read."""
     first_page = context // page_size
     count = (context + rows - 1) // page_size - first_page + 1
     groups = (count + PAGES - 1) // PAGES
@@ -137,8 +139,8 @@ def _backward(
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, HIGH: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile [HIGH, WIDE] the gradient of x, and the sums over its rows of those of the weight,
-    and of the bias behind them."""
+    """Compute, for a tile [HIGH, WIDE], the gradient of x, and the sums over its rows of the
+    gradients of the weight, and of the bias behind them."""
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     row = tl.program_id(0) * HIGH + tl.arange(0, HIGH)
     inside = column < COLUMNS
@@ -186,7 +188,7 @@ def _before_silu(
     COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The gradient of the sums of the rows `later` after `row`, 0 where their sequence has
+    """Return the gradient of the sums of the rows `later` after `row`, 0 where their sequence has
     ended."""
     row += later
     position = tl.load(positions_ptr + row, mask=row < rows, other=0)
@@ -220,7 +222,6 @@ def short_convolution(
     layout: Layout,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """As `Ops.short_convolution`."""
     x, weight = x.contiguous(), weight.contiguous()
     y, (columns, width) = torch.empty_like(x), weight.shape
     high = min(_ROWS, triton.next_power_of_2(max(1, layout.max_rows)))
@@ -240,7 +241,6 @@ def short_convolution(
 def short_convolution_backward(
     dy: Tensor, x: Tensor, weight: Tensor, layout: Layout, bias: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """As `Ops.short_convolution_backward`."""
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     (rows, columns), width = x.shape, weight.shape[1]
     tiles, each = -(-rows // _ROWS), width if bias is None else width + 1
@@ -257,8 +257,8 @@ def short_convolution_backward(
 
 
 def added(parts: Tensor) -> Tensor:
-    """The sum over the first dimension: the later half is added to the earlier one until one is
-    left."""
+    """Return the sum over the first dimension: the later half is added to the earlier one until one
+    is left."""
     while parts.shape[0] > 1:
         half = (parts.shape[0] + 1) // 2
         last = parts[half:]

@@ -47,13 +47,13 @@ def column_sums(x, LEVELS: tl.constexpr):
 
 @triton.jit
 def _inverse_length(x, LEVELS: tl.constexpr):
-    """1 / the length of x [2**LEVELS, 1]: [1, 1]."""
+    """Return 1 / the length of x [2**LEVELS, 1]: [1, 1]."""
     return tl.div_rn(1.0, tl.sqrt_rn(column_sums(x * x, LEVELS) + _EPS))
 
 
 @triton.jit
 def _kept_and_strength(a, b, decay, step_bias, least_step, CORRECTS: tl.constexpr):
-    """What is left of the state after a token, and how strongly it writes."""
+    """Return what is left of the state after a token, and how strongly it writes."""
     shifted = a + step_bias
     exponential = tl.exp(shifted)
     more = 1.0 + exponential
@@ -71,7 +71,7 @@ def _token(
     state, query, key, value, kept, strength, scale, skip,
     LEVELS: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
-    """(state [HIGH, BLOCK] after a token, what it recalls [1, BLOCK]), given that before."""
+    """Return (state [HIGH, BLOCK] after a token, what it recalls [1, BLOCK]), given that before."""
     faded = state * kept
     wanted = value
     if CORRECTS:
@@ -93,8 +93,8 @@ def _load_token(
     VALUE_DIM: tl.constexpr,
     HIGH: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
-    """(q, k [HIGH, 1], v [1, BLOCK], b, a [1, 1]) of token `t` as they are stored: as q, k, v, b and
-    a, or where nothing is corrected as v, k, q and a, which is b too."""
+    """Return (q, k [HIGH, 1], v [1, BLOCK], b, a [1, 1]) of token `t` as they are stored: as q, k,
+    v, b and a, or where nothing is corrected as v, k, q and a, which is b too."""
     WIDTH: tl.constexpr = KEY_HEADS * KEY_DIM
     VALUES: tl.constexpr = VALUE_HEADS * VALUE_DIM
     GATES: tl.constexpr = 2 * VALUE_HEADS if CORRECTS else VALUE_HEADS
@@ -121,7 +121,7 @@ def _delta_rule(
     VALUE_DIM: tl.constexpr,
     HIGH: tl.constexpr, LEVELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The rows of a sequence, for one value head and BLOCK of its columns, a page after the
+    """Compute the rows of a sequence, for one value head and BLOCK of its columns, a page after the
     other."""
     head, sequence = tl.program_id(1), tl.program_id(2)
     column = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
@@ -182,7 +182,6 @@ def _delta_rule(
 def delta_rule(
     qkv: Tensor, gates: Tensor, heads: DeltaHeads, store: StateStore | None, layout: Layout
 ) -> Tensor:
-    """As `Ops.delta_rule`."""
     qkv, gates = qkv.contiguous(), gates.contiguous()
     assert gates.dtype == torch.float32, f"gates in {gates.dtype}"
     assert gates.shape[1] == heads.gates

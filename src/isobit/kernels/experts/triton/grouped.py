@@ -76,8 +76,8 @@ class Schedule:
 
     @staticmethod
     def of(offsets: Tensor, rows: int, height: int) -> "Schedule":
-        """Of `rows` rows whose expert e has rows offsets[e] to offsets[e + 1]. Written once for
-        products of the same `offsets`, which nobody changes."""
+        """Return the schedule of `rows` rows whose expert e has rows offsets[e] to offsets[e + 1].
+        It is made once for products of the same `offsets`, which are never written again."""
         made = _schedules.setdefault(offsets, {})
         if (rows, height) not in made:
             made[rows, height] = Schedule._written(offsets, rows, height)
@@ -104,13 +104,13 @@ _schedules: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by offsets, then (row
 def grouped_product(
     a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype, rows: Tensor | None = None
 ) -> Tensor:
-    """Every row of a [R, K] times the weights [N, K] of its expert, plus its bias, rounded once to
-    `out`: [R, N].
+    """Compute every row of a [R, K] times the weights [N, K] of its expert, plus its bias, rounded
+    once to `out`: [R, N].
 
     With `rows` [R] int64, row r is a's at rows[r], loaded from there. offsets [E + 1] int64 on the
     device. Both quantized: E4M3, a with a scale per row and block of K (1x128), weights the same or
     128x128; raises IsobitError for other blocks. Else plain, a quantized one counting as its
-    values, NVFP4's beside BF16 as values in BF16.
+    values, NVFP4's next to BF16 as values in BF16.
     """
     assert a.shape[1] == weights.shape[2], (
         f"operands of {a.shape[1]} and {weights.shape[2]} columns"
@@ -141,8 +141,8 @@ def grouped_weight_gradient(
     flags: tuple[Tensor, Tensor],
     into: Gradients = (),
 ) -> list[Tensor | None]:
-    """For every expert dyᵀ · x of its rows, [N, K] float32, or None without rows:
-    `Ops.grouped_weight_gradient`.
+    """Compute `Ops.grouped_weight_gradient`: for every expert dyᵀ · x of its rows, [N, K] float32,
+    or None without rows.
 
     `flags` [1] int32, of dy and of x, are set where these hold NaN or infinity and are quantized.
     The results are views of one storage; where that is what `into` are views of, the kernel adds to
@@ -181,8 +181,8 @@ def grouped_weight_gradient(
 
 
 def _stacked(gradients: Gradients, experts: int, sizes: tuple[int, int]) -> Tensor | None:
-    """The storage [E, N, K] that these are views of, each at its place; None if they are not, or
-    there are none."""
+    """Return the storage [E, N, K] that these are views of, each at its place; None if they are
+    not, or there are none."""
     first = next(((e, each) for e, each in enumerate(gradients) if each is not None), None)
     if first is None:
         return None
@@ -197,7 +197,7 @@ def _stacked(gradients: Gradients, experts: int, sizes: tuple[int, int]) -> Tens
 
 
 def grouped_bias_gradient(dy: Tensor, offsets: Tensor) -> list[Tensor | None]:
-    """`Ops.grouped_bias_gradient`. Waits for the device."""
+    """Compute `Ops.grouped_bias_gradient`. Waits for the device."""
     if offsets.device.type == "meta":  # launches are recorded: no value is known
         return list(
             dy.new_empty((offsets.shape[0] - 1, dy.shape[1]), dtype=torch.float32).unbind(0)
@@ -220,7 +220,7 @@ def sum_of_rows(x: Tensor, place: Tensor, gates: Tensor | None) -> Tensor:
 def sum_of_rows_backward(
     dy: Tensor, x: Tensor, place: Tensor, gates: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of x [R, C], of the gates [T, k] float32): `Ops.sum_of_rows_backward`."""
+    """Return (gradient of x [R, C], of the gates [T, k] float32): `Ops.sum_of_rows_backward`."""
     (rows, slots), columns = place.shape, x.shape[1]
     dx, dgates = torch.empty_like(x), torch.empty_like(gates, memory_format=torch.contiguous_format)
     launch(
@@ -322,8 +322,8 @@ def _block_weight_gradient(
 def quantize_tokens(
     x: Operand, spec: QuantSpec, planned: Schedule, offsets: Tensor, flag: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(codes [C, 128 tiles] uint8, scales [tiles, C]) of x [R, C], transposed and quantized along
-    the tokens.
+    """Return (codes [C, 128 tiles] uint8, scales [tiles, C]) of x [R, C], transposed and quantized
+    along the tokens.
 
     A tile of `planned` is 128 rows of one expert, padded with zeros, and a block; a surplus tile is
     not written. `spec` is x's own along its columns; a quantized x counts as its values. Raises

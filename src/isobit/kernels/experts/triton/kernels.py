@@ -21,8 +21,8 @@ def schedule(
     offsets_ptr, tile_ptr, start_ptr, tiles,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """tile [2, tiles] int32: the expert of every tile, -1 for a surplus one, and its first row;
-    start [EXPERTS + 1] int32: every expert's first tile, and their number."""
+    """Compute tile [2, tiles] int32: the expert of every tile, -1 for a surplus one, and its first
+    row; start [EXPERTS + 1] int32: every expert's first tile, and their number."""
     e = tl.arange(0, PADDED)
     begin = tl.load(offsets_ptr + e, mask=e < EXPERTS, other=0).to(tl.int32)
     end = tl.load(offsets_ptr + e + 1, mask=e < EXPERTS, other=0).to(tl.int32)
@@ -46,8 +46,8 @@ def _store_rows(
     total, bias_ptr, y_ptr, expert, n, t, stop, COLUMNS: tl.constexpr,
     TOKENS_FIRST: tl.constexpr = False,
 ):  # fmt: skip
-    """A tile [BLOCK_N, BLOCK_T], of TOKENS_FIRST [BLOCK_T, BLOCK_N], and the expert's bias if there
-    is any, to the rows t below `stop` of y [R, COLUMNS], rounded once."""
+    """Store a tile [BLOCK_N, BLOCK_T], of TOKENS_FIRST [BLOCK_T, BLOCK_N], and the expert's bias if
+    there is any, to the rows t below `stop` of y [R, COLUMNS], rounded once."""
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert * COLUMNS + n, mask=n < COLUMNS, other=0.0)
         total += along(bias.to(tl.float32), not TOKENS_FIRST)
@@ -58,7 +58,7 @@ def _store_rows(
 
 @triton.jit
 def _row_of(pick_ptr, t):
-    """Where the sorted rows t stand."""
+    """Return the places of the sorted rows t."""
     if pick_ptr is None:
         return t.to(tl.int64)
     else:
@@ -72,10 +72,10 @@ def block_product(
     COLUMNS: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
     ROW_SCALES: tl.constexpr, STAGES: tl.constexpr, TOKENS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """y [R, N] of codes (uint8) a [R, K] and w [E, N, K]: for each block of 128 along K, ascending,
-    (codes · codes) summed from zero, times (scale_a · scale_w), added by fma. Scales of w: one a
-    row, or one for 128 rows. The rows are a's at `pick` [R] int64, if that is there. TOKENS_FIRST:
-    on the long side of the instruction, where a thread has few of their scales."""
+    """Compute y [R, N] of codes (uint8) a [R, K] and w [E, N, K]: for each block of 128 along K,
+    ascending, (codes · codes) summed from zero, times (scale_a · scale_w), added by fma. Scales of
+    w: one a row, or one for 128 rows. The rows are a's at `pick` [R] int64, if that is there.
+    TOKENS_FIRST: on the long side of the instruction, where a thread has few of their scales."""
     tiles_n: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
     tile, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     expert = tl.load(tile_ptr + tile).to(tl.int64)
@@ -130,8 +130,8 @@ def plain_product(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The same of BF16 or FP32: one float32 sum over ascending K. w [E, N, K] may be the transpose
-    of a storage."""
+    """Compute the same of BF16 or FP32: one float32 sum over ascending K. w [E, N, K] may be the
+    transpose of a storage."""
     tiles_n: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
     tile, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     expert = tl.load(tile_ptr + tile).to(tl.int64)
@@ -193,8 +193,8 @@ def quantize_tokens(
 def _store_gradient(
     total, y_ptr, held_ptr, expert, n, k, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """A tile of an expert's gradient to y [E, N, K], or added to what y has where `held` [E] int32,
-    if given, is 1."""
+    """Compute a tile of an expert's gradient to y [E, N, K], or added to what y has where `held`
+    [E] int32, if given, is 1."""
     at = (expert * ROWS + n)[:, None] * COLUMNS + k[None, :]
     inside = (n < ROWS)[:, None] & (k < COLUMNS)[None, :]
     if held_ptr is not None:
@@ -210,9 +210,9 @@ def block_weight_gradient(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """y [E, N, K] float32 of codes g [N, 128 tiles] and x [K, 128 tiles], both as `quantize_tokens`
-    makes them: the expert's blocks of 128 tokens ascending, as `block_product` does those of K;
-    added to y where `held`. An expert without rows is not written."""
+    """Compute y [E, N, K] float32 of codes g [N, 128 tiles] and x [K, 128 tiles], both as
+    `quantize_tokens` makes them: the expert's blocks of 128 tokens ascending, as `block_product`
+    does those of K; added to y where `held`. An expert without rows is not written."""
     tiles_k: tl.constexpr = (COLUMNS + BLOCK_K - 1) // BLOCK_K
     expert = tl.program_id(1).to(tl.int64)
     begin, end = tl.load(start_ptr + expert), tl.load(start_ptr + expert + 1)
@@ -249,8 +249,8 @@ def plain_weight_gradient(
     BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """y [E, N, K] float32 of g [R, N] and x [R, K] in BF16 or FP32: one float32 sum over the
-    expert's rows, ascending; added to y where `held`. An expert without rows is not written."""
+    """Compute y [E, N, K] float32 of g [R, N] and x [R, K] in BF16 or FP32: one float32 sum over
+    the expert's rows, ascending; added to y where `held`. An expert without rows is not written."""
     tiles_k: tl.constexpr = (COLUMNS + BLOCK_K - 1) // BLOCK_K
     expert = tl.program_id(1).to(tl.int64)
     begin, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
@@ -278,8 +278,8 @@ def sum_of_rows(
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y [T, C]: the rows `place` [T, SLOTS] of x [R, C], times gates if GATED, added in the order
-    of the slots."""
+    """Compute y [T, C]: the rows `place` [T, SLOTS] of x [R, C], times gates if GATED, added in the
+    order of the slots."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -300,7 +300,7 @@ def sum_of_rows_backward(
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dx [R, C] and dgate [T, SLOTS] of `sum_of_rows` with gates; BLOCK covers a row."""
+    """Compute dx [R, C] and dgate [T, SLOTS] of `sum_of_rows` with gates; BLOCK covers a row."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     dy = tl.load(dy_ptr + row * COLUMNS + c, mask=c < COLUMNS, other=0.0).to(tl.float32)

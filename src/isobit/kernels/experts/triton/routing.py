@@ -78,7 +78,7 @@ def _route(
 def route(
     logits: Tensor, count: int, normalize: bool, given: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `Ops.route`, with float32 sums."""
+    """Compute `Ops.route`, with float32 sums."""
     logits = logits.contiguous()
     assert logits.dtype == torch.float32
     rows, experts = logits.shape
@@ -126,7 +126,6 @@ def _by_expert(
 
 
 def by_expert(chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `Ops.by_expert`."""
     entries = chosen.numel()
     if not 0 < entries <= MOST_COUNTED:
         return definition.by_expert(chosen, count)

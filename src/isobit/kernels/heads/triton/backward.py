@@ -38,8 +38,8 @@ _SUM_ROWS = tl.constexpr(64)
 def attention_inputs_backward(
     gradients: tuple[Tensor, Tensor, Tensor], qkv: Tensor, heads: Heads, positions: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(gradient of qkv [T, H + 2 KV, D], of the two norms' weights [D] float32) of dq [T, H, D],
-    dk, dv [T, KV, D].
+    """Return (gradient of qkv [T, H + 2 KV, D], of the two norms' weights [D] float32) of dq [T, H,
+    D], dk, dv [T, KV, D].
 
     Straight through the store. The weights' gradients are partial sums over fixed shares of the
     tokens, added in order: they repeat, but their bits depend on the batch.

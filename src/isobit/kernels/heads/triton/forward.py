@@ -64,10 +64,9 @@ def kv_write(store: KVStore, k: Tensor, v: Tensor, layout: Layout, flag: Tensor)
 def attention_inputs(
     qkv: Tensor, how: Heads, store: KVStore, layout: Layout, flag: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(q [T, H, D], k, v [T, KV, D]) of qkv [T, H + 2 KV, D]: q and k normed per head and rotated,
-    as `how` says, to the layout's positions; k and v stored as by `kv_write`. v is a view of qkv, q
-    and k are new and contiguous.
-    """
+    """Return (q [T, H, D], k, v [T, KV, D]) of qkv [T, H + 2 KV, D]: q and k normed per head and
+    rotated, as `how` says, to the layout's positions; k and v stored as by `kv_write`. v is a view
+    of qkv, q and k are new and contiguous."""
     qkv = qkv.contiguous()
     rows, heads, dim = qkv.shape
     kv_heads = store.k.shape[1]
@@ -106,8 +105,8 @@ def half_width(dim: int) -> int:
 
 
 def strided(x: Tensor) -> tuple[Tensor, int]:
-    """(x, elements from a token to the next), its heads of a token being contiguous; a copy only if
-    they are not."""
+    """Return (x, elements from a token to the next), its heads of a token being contiguous; a copy
+    only if they are not."""
     _, heads, dim = x.shape
     if x.shape[0] <= 1 or x.stride(2) != 1 or x.stride(1) != dim:
         return x.contiguous(), heads * dim
@@ -119,7 +118,7 @@ def _stored(store: KVStore) -> tuple[Tensor | None, ...]:
 
 
 def _how(store: KVStore) -> dict[str, Any]:
-    """The constants of `_put`."""
+    """Return the constants of `_put`."""
     if store.kv is None:
         return {"QUANTIZED": False, "CALIBRATED": False, "UE8M0": False}
     if store.kv.format not in (E4M3, INT8) or store.kv.scale not in ("fp32", "ue8m0"):
@@ -132,8 +131,8 @@ def _how(store: KVStore) -> dict[str, Any]:
 
 @triton.jit
 def places(head, HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
-    """(offsets of the first halves of `TILE` heads from `head` on, within a token; which are there;
-    the same of the second halves)."""
+    """Return (offsets of the first halves of `TILE` heads from `head` on, within a token; which are
+    there; the same of the second halves)."""
     HALF: tl.constexpr = (DIM + 1) // 2
     heads = head + tl.arange(0, TILE)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
@@ -148,7 +147,7 @@ def places(head, HEADS: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, WID
 
 @triton.jit
 def load(pointer, at, first, second, DIM: tl.constexpr):
-    """The two halves of heads, float32; 0 where there is none."""
+    """Return the two halves of heads, float32; 0 where there is none."""
     low = tl.load(pointer + at, mask=first, other=0.0).to(tl.float32)
     high = tl.load(pointer + at + (DIM + 1) // 2, mask=second, other=0.0).to(tl.float32)
     return low, high
@@ -165,7 +164,7 @@ def save(pointer, at, first, second, low, high, DIM: tl.constexpr):
 
 @triton.jit
 def vector(pointer, DIM: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
-    """The two halves of a vector [DIM], float32 [TILE, WIDTH].
+    """Return the two halves of a vector [DIM], float32 [TILE, WIDTH].
 
     Loaded for every head again: a single row would be spread over the threads in another way, and
     the heads moved through shared memory to meet it.
@@ -176,14 +175,14 @@ def vector(pointer, DIM: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def inverse_norm(low, high, eps, DIM: tl.constexpr):
-    """1 / sqrt(mean square + eps) of heads [TILE, 1]."""
+    """Return 1 / sqrt(mean square + eps) of heads [TILE, 1]."""
     mean = tl.div_rn(tl.sum(low * low + high * high, axis=1, keep_dims=True), DIM * 1.0)
     return tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
 
 
 @triton.jit
 def rounded_to(x, DTYPE: tl.constexpr):
-    """float32 rounded to DTYPE and back: what another operator would have read."""
+    """Return float32 rounded to DTYPE and back: what another operator would have read."""
     return numbers.cast(x, DTYPE).to(tl.float32)
 
 
@@ -223,7 +222,7 @@ def _normed_rotated(
 
 @triton.jit
 def _clamped(low, high, limit):
-    """How many elements exceed the limit."""
+    """Return how many elements exceed the limit."""
     return tl.sum((tl.abs(low) > limit).to(tl.int32)) + tl.sum((tl.abs(high) > limit).to(tl.int32))
 
 

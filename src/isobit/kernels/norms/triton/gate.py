@@ -46,7 +46,7 @@ _SLOPE, _LIMIT = (tl.constexpr(value) for value in CLAMPED)
 
 @triton.jit
 def _inner(gate, ACTIVATION: tl.constexpr):
-    """(k, gate · k') of a gate."""
+    """Return (k, gate · k') of a gate."""
     if ACTIVATION == "silu" or ACTIVATION == "sigmoid":
         return gate, gate
     elif ACTIVATION == "swiglu_clamped":
@@ -73,7 +73,7 @@ def _gate_mul(
     UE8M0: tl.constexpr,
     BESIDE: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """A tile [HIGH, WIDE] of the result [rows, COLUMNS]."""
+    """Compute a tile [HIGH, WIDE] of the result [rows, COLUMNS]."""
     STEPS: tl.constexpr = (COLUMNS + WIDE - 1) // WIDE
     tile = tl.program_id(0)
     across = tile % STEPS
@@ -104,7 +104,7 @@ def _gate_mul(
 
 @triton.jit
 def _gradient(dh, gate, up, OF_UP: tl.constexpr, ACTIVATION: tl.constexpr):
-    """Of a gate, or of an up, in float32, given that of their product."""
+    """Return the gradient of a gate, or of an up, in float32, given that of their product."""
     bounded, multiplied = _bounded(gate, up, ACTIVATION)
     k, slope = _inner(bounded, ACTIVATION)
     sigma = sigmoid(k)
@@ -125,8 +125,8 @@ def _gradient(dh, gate, up, OF_UP: tl.constexpr, ACTIVATION: tl.constexpr):
 def _given(
     dh_ptr, gate_up_ptr, first, column, rows, COLUMNS: tl.constexpr, HIGH: tl.constexpr
 ):  # fmt: skip
-    """dh, gate and up of a tile, HIGH rows from `first` on and these columns; then where these two
-    stand, and which there are."""
+    """Return dh, gate and up of a tile, HIGH rows from `first` on and these columns; then where
+    these two stand, and which there are."""
     i = tl.arange(0, HIGH)
     inside = (i < rows - first)[:, None] & (column < COLUMNS)[None, :]
     start, at = first.to(tl.int64) * COLUMNS, i[:, None] * COLUMNS + column[None, :]
@@ -142,7 +142,7 @@ def _backward(
     dh_ptr, gate_up_ptr, gradient_ptr, rows,
     COLUMNS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """A tile [HIGH, WIDE] of both halves of the gradient."""
+    """Compute a tile [HIGH, WIDE] of both halves of the gradient."""
     STEPS: tl.constexpr = (COLUMNS + WIDE - 1) // WIDE
     tile = tl.program_id(0)
     column = tile % STEPS * WIDE + tl.arange(0, WIDE)
@@ -162,10 +162,10 @@ def _backward_quantized(
     COLUMNS: tl.constexpr, BESIDE: tl.constexpr, TURNED_BESIDE: tl.constexpr, UE8M0: tl.constexpr,
     BLOCK: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """A tile [BLOCK, BLOCK] of one half of the gradient, whose blocks do not cross to the other: as
-    codes with a scale for each row, and, transposed, for each column. Registers do not suffice for
-    both halves; programs of the same place in both are neighbours, which find their operands in the
-    cache."""
+    """Compute a tile [BLOCK, BLOCK] of one half of the gradient, whose blocks do not cross to the
+    other: as codes with a scale for each row, and, transposed, for each column. Registers do not
+    suffice for both halves; programs of the same place in both are neighbours, which find their
+    operands in the cache."""
     STEPS: tl.constexpr = COLUMNS // BLOCK
     half, tile = tl.program_id(0) % 2, tl.program_id(0) // 2
     down, across = tile // STEPS, tile % STEPS
@@ -186,8 +186,8 @@ def _backward_quantized(
 
 
 def gate_mul(activation: Activation, gate_up: Tensor) -> Tensor:
-    """activation(gate) · up of gate and up side by side [T, 2I], BF16 or float32: [T, I], rounded
-    once."""
+    """Return activation(gate) · up of gate and up side by side [T, 2I], BF16 or float32: [T, I],
+    rounded once."""
     gate_up = gate_up.contiguous()
     h = torch.empty(
         gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype, device=gate_up.device
@@ -200,8 +200,8 @@ def gate_mul(activation: Activation, gate_up: Tensor) -> Tensor:
 def gate_mul_quantized(
     activation: Activation, gate_up: Tensor, spec: QuantSpec, flag: Tensor
 ) -> QTensor:
-    """`gate_mul` quantized, the bits of the two in turn; for `1x128` the result itself is never
-    written.
+    """Return `gate_mul` quantized, the bits of the two in turn; for `1x128` the result itself is
+    never written.
 
     `flag` [1] int32 becomes 1 where the result holds NaN or an infinity.
     """
@@ -239,9 +239,9 @@ def gate_mul_backward(activation: Activation, dh: Tensor, gate_up: Tensor) -> Te
 def gate_mul_backward_quantized(
     activation: Activation, dh: Tensor, gate_up: Tensor, spec: QuantSpec, flag: Tensor
 ) -> tuple[QTensor, QTensor]:
-    """`gate_mul_backward` quantized along its columns and along the tokens, the bits of the two in
-    turn; for `1x128`, where no block has columns of gate and up, the gradient itself is never
-    written. `flag` as of `gate_mul_quantized`."""
+    """Return `gate_mul_backward` quantized along its columns and along the tokens, the bits of the
+    two in turn; for `1x128`, where no block has columns of gate and up, the gradient itself is
+    never written. `flag` as of `gate_mul_quantized`."""
     rows, inner = dh.shape
     if spec.granularity != "1x128" or inner % BLOCK or not rows:
         return quantize_both_ways(gate_mul_backward(activation, dh, gate_up), spec, flag)
@@ -263,7 +263,7 @@ def _launch(
     *tensors: Tensor | None,
     **constants: bool,
 ) -> None:
-    """A program for every tile of a result [rows, columns]."""
+    """Launch a program for every tile of a result [rows, columns]."""
     rows, columns = shape
     grid = (-(-rows // _HIGH) * -(-columns // BLOCK),)
     sizes = {"COLUMNS": columns, "HIGH": _HIGH, "WIDE": BLOCK}

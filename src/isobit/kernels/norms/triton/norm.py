@@ -55,7 +55,7 @@ def _rms_norm(
     COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr,
     QUANTIZED: tl.constexpr, UE8M0: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """A row as BLOCKS blocks of WIDE columns, which are those of the quantizer."""
+    """Compute a row as BLOCKS blocks of WIDE columns, which are those of the quantizer."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCKS)
     at = block[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
@@ -98,8 +98,8 @@ def _backward(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr, LEVELS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of ROWS rows, `added` to them if it is there, and the sum over them, in order,
-    of that of the weight."""
+    """Compute the gradients of ROWS rows, `added` to them if it is there, and the sum over them, in
+    order, of that of the weight."""
     chunk = tl.program_id(0)
     at = tl.arange(0, WIDE)
     inside = at < COLUMNS
@@ -146,8 +146,8 @@ def _add_chunks(
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, summed, rstd) of x [R, C], BF16 or float32, and weight [C] (Zhang and Sennrich 2019, eq.
-    4).
+    """Return (y, summed, rstd) of x [R, C], BF16 or float32, and weight [C] (Zhang and Sennrich
+    2019, eq. 4).
 
     summed = x + residual rounded to x's type, or x itself; rstd [R] = 1 / sqrt(mean(summed²) + eps)
     in float32; y = summed · rstd · weight in float32, rounded to x's type.
@@ -161,7 +161,8 @@ def rms_norm(
 def rms_norm_quantized(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, spec: QuantSpec, flag: Tensor
 ) -> tuple[QTensor, Tensor, Tensor]:
-    """`rms_norm` with its y quantized, the bits of the two in turn; for `1x128` y is never written.
+    """Return `rms_norm` with its y quantized, the bits of the two in turn; for `1x128` y is never
+    written.
 
     `flag` [1] int32 becomes 1 where y holds NaN or an infinity.
     """
@@ -192,7 +193,7 @@ def rms_norm_quantized(
 def rms_norm_backward(
     dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of summed [R, C] in its type, gradient of weight [C] float32).
+    """Return (gradient of summed [R, C] in its type, gradient of weight [C] float32).
 
     With n = summed · rstd: ds = rstd · (dy·w - n · mean(dy·w·n)), dw = Σ_rows dy·n. It repeats:
     rows are added in order in chunks, whose number depends on R alone, and the chunks in a fixed
@@ -204,8 +205,8 @@ def rms_norm_backward(
 def rms_norm_backward_added(
     dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor, added: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm_backward`, its first result plus `added` [R, C]: the sum of what is rounded, as if
-    it came after. 2 bytes more are read."""
+    """Return `rms_norm_backward`, its first result plus `added` [R, C]: the sum of what is rounded,
+    as if it came after. 2 bytes more are read."""
     return _gradients(dy, summed, weight, rstd, added.contiguous())
 
 

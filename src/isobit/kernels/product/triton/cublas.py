@@ -38,8 +38,8 @@ class BlockOperands:
 
 
 def takes(a: Operand, b: Operand, out: torch.dtype) -> bool:
-    """Whether `cublas_product` computes this: plain operands of one type, or blocks that fit, on a
-    Hopper GPU."""
+    """Return whether `cublas_product` computes this: plain operands of one type, or blocks that
+    fit, on a Hopper GPU."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.dtype == b.dtype and (a.dtype, out) != (torch.float32, torch.bfloat16)
     if isinstance(a, Tensor) or isinstance(b, Tensor):
@@ -48,8 +48,8 @@ def takes(a: Operand, b: Operand, out: torch.dtype) -> bool:
 
 
 def blocks_fit(a: QTensor, b: QTensor) -> bool:
-    """Whether cuBLAS has a recipe for the blocks of a [M, K] and b [N, K], and b as many rows as it
-    wants."""
+    """Return whether cuBLAS has a recipe for the blocks of a [M, K] and b [N, K], and b as many
+    rows as it wants."""
     inner = a.shape[1]
     e4m3 = a.spec.format is E4M3 and b.spec.format is E4M3
     along = all(
@@ -68,7 +68,8 @@ def blocks_fit(a: QTensor, b: QTensor) -> bool:
 
 
 def cublas_product(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor:
-    """a [M, K] · b [N, K]ᵀ + bias [N]: [M, N] in `out`, for operands that `takes` accepts."""
+    """Return a [M, K] · b [N, K]ᵀ + bias [N]: [M, N] in `out`, for operands that `takes`
+    accepts."""
     if isinstance(a, QTensor) and isinstance(b, QTensor):
         return _blocks(block_operands(a, b), a.shape[0], bias, out)
     assert isinstance(a, Tensor), "a product of one quantized operand"

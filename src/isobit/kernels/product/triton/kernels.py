@@ -5,7 +5,7 @@ A tile of b (weights) [BLOCK_N, step] times a tile of a (tokens) [step, BLOCK_M]
 side of the matrix instruction, and the sum transposed on its way out. With TOKENS_FIRST the
 operands change places, and the sum is [BLOCK_M, BLOCK_N] at once. K ascends. A chunk's sum starts
 from zero; chunk sums are added ascending in float32, in registers (CHUNKS of them) or, where each
-chunk has programs of its own (PARTIAL), by `ordered_sum`: the same additions, so the same bits. The
+chunk has its own programs (PARTIAL), by `ordered_sum`: the same additions, so the same bits. The
 bias is added in float32, before the one rounding. With ADD the result, float32, is added to what y
 holds: one addition an element, as `y += result` has it.
 
@@ -22,8 +22,8 @@ GROUP = tl.constexpr(8)
 
 @triton.jit
 def _tile_of(program, rows, columns, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(tile along N, tile along M) of a program: groups of tiles along N go over all of M, to reuse
-    caches."""
+    """Return (tile along N, tile along M) of a program: groups of tiles along N go over all of M,
+    to reuse caches."""
     tiles_n = (columns + BLOCK_N - 1) // BLOCK_N
     tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
     group = program // (GROUP * tiles_m)
@@ -47,7 +47,8 @@ def along(x, FIRST: tl.constexpr):
 def _add_scaled(
     acc, part, a_scale, b_scale, B_ROW_SCALES: tl.constexpr, TOKENS_FIRST: tl.constexpr
 ):
-    """acc + part · (a_scale · b_scale), by fma: b_scale for each of b's rows, or one for all."""
+    """Return acc + part · (a_scale · b_scale), by fma: b_scale for each of b's rows, or one for
+    all."""
     if B_ROW_SCALES:
         scale = along(a_scale, TOKENS_FIRST) * along(b_scale, not TOKENS_FIRST)
     else:
@@ -84,11 +85,11 @@ def block_product(
     B_ROW_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, PARTIAL: tl.constexpr, ADD: tl.constexpr,
     TOKENS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """FP8 codes (uint8, K contiguous): for each block of 128 along K, (codes · codes) · (scale_a ·
-    scale_b), the sum of a block from zero, the blocks added by fma. Scales of b: one for every row,
-    or for every 128 rows.
+    """Compute FP8 codes (uint8, K contiguous): for each block of 128 along K, (codes · codes) ·
+    (scale_a · scale_b), the sum of a block from zero, the blocks added by fma. Scales of b: one for
+    every row, or for every 128 rows.
 
-    A thread has two rows of a sum, and a quarter of the columns. So where a has scales of its own
+    A thread has two rows of a sum, and a quarter of the columns. So where a has its own scales
     for each row and b one for all, TOKENS_FIRST leaves a thread two scales to multiply by, where it
     would have as many as it has columns.
     """
@@ -157,8 +158,8 @@ def plain_product(
     EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, PARTIAL: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """BF16 or FP32 operands with any strides: one float32 sum for each chunk of K, carried through
-    all its steps."""
+    """Compute BF16 or FP32 operands with any strides: one float32 sum for each chunk of K, carried
+    through all its steps."""
     tile_n, tile_m = _tile_of(tl.program_id(0), rows, columns, BLOCK_N, BLOCK_M)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -196,8 +197,8 @@ def nibble_product(
     EVEN_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, PARTIAL: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """`plain_product` of b's values in a's type, BF16 or FP32: codes two to a byte [N, K / 2] with
-    scales [N, K / 16], decoded as they are loaded."""
+    """Compute `plain_product` of b's values in a's type, BF16 or FP32: codes two to a byte [N, K /
+    2] with scales [N, K / 16], decoded as they are loaded."""
     tile_n, tile_m = _tile_of(tl.program_id(0), rows, columns, BLOCK_N, BLOCK_M)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -239,8 +240,8 @@ def ordered_sum(
     parts_ptr, bias_ptr, y_ptr, rows, columns,
     SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y [M, N] = the partial sums [SPLITS, M, N] added ascending in float32, plus the bias, rounded
-    once; or that is added to y with ADD."""
+    """Compute y [M, N] = the partial sums [SPLITS, M, N] added ascending in float32, plus the bias,
+    rounded once; or that is added to y with ADD."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     at = tl.program_id(1).to(tl.int64) * columns + n
     size = tl.cast(rows, tl.int64) * columns

@@ -77,7 +77,7 @@ class LibraryProducts:
         self.refused: dict[str, str] = {}
 
     def product(self, a: Operand, b: Prepared, bias: Tensor | None, out: torch.dtype) -> Tensor:
-        """a [M, K] · b [N, K]ᵀ + bias [N], rounded once to `out`: [M, N]."""
+        """Return a [M, K] · b [N, K]ᵀ + bias [N], rounded once to `out`: [M, N]."""
         weight = weight_of(b)
         if isinstance(weight, PackedFP4) or not self._may_be_tried(a, weight):
             return product(a, b, bias, out)
@@ -97,7 +97,7 @@ class LibraryProducts:
         return self._by(self._libraries.get(self.chosen[size], product), a, weight, bias, out)
 
     def _most(self, a: Operand) -> int:
-        """Of its rows those that a library may take."""
+        """Return the number of rows that a library may take."""
         rows = a.shape[0]
         return rows if rows < self._step else rows // self._step * self._step
 
@@ -133,8 +133,8 @@ class LibraryProducts:
         )
 
     def _fastest(self, a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> str:
-        """The name of what returns Triton's bytes the soonest, Triton among them, for operands of
-        these sizes."""
+        """Return the name of what returns Triton's bytes the soonest, Triton among them, for
+        operands of these sizes."""
         calls: dict[str, Call] = {"triton": product}
         try:
             most = rows_of(a, 0, self._most(a))
@@ -183,7 +183,7 @@ def _by_cublas(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) ->
 
 
 def _by_deep_gemm(a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> Tensor | None:
-    """`deep_gemm.fp8_gemm_nt` (DeepGEMM's README), whose kernel for Hopper has BF16 results,
+    """Return `deep_gemm.fp8_gemm_nt` (DeepGEMM's README), whose kernel for Hopper has BF16 results,
     weights in blocks of 128 x 128, and N in multiples of 8."""
     if isinstance(a, Tensor) or isinstance(b, Tensor) or bias is not None or out != torch.bfloat16:
         return None
@@ -206,10 +206,10 @@ def _capturing(a: Operand) -> bool:
 
 
 def revealing(a: Operand, b: Operand) -> tuple[Operand, Operand]:
-    """Random operands in the form of a [M, K] and b [N, K], whose product shows the order of its
-    sums.
+    """Return random operands in the form of a [M, K] and b [N, K], whose product reveals the order
+    of its sums.
 
-    All blocks of 128 columns of b are the same. In each row of a two blocks, at places of its own,
+    All blocks of 128 columns of b are the same. In each row of a two blocks, at its own places,
     are large and cancel each other: what remains in an element is what rounding left of the other
     blocks, and that depends on which of them came before, between and after those two. The user's
     generators stay as they are.
@@ -242,8 +242,8 @@ def _matrix(x: Operand) -> Tensor:
 
 
 def _random(x: Operand, generator: torch.Generator) -> Operand:
-    """Of widely varying magnitudes: BF16, or any finite code with scales of 2^-4 to 2^4, times a
-    fraction where scales need no powers of two."""
+    """Return random numbers of widely varying magnitudes: BF16, or any finite code with scales of
+    2^-4 to 2^4, times a fraction where scales need no powers of two."""
     if isinstance(x, Tensor):
         y, exponents = (torch.empty_like(x).normal_(generator=generator) for _ in range(2))
         return y.mul_(exponents.mul_(2).exp_())
@@ -269,7 +269,8 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Of one call on the GPU, after one that is not counted, and with nothing between the calls."""
+    """Return the seconds of one call on the GPU, after one that is not counted, and with nothing
+    between the calls."""
     call()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(_HEAD_START)

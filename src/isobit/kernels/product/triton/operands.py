@@ -57,7 +57,7 @@ def row_stride(x: Tensor) -> int:
 
 
 def scale_strides(scale: Tensor, rows: int) -> tuple[int, int]:
-    """Distance of the scales of neighbouring rows (of blocks) and of neighbouring blocks along K; 0
-    where shared."""
+    """Return the distances of the scales of neighbouring rows or blocks of rows, and of
+    neighbouring blocks along K; 0 where shared."""
     shared = scale.shape[0] == 1 and rows > 1
     return 0 if shared else row_stride(scale), scale.stride(1) if scale.shape[1] > 1 else 0

@@ -10,10 +10,10 @@ Everything that could change a bit depends on N and K alone: the number of `spli
 whole blocks, each summed from zero, their sums added in ascending order), and the step along K.
 
 With few rows the time is that of reading b, so there must be enough programs to use the whole
-memory bandwidth. On an H200 a program of BF16 reads up to 40 GB/s of b beside as much of a, and one
+memory bandwidth. On an H200 a program of BF16 reads up to 40 GB/s of b next to as much of a, and one
 of codes 18 where weights were first and scales not loaded ahead (4,096 x 12,288, 64 rows: 64
 programs, docs/gpu.md); so where tiles of 64 leave half of the processors idle, tokens that are first
-have half as many weights beside them. An estimate: a second kernel costs about as long as one takes
+have half as many weights next to them. An estimate: a second kernel costs about as long as one takes
 to read 32 tiles of 64 x 128. Left out: the kernels (`kernels.py`).
 """
 
@@ -66,22 +66,22 @@ _tokens_first = True
 
 
 def put_weights_first() -> None:
-    """From here on weights are on the long side in every tile, as they are beside few rows: the
+    """Put weights on the long side in every tile from here on, as they are next to few rows: the
     same bits, where exchanging the operands of an instruction does not keep them."""
     global _tokens_first
     _tokens_first = False
 
 
 def tokens_first(rows: int, dtype: torch.dtype, b_row_scales: bool = False) -> bool:
-    """Whether tokens are on the long side of a product of so many rows. Not where rows of b have
-    scales of their own: a thread has as many to multiply by either way, and registers do not
+    """Return whether tokens are on the long side of a product of `rows` rows. Not where rows of b
+    have their own scales: a thread has as many to multiply by either way, and registers do not
     suffice."""
     codes = dtype == torch.uint8 and not b_row_scales
     return _tokens_first and target().matrix == "warpgroup" and codes and rows > _WEIGHTS_FIRST
 
 
 def splits_of(columns: int, inner: int, dtype: torch.dtype) -> tuple[int, int]:
-    """(splits, blocks of K in each but the last) for b [N, K]: of N and K alone."""
+    """Return (splits, blocks of K in each but the last) for b [N, K]: of N and K alone."""
     blocks = max(-(-inner // BLOCK), 1)
     tiles = -(-columns // _lowest(dtype))
     wanted = max(min(PROCESSORS // max(2 * tiles, 1), blocks // LEAST_CHUNK[dtype]), 1)
@@ -92,8 +92,8 @@ def splits_of(columns: int, inner: int, dtype: torch.dtype) -> tuple[int, int]:
 def plan(
     rows: int, columns: int, inner: int, dtype: torch.dtype, b_row_scales: bool = False
 ) -> ProductPlan:
-    """The plan of a product of M = `rows`, N = `columns`, K = `inner`; codes count as uint8, b with
-    a scale for each row or for 128 of them."""
+    """Return the plan of a product of M = `rows`, N = `columns`, K = `inner`; codes count as uint8,
+    b with a scale for each row or for 128 of them."""
     splits, blocks = splits_of(columns, inner, dtype)
     first = tokens_first(rows, dtype, b_row_scales)
     tile_n, tile_m, num_warps, num_stages = _tile(rows, columns, splits, dtype, first)
@@ -119,8 +119,8 @@ def _lowest(dtype: torch.dtype) -> int:
 def _tile(
     rows: int, columns: int, splits: int, dtype: torch.dtype, first: bool
 ) -> tuple[int, int, int, int]:
-    """(tile_n, tile_m, warps, stages): warps grow with the long side of the instruction, so that
-    each holds whole rows of it; with tokens `first`, that is tile_m."""
+    """Return (tile_n, tile_m, warps, stages): warps grow with the long side of the instruction, so
+    that each holds whole rows of it; with tokens `first`, that is tile_m."""
     if dtype == torch.float32:
         return (16, 16, 4, 4) if rows <= FEW_ROWS else (64, 32, 4, 3)
     if rows <= FEW_ROWS:

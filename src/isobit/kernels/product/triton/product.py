@@ -6,7 +6,7 @@ Hopper's FP8 unit aligns the products of an instruction and keeps 13 to 14 bits 
 section), so a block sum is not exact on a GPU. Plain operands (`plain_product`): float32 sums over
 ascending K. Long K over few columns is summed in chunks, as `plan.py` says. With one operand
 quantized and one plain, the product is that of the float32 values, as in the reference, and of
-NVFP4 weights beside BF16 that of values in BF16; nibbles are decoded as they are loaded
+NVFP4 weights next to BF16 that of values in BF16; nibbles are decoded as they are loaded
 (`nibble_product`), with the bits of `plain_product` over the values.
 
 Tests: tests/kernels/triton/test_product.py. Left out: cuBLAS (`cublas.py`), experts (grouped
@@ -50,8 +50,8 @@ def product(
     out: torch.dtype = torch.bfloat16,
     into: Tensor | None = None,
 ) -> Tensor:
-    """a [M, K] · b [N, K]ᵀ + bias [N], float32 sums, rounded once to `out` (bfloat16 or float32):
-    [M, N]; or added to `into` [M, N] float32, contiguous, which is the result then.
+    """Return a [M, K] · b [N, K]ᵀ + bias [N], float32 sums, rounded once to `out` (bfloat16 or
+    float32): [M, N]; or added to `into` [M, N] float32, contiguous, which is the result then.
 
     Both quantized: E4M3, a with a scale per row (1x128), b the same or 128x128. Raises IsobitError
     for other blocks.
@@ -75,8 +75,8 @@ def product(
 def gradient_product(
     a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None
 ) -> Tensor:
-    """`product` for a backward, which must repeat but may depend on the batch: by cuBLAS where it
-    can.
+    """Compute `product` for a backward, which must repeat but may depend on the batch: by cuBLAS
+    where it can.
 
     cuBLAS's result is added to `into` afterwards: its block-scaled products add to nothing, and
     another product may divide K otherwise when it is told to add, so a gradient would depend on how

@@ -33,6 +33,7 @@ from isobit.tasks.rewards.by_name import Unscored
 from isobit.tasks.rewards.named.base import NamedReward
 from isobit.tasks.rewards.named.fences import program
 from isobit.tasks.rewards.named.free_names import names_of
+from isobit.tasks.rewards.named.prelude import with_imports
 from isobit.tasks.rewards.sandbox.launch import Limits, check_cage, run_caged, side
 
 
@@ -70,6 +71,10 @@ class Code(NamedReward):
         at_most(4096),
         "processes and threads at a time (not under isolation: none)",
     ] = 16
+    prelude: Annotated[
+        Literal["none", "livecodebench"],
+        "run before each program; livecodebench: its imports, so that List, deque or sqrt are known",
+    ] = "none"
     packages: Annotated[bool, "let programs import the packages installed for this Python"] = False
     isolation: Annotated[
         Literal["namespaces", "none"],
@@ -108,6 +113,8 @@ class Code(NamedReward):
         self, text: str, row: Mapping[str, Any], token_ids: Sequence[int] | None
     ) -> float | Unscored:
         source = program(text)
+        if self.prelude == "livecodebench":
+            source = with_imports(source)
         passed, count = (
             self._asserts(source, row) if self.tests == "asserts" else self._pairs(source, row)
         )
