@@ -13,12 +13,15 @@ import torch
 
 from isobit.data.episodes import EpisodeRecord
 from isobit.data.turns import Reply, Step, ToolUse, Turn
+from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import Engine
 from isobit.engine.episodes import Episodes
 from isobit.engine.groups import OpenGroups
 from isobit.engine.types import Completion, Request, Sampling
 from isobit.errors import RunFailed
 from isobit.model import Model
+from isobit.model.text.tokenizer import Tokenizer
+from isobit.model.text.tool_formats.table import FORMATS
 from isobit.rl import Sample
 from isobit.rl.learner.forward import forward
 from isobit.rl.learner.packing import pack
@@ -193,21 +196,25 @@ def test_an_environment_may_begin_otherwise_for_each_sample(model: Model) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "thoughts", "content"),
+    ("prompt", "text", "thoughts", "content"),
     [
-        ("it is 5", None, "it is 5"),
-        ("<think>\nhm\n</think>\n\nit is 5", "hm", "it is 5"),
-        ("hm\n</think>\n\nit is 5", "hm", "it is 5"),  # which the prompt has opened
-        ("<think>\nhm", "hm", ""),  # cut off
-        ("<think>\n\n</think>\n\nit is 5", None, "it is 5"),
+        ("ask", "it is 5", None, "it is 5"),
+        ("ask", "<think>\nhm\n</think>\n\nit is 5", "hm", "it is 5"),
+        ("ask<think>", "hm\n</think>\n\nit is 5", "hm", "it is 5"),
+        ("ask", "the mark </think> is 5", None, "the mark </think> is 5"),  # which nothing opened
+        ("ask", "<think>\nhm", "hm", ""),  # cut off
+        ("ask<think>", "hm", "hm", ""),
+        ("ask", "<think>\n\n</think>\n\nit is 5", None, "it is 5"),
     ],
 )
 def test_thoughts_are_told_apart(
-    model: Model, text: str, thoughts: str | None, content: str
+    prompt: str, text: str, thoughts: str | None, content: str
 ) -> None:
     """In what rewards and templates see of an answer."""
-    said = Completion(0, 0, [1], [2], text, [0.0], "stop", 0)
-    turn, message = dialogue_of(model, FakeEnvironments()).turn(0, said, 0, ())
+    tokenizer = Tokenizer.characters("aks<think>")
+    said = Completion(0, 0, tokenizer.encode(prompt), [2], text, [0.0], "stop", 0)
+    dialogue = Dialogue(FakeEnvironments(), tokenizer, FORMATS["hermes"])
+    turn, message = dialogue.turn(0, said, 0, ())
     assert (turn.content, turn.reasoning or None) == (content, thoughts)
     wanted = {"role": "assistant", "content": content}
     assert message == (wanted if thoughts is None else wanted | {"reasoning_content": thoughts})

@@ -86,17 +86,8 @@ def test_text_comes_as_it_is_sampled() -> None:
     assert joined(tokenizer, prompt, ids, ("stop!",), text) == [*"two ", *held]
 
 
-def test_a_mark_holds_all_that_follows() -> None:
-    tokenizer = Tokenizer.characters(ALPHABET)
-    stream = TextStream(tokenizer, [1], marks=("<tool_call>",))
-    text = "so <tool <tool_call>{x}</tool_call> "
-    told = "".join(map(stream.feed, tokenizer.encode(text)))
-    assert told == "so <tool "
-    assert stream.rest(text) == "<tool_call>{x}</tool_call> "
-
-
 def test_negative_control_text_that_is_not_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isobit.serve.streams._overlap", lambda text, string: 0)
+    monkeypatch.setattr("isobit.serve.streams.overlap", lambda text, string: 0)
     with pytest.raises(AssertionError):
         test_pieces_are_the_text(("ed", "was"))
     if STORIES.exists():

@@ -75,7 +75,7 @@ def calls_of(reply: Reply | None) -> list[tuple[str, Any]]:
 
 def tokenizer_of(*special: str) -> Tokenizer:
     """A token for each character, and for each of these names."""
-    made = Tokenizer.characters(ALPHABET + "[]|`｜▁")
+    made = Tokenizer.characters(ALPHABET + "[]|`｜▁;")
     made.fast.add_special_tokens([AddedToken(name, special=True) for name in special])
     return Tokenizer(made.fast, made.settings, made.eos_ids, None)
 
@@ -152,25 +152,37 @@ DEEP = '{"a": ' * 3000 + "1" + "}" * 3000
     ("name", "text", "problem"),
     [
         ("hermes", "no call", None),
-        ("hermes", "<tool_call>{not json}</tool_call>", "call 1 is none: not JSON: Expecting prop"),
+        ("hermes", "<tool_call>{not json}</tool_call>",
+         "tool call 1 is invalid JSON: expected a key in double quotes at column 2"),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', 'expected a "name", which is text'),
         ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
          'expected "arguments" that are a JSON object, got a list'),
-        ("hermes", '<tool_call>{"name": "f"}</tool_call> and more',
-         "call 1 is none: text behind </tool_call>: 'and more'"),
+        ("hermes", '<tool_call>{"a": }</tool_call>', "call 1 is invalid JSON: expected a value at column 7"),
+        ("hermes", '<tool_call>{"name": "f"', "invalid JSON: expected ',' at column 13"),
+        ("hermes", '<tool_call>{"name": "f</tool_call>', "without its closing quote, which begins at"),
+        ("hermes", '<tool_call>{"name": "f"}}</tool_call>', "expected its end at column 14"),
         ("hermes", '<tool_call>{"name": "f"}</tool_call><tool_call>[]</tool_call>',
-         "call 2 is none: expected a JSON object with name and arguments, got a list"),
+         "call 2 is invalid: expected a JSON object with name and arguments, got a list"),
         ("qwen3_coder", "<tool_call><function=></function></tool_call>", "expected <function=NAME"),
         ("qwen3_coder", '<tool_call>{"name": "f"}</tool_call>', "expected <function=NAME>"),
-        ("qwen3_coder", "<tool_call><function=f><parameter=a>1</function></tool_call>",
-         "expected <parameter=NAME>"),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>1</tool_call>", "expected </parameter> b"),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>1<parameter=b>2</function></tool_call>",
+         "expected </parameter> behind the value of a"),
+        ("qwen3_coder", "use <function=f> here", None),
+        ("qwen3_coder", "<function=f><parameter=a>1", "call 1 is invalid: expected </parameter>"),
         ("llama3_json", "use {x} here", None),
         ("llama3_json", '{"a": 3}', None),
         ("llama3_json", '{"name": 3, "parameters": {}}', 'expected a "name", which is text'),
-        ("llama3_json", '{"name": "f", "parameters": {}', "call 1 is none: not JSON: Expecting"),
+        ("llama3_json", '{"name": "f", "parameters": {}', "tool call 1 is invalid JSON: expected ','"),
         ("json", "[1, 2]", None),
         ("json", '```json\n{"name": "f", "arguments": 3}\n```', '"arguments" that are a JSON object'),
-        ("json", '[{"name": "f"}, 3]', "expected a JSON object with name and arguments, got a numb"),
+        ("json", '[{"name": "f", "arguments": {}}, 3]', "expected a JSON object with name and argu"),
+        ("json", '[{"name": "f", "arguments": {}}, {"name": "f", "a": 3}]', "expected \"arguments\""),
+        ("json", '[{"name": "Bob", "age": 3}]', None),
+        ("llama3_json", '{"name": "Bob", "age": 3}', None),
+        ("llama3_json", '{"people": [{"name": "Bob"}], "parameters": 3}', None),
+        ("llama3_json", '{"name": "Bob", "age": ', None),
+        ("llama3_json", "<|python_tag|>print(1)", "invalid JSON: expected a value at column 1"),
         ("pythonic", "[1, 2]", None),
         ("pythonic", "see [f(x)] here", None),
         ("pythonic", "[f(1)]", "expected NAME=VALUE, got '1'"),
@@ -185,17 +197,18 @@ DEEP = '{"a": ' * 3000 + "1" + "}" * 3000
         ("glm45", "<tool_call>two words</tool_call>", "expected the name of a tool, without spaces"),
         ("glm45", '<tool_call>{"name": "f"}</tool_call>', "expected the name of a tool"),
         ("glm45", "<tool_call>f<arg_key>a</arg_key></tool_call>", "expected <arg_key>KEY</arg_key>"),
-        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>1</tool_call>", "<arg_value>VALUE"),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>1</tool_call>", "expected </arg_value> behind"),
         ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>so</tool_call>", "got 'so"),
-        ("glm45", "<tool_call>f</tool_call> and more", "text behind </tool_call>: 'and more'"),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>1\n<arg_key>b</arg_key><arg_value>2"
+         "</arg_value></tool_call>", "expected </arg_value> behind the value of a"),
         ("gemma4", "no call", None),
         ("gemma4", "<tool_call|>", None),
         ("gemma4", '5 <|"|> 6', None),
         ("gemma4", "<|tool_call><tool_call|>", "expected call:NAME{KEY:VALUE, ...}"),
         ("gemma4", "<|tool_call>f{}<tool_call|>", "expected call:NAME{KEY:VALUE, ...}"),
-        ("gemma4", "<|tool_call>call:f{a:}<tool_call|>", "not JSON: Expecting value"),
-        ("gemma4", "<|tool_call>call:f{a:b}<tool_call|>", "not JSON: Expecting value"),
-        ("gemma4", "<|tool_call>call:f{a:1", "not JSON: Expecting"),
+        ("gemma4", "<|tool_call>call:f{a:}<tool_call|>", "invalid JSON: expected a value"),
+        ("gemma4", "<|tool_call>call:f{a:b}<tool_call|>", "invalid JSON: expected a value"),
+        ("gemma4", "<|tool_call>call:f{a:1", "invalid JSON: expected"),
         ("gemma4", '<|tool_call>call:f{a:<|"|>x}<tool_call|>', 'a text in it does not end with <|"|>'),
         ("gemma4", "<|tool_call>call:f{<|channel>}<tool_call|>", "does not end with"),
         ("gemma4", '<|tool_call>call:f{<|channel>a<|"|>:1}<tool_call|>', "expected no <|channel> in"),
@@ -205,27 +218,26 @@ DEEP = '{"a": ' * 3000 + "1" + "}" * 3000
         ("deepseek_v3", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁begin｜> without <｜tool▁call▁begin｜>"),
         ("deepseek_v3", "<｜tool▁sep｜>", "<｜tool▁sep｜> without <｜tool▁call▁begin｜> before it"),
         ("deepseek_v3", "<｜tool▁call▁begin｜>f", "expected <｜tool▁sep｜> behind what it is"),
-        ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{", "not JSON: Expecting property name"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{", "invalid JSON: expected a key in double quotes"),
         ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>[1]", "that are a JSON object, got a list"),
         ("deepseek_v3", "<｜tool▁call▁begin｜>a b<｜tool▁sep｜>{}", "the name of a tool, without space"),
-        ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{x}\n```", "not JSON: Exp"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{x}\n```", "invalid JSON: exp"),
         ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>a b\n```json\n{}\n```", "of a tool"),
-        ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>so\nand", "got '"),
         ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁sep｜>{}", "nothing behind it"),
         ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>" + DEEP, "nested too deeply"),
         ("mistral", "no call", None),
         ("mistral", "[TOOL_CALLS]", "expected the name of a tool"),
         ("mistral", "[TOOL_CALLS] []", "the list of calls is empty"),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": []}]', '"arguments" that are a JSON'),
-        ("mistral", '[TOOL_CALLS] [{"name": "f"}] and more', "not JSON: Extra data"),
+        ("mistral", '[TOOL_CALLS] [{"name": "f"}] and more', "invalid JSON: expected its end"),
         ("mistral", '[TOOL_CALLS] [{"name": "f"}, 3]', "expected a JSON object with name and arg"),
-        ("mistral", "[TOOL_CALLS]f[ARGS]{not json}", "not JSON: Expecting property name"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{not json}", "invalid JSON: expected a key in double quotes"),
         ("mistral", "[TOOL_CALLS]f[ARGS][1]", "expected the arguments that are a JSON object, got"),
         ("mistral", "[TOOL_CALLS][ARGS]{}", "expected the name of a tool"),
         ("mistral", "[TOOL_CALLS]two words[ARGS]{}", "the name of a tool, without spaces"),
         ("mistral", "[TOOL_CALLS]f[ARGS]{}[ARGS]{}", "expected one [ARGS] behind the name"),
         ("mistral", "[ARGS]{}[TOOL_CALLS]f[ARGS]{}", "[ARGS] without [TOOL_CALLS] before it"),
-        ("mistral", "[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]", "call 2 is none: expected the name"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]", "call 2 is invalid: expected the name"),
         ("mistral", "[TOOL_CALLS]f[ARGS]" + DEEP, "nested too deeply"),
         ("mistral", "[TOOL_CALLS] " + "[" * 3000, "nested too deeply"),
         ("mistral", '[TOOL_CALLS]f[ARGS]{"a": ' + "9" * 5000 + "}", "a whole number of 5,000 digits"),
@@ -260,33 +272,90 @@ def test_a_call_in_channels_that_does_not_parse_is_content(given: str) -> None:
         assert found is not None
         assert (found.content, found.reasoning) == ("" if right else given, "hm")
         assert calls_of(found) == ([("f", {})] if right else [])
-        assert [line.partition(":")[0] for line in found.problems] == (
-            [] if right else ["a call of f is none"]
-        )
+        assert len(found.problems) == (0 if right else 1)
+        assert all(line.startswith("tool call 1 is invalid") for line in found.problems)
 
 
 CODER = "<function=f><parameter=a>\n1\n</parameter></function>"
-TYPED = {"s": {"type": "string"}, "b": {"type": "boolean"}, "any": {}}
+TEXT: dict[str, Any] = {"type": "string"}
+TYPED: dict[str, Any] = {
+    "s": TEXT, "b": {"type": "boolean"}, "any": {},
+    "or null": {"anyOf": [TEXT, {"type": "null"}]}, "listed": {"type": ["integer", "string"]},
+    "one of": {"oneOf": [{"type": "integer"}, {"allOf": [TEXT]}]}, "number": {"type": ["integer", "null"]},
+    "enum": {"enum": ["1", 2]}, "const": {"const": "1"}, "ref": {"$ref": "#/$defs/size"},
+    "own": {"$ref": "#/properties/own"}, "wrong": {"anyOf": 3, "enum": "1", "type": [3], "$ref": "#/x"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("key", "written", "value"),
     [
         ("s", "None", "None"), ("s", "1", "1"), ("s", "\n x\n", "\n x\n"), ("s", "", ""),
-        ("s", "a <parameter=b> b", "a <parameter=b> b"),
+        ("s", "a <parameter=b> b", "a <parameter=b> b"), ("s", "</tool_call> <tool_call>", None),
+        ("s", "the end is </function> so", None), ("s", "a </parameter> b", None),
         ("b", "True", True), ("b", "false", False), ("b", "False", False), ("b", "none", "none"),
         ("any", "None", None), ("any", "null", None), ("any", "[true]", [True]),
         ("other", "False", False), ("other", "[None]", "[None]"),
+        ("or null", "123", "123"), ("or null", "null", None), ("or null", "None", None),
+        ("listed", "123", "123"), ("listed", "None", "None"), ("one of", "1", "1"),
+        ("number", "123", 123), ("number", "None", None),
+        ("enum", "1", "1"), ("enum", "2", 2), ("const", "1", "1"), ("const", "2", 2),
+        ("ref", "1", "1"), ("own", "1", 1), ("wrong", "1", 1),
     ],
 )  # fmt: skip
 def test_values_of_parameters_in_xml(key: str, written: str, value: Any) -> None:
-    """As the tool's schema says, and Python's words for what is no text, which Qwen's templates
-    write."""
-    body = f"<function=f><parameter={key}>\n{written}\n</parameter></function>"
-    tools = [{"function": {"name": "f", "parameters": {"properties": TYPED}}}]
+    """As the tool's schema says: text where it may be some, and Python's words for what is no text,
+    which Qwen's templates write. GLM's keys and values are read alike, those words aside."""
+    if value is None and "null" not in written and "None" not in written:
+        value = written
+    given = {"properties": TYPED, "$defs": {"size": TEXT | {"enum": ["1", "2"]}}}
+    tools = [{"function": {"name": "f", "parameters": given}}]
+    body = f"<function=f><parameter={key.replace(' ', '-')}>\n{written}\n</parameter></function>"
+    given["properties"] = {name.replace(" ", "-"): each for name, each in TYPED.items()}
     reply = FORMATS["qwen3_coder"].read_text(f"<tool_call>{body}</tool_call>", tools)
     ((_, found),) = calls_of(reply)
+    key = key.replace(" ", "-")
     assert (found, type(found[key])) == ({key: value}, type(value))
+    keyed = f"<tool_call>f<arg_key>{key}</arg_key><arg_value>{written}</arg_value></tool_call>"
+    ((_, found),) = calls_of(FORMATS["glm45"].read_text(keyed, tools))
+    assert found == {
+        key: value if written not in ("True", "False") and key != "any" else found[key]
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "calls", "content"),
+    [
+        ("qwen3_coder", "<tool_call><function=f><parameter=s>\nx\n<parameter=b>\ntrue\n</parameter>"
+         "</function></tool_call>", [{"s": "x", "b": True}], ""),
+        ("qwen3_coder", "<tool_call><function=f><parameter=s>\nx\n<parameter=s>\n</parameter>"
+         "</function></tool_call>", [{"s": "x\n<parameter=s>"}], ""),
+        ("qwen3_coder", "so <function=f><parameter=s>x</parameter></function></tool_call>and",
+         [{"s": "x"}], "so and"),
+        ("qwen3_coder", "<tool_call><function=f></function><function=f></function></tool_call>",
+         [{}, {}], ""),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"s": "</tool_call> \\"<tool_call>"}}'
+         "</tool_call>", [{"s": '</tool_call> "<tool_call>'}], ""),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>a<tool_call>{"name": "f"}</tool_call>\nb',
+         [{}, {}], "ab"),
+        ("hermes", '<tool_call>{"name": "f"}<tool_call>{"name": "f"}', [{}, {}], ""),
+        ("llama3_json", 'So {"name": "f", "parameters": {"s": "{;"}}; {"name": "f", "arguments": {}} on',
+         [{"s": "{;"}, {}], "So  on"),
+        ("llama3_json", '{"is": {"name": "f"}} {"name": "f", "parameters": {}}', [{}],
+         '{"is": {"name": "f"}} '),
+        ("glm45", "<tool_call>f<arg_key>s</arg_key><arg_value></tool_call></arg_value></tool_call>",
+         [{"s": "</tool_call>"}], ""),
+    ],
+)  # fmt: skip
+def test_calls_that_are_not_as_templates_write_them(
+    name: str, said: str, calls: list[Any], content: str
+) -> None:
+    """Are read as vLLM reads them; text around them is content."""
+    tools = [{"function": {"name": "f", "parameters": {"properties": TYPED}}}]
+    reply = FORMATS[name].read_text(said, tools)
+    assert calls_of(reply) == [("f", each) for each in calls]
+    assert reply is not None
+    assert (reply.content, reply.problems) == (content, ())
 
 
 @pytest.mark.parametrize(
@@ -334,6 +403,9 @@ def test_long_answers_are_read_at_once() -> None:
         assert len(reply.calls) == (1 if "xx" in text or "x' x" in text else many)
     for name, text in (
         ("qwen3_coder", "<tool_call><function=f>" + "<parameter=a>" * many + "</function>"),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>" + "\n<parameter=a>" * many),
+        ("hermes", '<tool_call>{"' + '\\"' * many),
+        ("llama3_json", '{"name": "f", "parameters": ' + '{"' * many),
         ("qwen3_coder", "<tool_call><function=f><parameter=" + "a" * 1_000_000 + "</function>"),
         ("qwen3_coder", "<tool_call><function=f>" + " " * 1_000_000 + "x</function>"),
         ("pythonic", "[f(a=" + "'x' " * many),
@@ -346,6 +418,14 @@ def test_long_answers_are_read_at_once() -> None:
         reply = FORMATS[name].read_text(text)
         assert reply is not None
         assert len(reply.problems) == 1, text[:30]
+    for name, text, count in (
+        ("hermes", '<tool_call>{"' * many, many), ("hermes", '<tool_call>{"a" "' * many, many),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>x" * many, many),
+        ("qwen3_coder", "<function=f><parameter=a>x" * many, many),
+    ):  # fmt: skip
+        reply = FORMATS[name].read_text(text)
+        assert reply is not None
+        assert 0 < len(reply.problems) <= count
     for text in ("<|channel|>" * many, "<|message|>" * many, "<|end|>" * many):
         assert FORMATS["harmony"].read_text(text) == Reply("", (), "")
 
@@ -575,7 +655,8 @@ def written_by(tokenizer: Tokenizer) -> Completion | None:
             except IsobitError:
                 continue
             pairs = enumerate(zip(before, whole))
-            ids = whole[next((i for i, (a, b) in pairs if a != b), len(before)) :]
+            start = next((i for i, (a, b) in pairs if a != b), len(before))
+            before, ids = whole[:start], whole[start:]
             ends = [place for place, token in enumerate(ids) if token in tokenizer.eos_ids]
             ids = ids[: ends[0]] if ends else ids
             if "Ulm" in (text := tokenizer.decode(ids)):
@@ -607,14 +688,3 @@ def test_calls_of_published_templates_are_read_back() -> None:
     }.items()  # fmt: skip
     assert {"lfm2_2_5", "lfm2_2_5_v2", "lfm2_v2", "lfm2_2_5_vl"} <= read["pythonic"]
     assert {"hermes", "qwen3_coder", "llama3_json"} < read.keys()
-
-
-def test_what_gemma_thinks_is_reasoning() -> None:
-    """A call that it spells there is none; the control is behind its thoughts."""
-    call = '<|tool_call>call:f{a:<|"|>x<|"|>}<tool_call|>'
-    inside = FORMATS["gemma4"].read_text(f"so <|channel>thought\nI {call} say.<channel|>it is 5")
-    assert inside == Reply("so it is 5", (), f"I {call} say.".replace(call, "call:f{a:x}"))
-    behind = FORMATS["gemma4"].read_text(f"<|channel>thought\nhm<channel|>{call}it is 5")
-    assert behind is not None
-    assert (behind.content, behind.reasoning) == ("it is 5", "hm")
-    assert calls_of(behind) == [("f", {"a": "x"})]

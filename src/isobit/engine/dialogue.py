@@ -24,7 +24,7 @@ from isobit.model.text.appending import Appending, numbered
 from isobit.model.text.tokenizer import Tokenizer
 from isobit.model.text.tool_formats.base import ToolFormat
 from isobit.model.text.tool_formats.table import FORMATS, format_by_template, format_of
-from isobit.model.text.tool_formats.turn import split_thoughts, turn_of
+from isobit.model.text.tool_formats.turn import turn_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ class Dialogue:
         if turn.reasoning:
             message["reasoning_content"] = turn.reasoning
         if self.forks and turn.problems and not turn.calls:  # the model sees what it wrote
-            message["content"] = split_thoughts(turn.text)[1]
+            message["content"] = self.parser.of(answer, self.tokenizer, tools).said
         if turn.calls:
             message["tool_calls"] = [
                 {"type": "function", "function": {"name": c.name, "arguments": _given(c.arguments)}}

@@ -3,19 +3,20 @@
 import json
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, repeat
 from typing import Any
 
 from isobit.engine.types import Completion, Sampling, Top
 from isobit.model.text.tokenizer import Tokenizer
-from isobit.model.text.tool_formats.base import Reply, ToolFormat, Tools, special_tokens
+from isobit.model.text.tool_formats.base import Reply, ToolFormat, Tools
 from isobit.serve.channels import ChannelStream
 from isobit.serve.chat import as_openai
 from isobit.serve.prompts import KEY, Front, Told, echoed, likely
 from isobit.serve.scoring import Scores, Scoring
 from isobit.serve.streams import TextStream
+from isobit.serve.thinking import CONTENT, REASONING, Certain, ThoughtStream
 from isobit.serve.words import text_sizes, token_bytes, token_words
 
 _Shown = tuple[int, str, float]  # a token, its text or name, its log-probability
@@ -129,24 +130,25 @@ class Asked:
         return found if self.chat else found | front.beside
 
     def message(self, completion: Completion) -> tuple[str, dict[str, Any]]:
-        """Return (finish reason, the answer as a message), with its thoughts where it is written in
-        channels, and the calls of tools that it makes."""
+        """Return (finish reason, the answer as a message), with its thoughts, and the calls of
+        tools that it makes."""
         reply = self._reply(completion)
         message = {"role": "assistant", "content": reply.content}
         if reply.reasoning:
-            message["reasoning_content"] = reply.reasoning
+            message[REASONING] = reply.reasoning
         if not reply.calls:
             return completion.finish_reason, message
         calls = {"content": reply.content or None, "tool_calls": as_openai(reply.calls)}
         return "tool_calls", message | calls
 
     def _reply(self, completion: Completion) -> Reply:
-        form, text = self.form, Reply(completion.text)
-        if form is None or not (self.tools or form.channels):
-            return text
-        reply = form.of(completion, self.tokenizer, self.tools) or text
-        if reply.problems and not form.channels:
-            reply = text
+        form = self.form
+        if form is None:
+            return Reply(completion.text)
+        reply = form.of(completion, self.tokenizer, self.tools)
+        if not form.channels:
+            told = self.tools and not reply.problems
+            return reply if told else Reply(reply.said, reasoning=reply.reasoning)
         if not self.tools and reply.calls:  # of no tool that the client has
             said = [reply.content, *(call.arguments for call in reply.calls)]
             return replace(reply, content="".join(said), calls=())
@@ -237,9 +239,8 @@ class ChoiceStream:
         self._tokens.append(token)
         self._logprobs.append(logprob)
         self._tops.append(top)
-        text = self._text.feed(token)
-        if text:
-            self._add(self._text.kind, text)
+        for kind, text in self._text(token):
+            self._add(kind, text)
 
     def take(self) -> dict[str, Any] | None:
         """Return the piece of the tokens since the last piece; None: there is nothing to send
@@ -255,7 +256,7 @@ class ChoiceStream:
     def end(self, completion: Completion) -> dict[str, Any]:
         """Return the last piece: text that was held back, and why the answer ends."""
         reason, message = self._asked.message(completion)
-        for kind in ("reasoning_content", "content"):
+        for kind in (REASONING, CONTENT):
             if rest := (message.get(kind) or "")[self._told.get(kind, 0) :]:
                 self._add(kind, rest)
         if not self._asked.chat:
@@ -287,17 +288,17 @@ class ChoiceStream:
         return found
 
 
-def _text_of(asked: Asked, prompt: int) -> TextStream | ChannelStream:
-    """Return the stream that decodes the text of an answer to a prompt."""
-    sampling, form = asked.sampling, asked.form
+def _text_of(asked: Asked, prompt: int) -> Callable[[int], Certain]:
+    """Return what tells the texts of an answer to a prompt that are certain with one more token."""
+    tokenizer, sampling, form = asked.tokenizer, asked.sampling, asked.form
     if form is not None and form.channels:
-        return ChannelStream(asked.tokenizer, sampling.stop)
-    ends = (*sampling.stop_tokens, *(() if sampling.ignore_eos else asked.tokenizer.eos_ids))
-    opens = form.opens if form is not None and asked.tools else ()
-    hidden = special_tokens(opens, asked.tokenizer)
-    return TextStream(
-        asked.tokenizer, asked.prompts[prompt], sampling.stop, opens, ends, closing=hidden
-    )
+        return ChannelStream(tokenizer, sampling.stop).feed
+    ends = (*sampling.stop_tokens, *(() if sampling.ignore_eos else tokenizer.eos_ids))
+    given = tokenizer, asked.prompts[prompt], sampling.stop
+    if form is not None:
+        return ThoughtStream(*given, form, bool(asked.tools), ends).feed
+    stream = TextStream(*given, ends)
+    return lambda token: [(CONTENT, text)] if (text := stream.feed(token)) else []
 
 
 def event(value: Mapping[str, Any] | str) -> bytes:

@@ -8,6 +8,7 @@ from isobit.model.text.tokenizer import Tokenizer
 from isobit.model.text.tool_formats.base import special_tokens
 from isobit.model.text.tool_formats.harmony import ENDS, MARKS, MESSAGE, NEXT, START, Header
 from isobit.serve.streams import TextStream
+from isobit.serve.thinking import CONTENT, REASONING, Certain
 
 
 class ChannelStream:
@@ -25,12 +26,16 @@ class ChannelStream:
         self._begun = set[str]()
 
     @property
-    def kind(self) -> str:
-        """Of what is told."""
-        return "content" if self._header.channel == "final" else "reasoning_content"
+    def _kind(self) -> str:
+        """The kind of what is told."""
+        return CONTENT if self._header.channel == "final" else REASONING
 
-    def feed(self, token: int) -> str:
-        """The text of `kind` that is certain with one more token."""
+    def feed(self, token: int) -> Certain:
+        """Return the text that is certain with one more token."""
+        text = self._feed(token)
+        return [(self._kind, text)] if text else []
+
+    def _feed(self, token: int) -> str:
         mark = self._marks.get(token)
         if self._closed:
             return ""
@@ -58,6 +63,6 @@ class ChannelStream:
             self._closed = True
             return ""
         self._text = TextStream(self._tokenizer, [token])
-        told = NEXT if self.kind in self._begun else ""
-        self._begun.add(self.kind)
+        told = NEXT if self._kind in self._begun else ""
+        self._begun.add(self._kind)
         return told

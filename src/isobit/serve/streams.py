@@ -2,7 +2,7 @@
 
 What is told is never taken back: all pieces of a sample, joined, are the completion's text
 (tests/serve/test_streams.py). So text is held back while the next token may change it: bytes of a
-character that is not whole, the beginning of a stop string or of a mark (what opens a tool call).
+character that is not whole, and the beginning of a stop string.
 Only the last few tokens are decoded for each new one, beside those before them.
 """
 
@@ -18,22 +18,17 @@ a text differently."""
 
 
 class TextStream:
-    """Pieces of the text of one sample, which ends with `stop` strings. `marks`: from the first of
-    these on all text is held back until the end, as it is from tokens that are `closing`. `ends`:
-    tokens that end it, and are no text."""
-
-    kind = "content"
+    """Pieces of the text of one sample, which ends with `stop` strings. `ends`: tokens that end it,
+    and are no text."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         prompt: Sequence[int],
         stop: Sequence[str] = (),
-        marks: Sequence[str] = (),
         ends: Collection[int] = (),
-        closing: Collection[int] = (),
     ) -> None:
-        self._tokenizer, self._ends, self._closing = tokenizer, ends, closing
+        self._tokenizer, self._ends = tokenizer, ends
         special = [text for text in stop if tokenizer.spells_special(text)]
         visible = [self._visible(text) for text in special]
         tail = list(prompt[-1:])
@@ -42,8 +37,8 @@ class TextStream:
         )
         self._silent = any(text is None for text in visible) or not whole
         plain = [text for text in stop if text not in special]
-        self._strings = [text for text in (*plain, *marks, *visible) if text]
-        self._whole = [text for text in (*plain, *marks) if text]
+        self._strings = [text for text in (*plain, *visible) if text]
+        self._whole = plain
         self._ids = self._window(prompt)
         self._told = len(self._ids)  # tokens whose text is told or in `_pending`
         self._start = 0
@@ -54,7 +49,6 @@ class TextStream:
     def feed(self, token: int) -> str:
         """The text that is certain with one more token."""
         self._ids.append(token)
-        self._closed |= token in self._closing
         if self._closed or self._silent or token in self._ends or self._tokenizer.is_byte(token):
             return ""
         before = self._tokenizer.decode(self._ids[self._start : self._told])
@@ -78,7 +72,7 @@ class TextStream:
             certain = min(places)
         else:
             certain = len(self._pending) - max(
-                (_overlap(self._pending, s) for s in self._strings), default=0
+                (overlap(self._pending, s) for s in self._strings), default=0
             )
         told, self._pending = self._pending[:certain], self._pending[certain:]
         self._length += len(told)
@@ -109,7 +103,7 @@ def _place(text: str, tokenizer: Tokenizer, token: int) -> int:
     return max(text.find(name), 0)
 
 
-def _overlap(text: str, string: str) -> int:
+def overlap(text: str, string: str) -> int:
     """The most characters at the end of a text that a string begins with."""
     for count in range(min(len(text), len(string)), 0, -1):
         if text.endswith(string[:count]):

@@ -18,6 +18,7 @@ from isobit.model.text.tool_formats.base import (
     Reply,
     ToolFormat,
     Tools,
+    behind,
     calls_in,
     json_value,
     named_call,
@@ -31,19 +32,25 @@ _FENCE = "```"
 
 def _deepseek(pieces: Pieces, tools: Tools) -> Reply | None:
     (_, before), *rest = pieces
-    written: list[list[tuple[str, str]]] = []
+    written, content = list[list[tuple[str, str]]](), [before]
     for mark, text in rest:
         if mark == _CALL:
             written.append([(mark, text)])
+        elif written and mark in (_CALL_END, _CALLS_END):
+            content.append(behind(text))
         elif written:
             written[-1].append((mark, text))
         elif mark == _CALLS:
-            before += text.strip()
+            content.append(text.strip())
         else:
-            return Reply(before, problems=(f"a call is none: {mark} without {_CALL} before it",))
+            return Reply(
+                before, problems=(f"a tool call is invalid: {mark} without {_CALL} before it",)
+            )
     if rest and not written:
-        return Reply(before, problems=(f"a call is none: {_CALLS} without {_CALL} behind it",))
-    return calls_in(before, written, _one) if written else None
+        return Reply(
+            before, problems=(f"a tool call is invalid: {_CALLS} without {_CALL} behind it",)
+        )
+    return calls_in("".join(content), written, _one) if written else None
 
 
 def _one(pieces: Pieces) -> list[Call]:
@@ -51,9 +58,8 @@ def _one(pieces: Pieces) -> list[Call]:
     (_, head), *rest = pieces
     if not rest or rest[0][0] != _SEP:
         raise NoCall(f"expected {_SEP} behind what it is")
-    for mark, text in rest[1:]:
-        if mark not in (_CALL_END, _CALLS_END) or text.strip():
-            raise NoCall(f"expected nothing behind it, got {brief((mark + text).strip(), 60)!r}")
+    if rest[1:]:
+        raise NoCall(f"expected nothing behind it, got {brief(''.join(rest[1]).strip(), 60)!r}")
     name, body = head.strip(), rest[0][1].strip()
     before, fence, fenced = body.partition(f"\n{_FENCE}")
     if fence and fenced.endswith(_FENCE):

@@ -1,10 +1,9 @@
-"""Gemma 4's calls, and its thoughts: marks that open and close, texts between `<|"|>`.
+"""Gemma 4's calls: marks that open and close, texts between `<|"|>`.
 
-    <|channel>thought
-    It asks for rain.<channel|><|tool_call>call:rain{city:<|"|>Ulm<|"|>,days:[1,2]}<tool_call|>
+    <|tool_call>call:rain{city:<|"|>Ulm<|"|>,days:[1,2]}<tool_call|>
 
-What is no text is JSON but for its keys, which need no quotes; Python's `None` is null.
-What the channel says is reasoning; text behind a call is content, where the template writes it.
+What is no text is JSON but for its keys, which need no quotes; Python's `None` is null. Text behind
+a call is content, where the template writes it.
 """
 
 import json
@@ -18,6 +17,7 @@ from isobit.model.text.tool_formats.base import (
     Reply,
     ToolFormat,
     Tools,
+    behind,
     calls_in,
     json_value,
     named_call,
@@ -25,34 +25,23 @@ from isobit.model.text.tool_formats.base import (
 
 _OPEN, _CLOSE, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _CHANNEL, _CHANNEL_END = "<|channel>", "<channel|>"
-_ENDS = {_OPEN: _CLOSE, _CHANNEL: _CHANNEL_END}
 _HEAD = re.compile(r"\s*call:([^\s{}\[\]\"]+?)\s*(\{.*)", re.DOTALL)
 _KEY = re.compile(r"([{,])([^{}\[\],:\"]+):")
 _NULL = re.compile(r"([:\[,]\s*)None(?=\s*[,\]}])")
 
 
 def _gemma4(pieces: Pieces, tools: Tools) -> Reply | None:
-    content, thoughts = list[str](), list[str]()
-    written: list[list[tuple[str, str]]] = []
-    inside = ""  # the mark that opened what is not closed yet
+    content, written, inside = list[str](), list[list[tuple[str, str]]](), False
     for mark, text in pieces:
-        if mark == _OPEN and inside != _CHANNEL:
-            inside = mark
+        if mark == _OPEN:
+            inside = True
             written.append([])
-        elif mark == _CHANNEL and not inside:
-            inside = mark
-        if inside and mark == _ENDS[inside]:
-            content.append(text)
-            inside = ""
-        elif inside == _OPEN:
+        inside = inside and mark != _CLOSE
+        if inside:
             written[-1].append((mark, text))
         else:
-            (thoughts if inside else content).append(text)
-    if not (written or thoughts):
-        return None
-    reply = calls_in("".join(content), written, _one)
-    reasoning = "".join(thoughts).removeprefix("thought\n").strip("\n")
-    return Reply(reply.content, reply.calls, reasoning, reply.problems)
+            content.append(behind(text) if written else text)
+    return calls_in("".join(content), written, _one) if written else None
 
 
 def _one(pieces: Pieces) -> list[Call]:
@@ -77,4 +66,6 @@ def _as_json(pieces: Pieces) -> Iterator[str]:
             yield _NULL.sub(r"\1null", keyed)
 
 
-GEMMA4 = ToolFormat((_OPEN, _CHANNEL), _gemma4, (_OPEN, _CLOSE, _QUOTE, _CHANNEL, _CHANNEL_END))
+GEMMA4 = ToolFormat(
+    (_OPEN,), _gemma4, (_OPEN, _CLOSE, _QUOTE, _CHANNEL, _CHANNEL_END), closes=(_CLOSE,)
+)

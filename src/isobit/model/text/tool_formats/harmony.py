@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from isobit.data.turns import Call
-from isobit.errors import brief
 from isobit.model.text.tool_formats.base import (
     NoCall,
     Pieces,
@@ -25,6 +24,7 @@ from isobit.model.text.tool_formats.base import (
     Tools,
     json_value,
     named_call,
+    numbered,
 )
 
 START, _CHANNEL, MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -88,7 +88,7 @@ def _harmony(pieces: Pieces, tools: Tools) -> Reply | None:
                 calls.append(named_call(header.tool, json_value(body)))
             except NoCall as error:
                 content.append(body)
-                problems.append(f"a call of {brief(header.tool, 40)} is none: {error}")
+                problems.append(numbered(len(calls) + len(problems) + 1, error))
         else:
             (content if header.channel == "final" else reasoning).append(body)
     joined = NEXT.join(content), tuple(calls), NEXT.join(reasoning)

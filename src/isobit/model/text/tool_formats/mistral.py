@@ -34,7 +34,9 @@ def _mistral(pieces: Pieces, tools: Tools) -> Reply | None:
         if mark == _CALLS:
             written.append([])
         elif not written:
-            return Reply(before, problems=(f"a call is none: {mark} without {_CALLS} before it",))
+            return Reply(
+                before, problems=(f"a tool call is invalid: {mark} without {_CALLS} before it",)
+            )
         written[-1].append((mark, text))
     return calls_in(before, written, _calls) if written else None
 

@@ -25,6 +25,7 @@ from isobit.model.text.tool_formats.base import (
     Reply,
     ToolFormat,
     Tools,
+    behind,
     calls_in,
     dumped,
 )
@@ -50,7 +51,9 @@ def _pythonic(pieces: Pieces, tools: Tools) -> Reply | None:
     marks = [mark for mark, _ in pieces]
     if any(mark in _OPENS for mark in marks):
         written = [text for mark, text in pieces if mark in _OPENS]
-        said = "".join(text for mark, text in pieces if mark not in _OPENS)
+        first = marks.index(next(mark for mark in marks if mark in _OPENS))
+        later = "".join(behind(text) for mark, text in pieces[first:] if mark not in _OPENS)
+        said = "".join(text for _, text in pieces[:first]) + later
         return calls_in(said, written, lambda text: _Reader(text).calls())
     text = "".join(text for _, text in pieces).strip()
     return calls_in("", [text], lambda text: _Reader(text).calls()) if _BEGINS.match(text) else None
@@ -168,4 +171,4 @@ def _number(token: str) -> int | float:
     return int(token) if token.lstrip("+-").isdigit() else float(token)
 
 
-PYTHONIC = ToolFormat((*_OPENS, "["), _pythonic, (*_OPENS, *_CLOSES))
+PYTHONIC = ToolFormat((*_OPENS, "["), _pythonic, (*_OPENS, *_CLOSES), closes=_CLOSES)

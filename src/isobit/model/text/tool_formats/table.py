@@ -68,7 +68,7 @@ def format_by_template(name: str, tokenizer: Tokenizer) -> ToolFormat | None:
         return format_of(name, tokenizer.chat_template)
     for form in FORMATS.values():
         reply = form.of(written, tokenizer)
-        if reply is not None and reply.calls == (_CALL,) and not reply.problems:
+        if reply.calls == (_CALL,) and not reply.problems:
             return form
     return None
 
@@ -95,7 +95,7 @@ def _written(tokenizer: Tokenizer) -> "_Written | None":
         ends = [place for place, token in enumerate(tokens) if token in tokenizer.eos_ids]
         tokens = tokens[: ends[0]] if ends else tokens
         text = tokenizer.decode_completion(before, tokens)
-        return _Written(before, tokens, text) if _CALL.name in text else None
+        return _Written(whole[:start], tokens, text) if _CALL.name in text else None
     return None
 
 

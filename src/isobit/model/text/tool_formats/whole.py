@@ -1,56 +1,111 @@
 """Calls that are a whole answer, or a fenced block of it: Llama 3's JSON, and plain JSON.
 
-    {"name": "add", "parameters": {"a": 1}}
+    {"name": "add", "parameters": {"a": 1}}; {"name": "end", "parameters": {}}
     [{"name": "add", "arguments": {"a": 1}}, {"name": "end"}]
 
-Llama 3 writes one object, which `<|python_tag|>` may open. Plain JSON is an object or a list of
-them, and may stand in a fence of three backticks, with text before it. What is JSON without a name
-is an answer, and no call.
+Llama 3's objects may stand anywhere, several behind one another, and `<|python_tag|>` may open them;
+what stands around them is content. Plain JSON is an object or a list of them, and may stand in a
+fence of three backticks, with text around it. An object is a call if it has a name and arguments:
+other JSON is an answer.
 """
 
 import re
+from collections.abc import Iterator
+from typing import Any
 
+from isobit.data.foreign import BadJson, parse_json
 from isobit.data.turns import Call
+from isobit.errors import brief
 from isobit.model.text.tool_formats.base import (
     NoCall,
     Pieces,
     Reply,
     ToolFormat,
     Tools,
+    behind,
     call_of,
     calls_in,
     json_value,
 )
 
 _TAG = "<|python_tag|>"
-_NAMED = re.compile(r'"name"\s*:')
+_NAME, _GIVEN = re.compile(r'"name"\s*:'), re.compile(r'"(?:parameters|arguments)"\s*:')
+_KEYS, _ALONE = ("parameters", "arguments"), {"name", "id", "type"}
 _FENCED = re.compile(r"```(?:json)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_BRACE = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\Z)|[{}]', re.DOTALL)
+_BETWEEN = re.compile(r"[\s;,]*")
 
 
 def _llama3_json(pieces: Pieces, tools: Tools) -> Reply | None:
-    text = "".join(text for _, text in pieces).strip()
-    tagged = any(mark == _TAG for mark, _ in pieces)
-    if not tagged and not (text.startswith("{") and _NAMED.search(text)):
-        return None
-    return calls_in("", [text], lambda body: [call_of(json_value(body), "parameters", "arguments")])
+    text = "".join(text for _, text in pieces)
+    content, objects, place = list[str](), list[str](), 0
+    for start, stop in _objects(text):
+        if _is_call(text[start:stop]):
+            between = text[place:start]
+            content.append("" if objects and _BETWEEN.fullmatch(between) else between)
+            objects.append(text[start:stop])
+            place = stop
+    if not objects:
+        tagged = any(mark == _TAG for mark, _ in pieces)
+        return calls_in("", [text.strip()], _listed) if tagged else None
+    content.append("" if _BETWEEN.fullmatch(text, place) else behind(text[place:]))
+    said = "".join(content)
+    said = said if said.strip() else ""
+    return calls_in(said, objects, lambda body: [call_of(json_value(body), *_KEYS)])
+
+
+def _objects(text: str) -> Iterator[tuple[int, int]]:
+    """Yield the place of each JSON object in a text that stands in no other one; the last may lack
+    its end."""
+    start = text.find("{")
+    while start >= 0:
+        depth, stop = 0, len(text)
+        for found in _BRACE.finditer(text, start):
+            depth += {"{": 1, "}": -1}.get(found[0], 0)
+            if not depth:
+                stop = found.end()
+                break
+        yield start, stop
+        start = text.find("{", stop)
 
 
 def _json(pieces: Pieces, tools: Tools) -> Reply | None:
     ((_, text),) = pieces
-    before, body = "", text.strip()
+    content, body = "", text.strip()
     if (fenced := _FENCED.search(text)) is not None:
-        before, body = text[: fenced.start()], fenced[1].strip()
-    if not body.startswith(("{", "[")) or not _NAMED.search(body):
+        content = text[: fenced.start()] + behind(text[fenced.end() :])
+        body = fenced[1].strip()
+    if not body.startswith(("{", "[")) or not _is_call(body):
         return None
-    return calls_in(before, [body], _listed)
+    return calls_in(content, [body], _listed)
+
+
+def _is_call(text: str) -> bool:
+    """Whether JSON is meant as a call: an object, or one in a list, has a name and arguments. What
+    does not parse is meant as one if it names both keys."""
+    if not (_NAME.search(text) and _GIVEN.search(text)):
+        return False
+    try:
+        value = parse_json(text)
+    except BadJson:
+        return True
+    return any(
+        isinstance(each, dict) and "name" in each and any(key in each for key in _KEYS)
+        for each in (value if isinstance(value, list) else [value])
+    )
 
 
 def _listed(text: str) -> list[Call]:
     value = json_value(text)
-    values = value if isinstance(value, list) else [value]
-    if not values:
-        raise NoCall("the list of calls is empty")
-    return [call_of(each, "arguments", "parameters") for each in values]
+    return [_one(each) for each in (value if isinstance(value, list) else [value])]
+
+
+def _one(value: Any) -> Call:
+    """Read one of several: a call without arguments has nothing else, either."""
+    others = value.keys() - _ALONE if isinstance(value, dict) else ()
+    if others and not others & {*_KEYS}:
+        raise NoCall(f'expected "arguments", got {brief(min(others), 40)!r}')
+    return call_of(value, "arguments", "parameters")
 
 
 LLAMA3_JSON = ToolFormat(("{", _TAG), _llama3_json, (_TAG,))
