@@ -1,6 +1,6 @@
 """What LiveCodeBench runs before each program: imports that a solution may leave out.
 
-Source: Jain et al. 2024, `lcb_runner/evaluation/testing_util.py` (import_string).
+Source: Jain et al. 2024, `import_string` of its tests.
 """
 
 import re
