@@ -102,6 +102,18 @@ BASES["granite"] = _SIZES | {
     "residual_multiplier": 0.7,
     "logits_scaling": 0.9,
 }
+BASES["granitemoehybrid"] = {
+    key: value
+    for key, value in BASES["granite"].items()
+    if key not in ("mlp_bias", "intermediate_size")
+} | {
+    "layer_types": ["attention"] * 2,
+    "num_local_experts": 0,
+    "mamba_n_heads": 1,
+    "shared_intermediate_size": 40,
+    "position_embedding_type": "rope",
+}
+BASES["seed_oss"] = _SIZES | {"attention_bias": True, "mlp_bias": False, "pad_token_id": 0}
 BASES["ministral3"] = {key: value for key, value in _SIZES.items() if key != "rope_theta"} | {
     "sliding_window": None,
     "pad_token_id": 0,
@@ -300,6 +312,7 @@ def variants() -> list[Variant]:
             "deepseek_v3": _latent,
             "glm4_moe_lite": _latent,
             "granite": _granite,
+            "granitemoehybrid": _granite_hybrid,
             "ministral3": _ministral3,
             "nemotron_h": _nemotron,
         }.get(family, _windows)
@@ -330,8 +343,8 @@ def _sizes(family: str) -> Iterator[Row]:
     yield "1 head of keys", {"num_key_value_heads": 1}, "as many keys" if latent else ""
     yield "4 heads of keys", {"num_key_value_heads": 4}, ""
     yield "3 heads of keys", {"num_key_value_heads": 3}, "cannot share"
-    one_each = ("llama", "olmo2", "olmo3", "phi3", "granite")
-    nullable = family in (*one_each, "deepseek_v3", "qwen2", "qwen3", "smollm3")
+    one_each = ("llama", "olmo2", "olmo3", "phi3", "granite", "granitemoehybrid")
+    nullable = family in (*one_each, "deepseek_v3", "qwen2", "qwen3", "smollm3", "seed_oss")
     yield (
         "null heads of keys",
         {"num_key_value_heads": None},
@@ -339,6 +352,7 @@ def _sizes(family: str) -> Iterator[Row]:
     )
     left_out = {"qwen2": 32, "qwen3": 32, "mixtral": 8, "mistral": 8, "gpt_oss": 8}.get(family, 4)
     others = {"ministral3": 8, "deepseek_v3": 128, "glm4_moe_lite": 20, "nemotron_h": 8}
+    others["seed_oss"] = 8
     left_out = others.get(family, left_out)
     for heads in (4, 8, 32):
         shared = heads % (heads if family in one_each else left_out) == 0
@@ -348,7 +362,7 @@ def _sizes(family: str) -> Iterator[Row]:
     yield (
         "null head_dim",
         {"head_dim": None},
-        "" if family in ("llama", "mixtral", "mistral") else "head_dim",
+        "" if family in ("llama", "mixtral", "mistral", "seed_oss") else "head_dim",
     )
     yield (
         "head_dim 20",
@@ -539,7 +553,8 @@ def _windows(family: str) -> Iterator[Row]:
     """Sliding windows: of all layers, of some, of none; and layer types that say something else."""
     flagged = family.startswith(("qwen", "smollm"))
     everywhere = family in ("qwen3_moe", "mixtral", "mistral", "ministral3", "phi3")
-    never = family in ("llama", "olmo2", "glm4", "granite", "deepseek_v3", "glm4_moe_lite")
+    never = family in ("llama", "olmo2", "glm4", "granite", "seed_oss")
+    never = never or family in ("deepseek_v3", "glm4_moe_lite")
     for size in (8, CONTEXT - 1, CONTEXT, 4 * CONTEXT, None):
         change = {"sliding_window": size, "use_sliding_window": False}
         yield f"sliding_window {size}", change, ""
@@ -919,6 +934,20 @@ def _granite(family: str) -> Iterator[Row]:
         yield f"{key} 0", {key: 0}, f"{key} must be a number above 0"
         yield f"{key} as text", {key: "2"}, f"{key} must be a number above 0"
         yield f"null {key}", {key: None}, f"{key} must be a number above 0"
+
+
+def _granite_hybrid(family: str) -> Iterator[Row]:
+    """Layers that have attention alone, and no experts; rotary embedding in all or in none."""
+    for kind in ("full_attention", "attention"):
+        yield f"layers {kind}", {"layer_types": [kind] * 2}, ""
+    for kind in ("mamba", "linear_attention", "sliding_attention"):
+        yield f"a layer {kind}", {"layer_types": ["attention", kind]}, "whose layers all have atten"
+    yield "layer_types left out", {"layer_types": _LEFT_OUT}, "layer_types has 'mamba'"
+    for count in (2, _LEFT_OUT):
+        yield f"experts {count}", {"num_local_experts": count}, "models without experts are read"
+    yield "unrotated", {"position_embedding_type": None}, ""
+    yield "another rotation", {"position_embedding_type": "alibi"}, "must be rope or null"
+    yield "another intermediate_size", {"intermediate_size": 44}, ""
 
 
 def _ministral3(family: str) -> Iterator[Row]:

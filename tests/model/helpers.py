@@ -171,6 +171,14 @@ _GRANITE = {
     "residual_multiplier": 0.6,
     "logits_scaling": 0.8,
 }
+_GRANITE_4 = {
+    **_GRANITE,
+    "layer_types": ["attention"] * 3,
+    "num_local_experts": 0,
+    "mamba_n_heads": 1,
+    "shared_intermediate_size": 40,
+    "position_embedding_type": "rope",
+}
 _MINISTRAL = {
     **_YARN,
     "mscale": 1.0,
@@ -294,6 +302,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": _LLAMA3,
             "tie_word_embeddings": True,
         },
+    ),
+    "granite-hybrid": ("GraniteMoeHybrid", _GRANITE_4),
+    "granite-hybrid-unrotated": (
+        "GraniteMoeHybrid",
+        {
+            **_GRANITE_4,
+            "position_embedding_type": None,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "seed-oss": ("SeedOss", {"head_dim": 20, **_PAD}),
+    "seed-oss-plain": (
+        "SeedOss",
+        {"head_dim": 12, "attention_bias": False, "mlp_bias": True, "rope_parameters": _LLAMA3},
     ),
     "ministral3": ("Ministral3", {"head_dim": 20, "rope_parameters": _MINISTRAL, **_PAD}),
     "ministral3-windows": (

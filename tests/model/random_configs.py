@@ -124,6 +124,10 @@ def _kinds(drawn: random.Random, family: str, layers: int) -> dict[str, Any]:
         found["mlp_layer_types"] = [drawn.choice(("dense", "sparse")) for _ in range(layers)]
     if table.unrotated is not None:
         found["no_rope_layers"] = [drawn.randint(0, 1) for _ in range(layers)]
+    if family == "granitemoehybrid":
+        found["layer_types"] = ["attention"] * layers
+        found["num_local_experts"] = 0
+        found["position_embedding_type"] = drawn.choice(("rope", None, _LEFT_OUT))
     if family == "qwen3_moe":
         found["mlp_only_layers"] = [layer for layer in range(layers) if drawn.random() < 0.4]
         found["decoder_sparse_step"] = drawn.choice((1, 2, _LEFT_OUT))

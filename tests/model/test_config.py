@@ -101,8 +101,16 @@ def test_a_sliding_window_that_no_layer_uses(unused: dict) -> None:
             r"'gemma2' \(its scores and logits are capped; the nearest that is read is gemma3_text\)",
         ),
         (
-            {"model_type": "granitemoehybrid"},
-            r"beside Mamba-2 layers; the nearest that is read is nemotron_h\)",
+            {"model_type": "granitemoehybrid", "layer_types": ["attention", "mamba"]},
+            "layer_types has 'mamba': of granitemoehybrid, models whose layers all have attention",
+        ),
+        (
+            {"model_type": "granitemoehybrid"},  # whose layers are Mamba's where nothing is said
+            "layer_types has 'mamba'",
+        ),
+        (
+            {"model_type": "granitemoehybrid", "layer_types": ["attention"] * 2},
+            "num_local_experts 8: of granitemoehybrid, models without experts",
         ),
         ({"model_type": "qwen2_moe"}, r"\(the nearest that is read is qwen\d_moe\): supported"),
         ({"model_type": None, "architectures": ["Mamba"]}, "unsupported architecture 'Mamba'"),

@@ -137,7 +137,8 @@ class Family:
     where all layers' are alike. `layer_embeddings`: layers may have
     their own embeddings, and read the keys of others (`hub/layer_inputs.py`), and this stands
     for the embeddings' width; None where they do neither. `checks` raise for a config.json, and its
-    name, that has what is not here.
+    name, that has what is not here. `inner_key`: config.json's key of an MLP's width; `more_keys`
+    are keys that it has beside those of all families, made of these.
     """
 
     architecture: str
@@ -175,6 +176,8 @@ class Family:
     global_head_dim: int | None = None
     layer_embeddings: int | None = None
     checks: tuple[Callable[[Mapping[str, Any], str], None], ...] = ()
+    inner_key: str = "intermediate_size"
+    more_keys: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     wrappers: tuple[str, ...] = ()
     opened_alone: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)

@@ -97,7 +97,7 @@ def _layer_kinds(values: Mapping[str, Any], where: str, layers: int) -> list[str
             f"{where}: layer_types must name the attention of each of {layers} layers"
         )
     for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
+        if kind not in ("full_attention", "sliding_attention", "attention"):  # Granite's word
             raise IsobitError(
                 f"{where}: layer_types: {kind!r:.80} is not supported: supported are "
                 "full_attention and sliding_attention"

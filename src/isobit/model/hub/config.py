@@ -359,7 +359,7 @@ class ModelConfig:
             family=name,
             vocab_size=vocabulary,
             hidden_size=hidden,
-            intermediate_size=whole(values, "intermediate_size", where)
+            intermediate_size=whole(values, family.inner_key, where)
             if experts is None or family.dense_mlp
             else experts.intermediate_size,
             num_layers=layers,
@@ -402,7 +402,7 @@ class ModelConfig:
             "model_type": self.family,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
-            **({"intermediate_size": self.intermediate_size} if family.dense_mlp else {}),
+            **({family.inner_key: self.intermediate_size} if family.dense_mlp else {}),
             "num_hidden_layers": self.num_layers,
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
@@ -455,7 +455,7 @@ class ModelConfig:
             values[_CAP] = self.logit_cap
         if family.layer_embeddings is not None:
             values |= self.inputs.to_hf(self.vocab_size)
-        return values
+        return values if family.more_keys is None else values | family.more_keys(values)
 
 
 def _with_own_heads(config: ModelConfig, values: Mapping[str, Any], where: str) -> ModelConfig:

@@ -103,7 +103,7 @@ def architecture_of(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConf
         linear=linear,
         unrotated=()
         if family.unrotated is None
-        else family.unrotated({}, "model.init", init.num_layers),
+        else family.unrotated({"position_embedding_type": "rope"}, "model.init", init.num_layers),
         tie_embeddings=init.tie_embeddings,
         max_positions=init.max_positions,
         eos_ids=tokenizer.eos_ids,

@@ -1,33 +1,18 @@
 """What LiveCodeBench runs before each program: imports that a solution may leave out.
 
-Source: Jain et al. 2024, `lcb_runner.evaluation.testing_util` (import_string).
+Source: Jain et al. 2024, `import_string` of its tests.
 """
 
 import re
 
-_ALL = [
-    "string",
-    "re",
-    "datetime",
-    "collections",
-    "heapq",
-    "bisect",
-    "copy",
-    "math",
-    "random",
-    "statistics",
-    "itertools",
-    "functools",
-    "operator",
-    "io",
-    "sys",
-    "json",
-    "builtins",
-    "typing",
-]
+_TYPES = ("builtins", "typing")
+_ALL = (
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random"),
+    *("statistics", "itertools", "functools", "operator", "io", "sys", "json"),
+)
 _IMPORTS = "".join(
-    [f"from {name} import *\n" for name in _ALL]
-    + [f"import {name}\n" for name in _ALL[:-2]]
+    [f"from {name} import *\n" for name in (*_ALL, *_TYPES)]
+    + [f"import {name}\n" for name in _ALL]
     + ["sys.setrecursionlimit(50000)\n"]
 )
 _FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
