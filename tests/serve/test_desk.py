@@ -245,7 +245,10 @@ def test_a_text_that_fits_no_prompt_is_not_encoded(
         assert found.status_code == 400
         error = found.json()["error"]
         assert error["param"] == key
-        assert "characters has more tokens than the model's context of 256" in error["message"]
+        assert (
+            "characters has more tokens than the model's maximum context length of 256"
+            in error["message"]
+        )
     assert max(longest, default=0) <= 16 * 256
     found = server.post("/v1/completions", {"prompt": "a" * 1000})
     assert found.status_code == 400

@@ -198,7 +198,8 @@ def test_errors_in_openai_s_words(client: openai.OpenAI, server: Running) -> Non
         ({"prompt": [99999]}, "token id 99999 is not in the model's vocabulary"),
         (
             {"prompt": "a" * 300},
-            "prompt has 300 tokens, but the model's context of 256 takes at most 255",
+            "maximum context length is 256 tokens, of which an answer needs one at least, but the "
+            "prompt has 300 tokens",
         ),
         ({"temperature": -1}, "temperature: expected at least 0"),
         ({"temperature": 1e299}, "temperature: expected at most 100"),
@@ -237,8 +238,23 @@ def test_errors_in_openai_s_words(client: openai.OpenAI, server: Running) -> Non
         ),
         ({"top_logprobs": 3}, "top_logprobs: set logprobs to true beside it"),
         (
-            {"tools": TOOLS, "parallel_tool_calls": False},
-            "parallel_tool_calls: only True is offered, got False",
+            {"extra_body": {"continue_final_message": True}},
+            "continue_final_message: only False is offered",
+        ),
+        (
+            {"extra_body": {"add_generation_prompt": False}},
+            "add_generation_prompt: only True is offered",
+        ),
+        (
+            {
+                "messages": [{"role": "assistant", "content": "a"}],
+                "extra_body": {"continue_final_message": False},
+            },
+            "continue_final_message: only True is offered where the last message is of role assistant",
+        ),
+        (
+            {"extra_body": {"include_stop_str_in_output": True}},
+            "include_stop_str_in_output: only False is offered",
         ),
         ({"messages": [{"role": "user", "content": "~"}]}, "the tokenizer cannot encode"),
     ):
@@ -276,6 +292,43 @@ def test_numbers_that_are_not_finite_are_refused(server: Running, path: str, bod
     found = server.post(path, content=body.replace("NUMBER", "1e308").encode())
     assert found.status_code in (200, 400)
     assert "finite number" not in found.text
+
+
+def test_a_request_beyond_the_context_has_the_code_that_clients_look_for(server: Running) -> None:
+    """A prompt that fills it, one that is surely longer, and an answer that does not fit behind one.
+    The control is another mistake."""
+    said = [{"role": "user", "content": "a" * 300}]
+    for path, given, code in (
+        ("/v1/completions", {"prompt": "a" * 300}, "context_length_exceeded"),
+        ("/v1/completions", {"prompt": "a" * 256}, "context_length_exceeded"),
+        ("/v1/completions", {"prompt": "a" * 30_000}, "context_length_exceeded"),
+        ("/v1/completions", {"prompt": "abc", "max_tokens": 300}, "context_length_exceeded"),
+        ("/v1/chat/completions", {"messages": said}, "context_length_exceeded"),
+        ("/v1/chat/completions", {"messages": said, "stream": True}, "context_length_exceeded"),
+        ("/v1/completions", {"prompt": "abc", "n": 0}, None),
+    ):
+        answer = server.post(path, {"model": "tiny", **given})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, code)
+        assert ("maximum context length" in error["message"]) == (code is not None)
+
+
+def test_keys_that_ask_for_what_is_done_are_taken(server: Running) -> None:
+    """The controls, refused by name, are among the errors in OpenAI's words."""
+    continued = [*MESSAGES, {"role": "assistant", "content": "a"}]
+    given: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 2, "seed": 3}
+    plain = server.post("/v1/chat/completions", given).json()["choices"]
+    for key, value in (
+        ("parallel_tool_calls", False), ("add_generation_prompt", True), ("detokenize", True),
+        ("include_stop_str_in_output", False), ("continue_final_message", False),
+        ("include_reasoning", True), ("allowed_token_ids", None), ("bad_words", []),
+        ("presence_penalty", 0.0), ("add_special_tokens", False),
+    ):  # fmt: skip
+        assert server.post("/v1/chat/completions", given | {key: value}).json()["choices"] == plain
+    given["messages"] = continued
+    plain = server.post("/v1/chat/completions", given).json()["choices"]
+    asked = given | {"continue_final_message": True, "add_generation_prompt": False}
+    assert server.post("/v1/chat/completions", asked).json()["choices"] == plain
 
 
 def test_what_foreign_text_spells_is_text(server: Running) -> None:

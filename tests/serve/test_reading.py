@@ -2,7 +2,7 @@
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -249,6 +249,17 @@ def test_streams_are_what_is_read(name: str) -> None:
                 assert turn.reasoning == message.get("reasoning_content", ""), text
                 if tools and not turn.problems:
                     assert turn.content == (message["content"] or ""), text
+
+
+def test_a_client_may_ask_for_one_call() -> None:
+    """The control asks for all."""
+    tokenizer = tokenizer_of()
+    ids = tokenizer.encode(TABLE["hermes"].two)
+    answer = Completion(0, 0, [1], ids, tokenizer.decode(ids), [0.0] * len(ids), "stop", 0)
+    for one_call, count in ((True, 1), (False, 2)):
+        asked = Asked("m", tokenizer, [[1]], Sampling(), True, form=FORMATS["hermes"], tools=TOOLS)
+        _, message = replace(asked, one_call=one_call).message(answer)
+        assert [call["function"]["name"] for call in message["tool_calls"]] == ["f", "g"][:count]
 
 
 def test_what_a_user_spells_begins_no_thoughts() -> None:

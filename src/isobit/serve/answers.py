@@ -25,9 +25,10 @@ _Shown = tuple[int, str, float]  # a token, its text or name, its log-probabilit
 @dataclass(frozen=True, eq=False)
 class Asked:
     """A request that is being answered. `chat`: messages, and not a text; `form`: how the model
-    writes messages and calls; `tools`: the tools of the request, whose calls are read; `told`: what
-    the answer tells of its prompts; `texts`: of the prompts, None for one that was given as tokens;
-    `sampled`: False where the answer tells of the prompts alone; `salt`: of cached pages."""
+    writes messages and calls; `tools`: the tools of the request, whose calls are read, or
+    `one_call` alone; `told`: what the answer tells of its prompts; `texts`: of the prompts, None for
+    one that was given as tokens; `sampled`: False where the answer tells of the prompts alone;
+    `salt`: of cached pages."""
 
     model: str
     tokenizer: Tokenizer
@@ -39,6 +40,7 @@ class Asked:
     tokens_by_id: bool = False
     form: ToolFormat | None = None
     tools: Tools = ()
+    one_call: bool = False
     told: Told = field(default_factory=Told)
     texts: Sequence[str | None] = ()
     sampled: bool = True
@@ -138,7 +140,8 @@ class Asked:
             message[REASONING] = reply.reasoning
         if not reply.calls:
             return completion.finish_reason, message
-        calls = {"content": reply.content or None, "tool_calls": as_openai(reply.calls)}
+        told = reply.calls[:1] if self.one_call else reply.calls
+        calls = {"content": reply.content or None, "tool_calls": as_openai(told)}
         return "tool_calls", message | calls
 
     def _reply(self, completion: Completion) -> Reply:

@@ -13,11 +13,13 @@ from isobit.data.messages import arguments_of
 from isobit.data.turns import Call
 from isobit.model.text.template_tools import writes_tools
 from isobit.model.text.tokenizer import Tokenizer
-from isobit.serve.requests import BadRequest
+from isobit.serve.requests import BadRequest, Fields
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MOST_MESSAGES = 4096
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
+VARIABLES = ("tools", "tool_choice", "chat_template_kwargs")
+"""The keys of a request that `variables_of` takes."""
 Message = dict[str, Any]
 
 
@@ -93,6 +95,21 @@ def variables_of(tools: Any, choice: Any, given: Any) -> dict[str, Any]:
         )
     offered = {} if not tools or choice == "none" else {"tools": tools}
     return {**(given or {}), **offered}
+
+
+def wants_one_call(messages: Sequence[Message], fields: Fields) -> bool:
+    """Return whether a client wants one call at most. Raises BadRequest for vLLM's
+    `add_generation_prompt` and `continue_final_message` where they ask for what is not done: a last
+    message of the assistant is continued, and no other one."""
+    last = messages[-1]["role"] == "assistant"
+    for key, right in (("add_generation_prompt", not last), ("continue_final_message", last)):
+        if fields.flag(key, right) is not right:
+            raise BadRequest(
+                f"{key}: only {right} is offered where the last message is of role "
+                f"{messages[-1]['role']}: the assistant's is continued",
+                key,
+            )
+    return not fields.flag("parallel_tool_calls", True)
 
 
 def check_tools(

@@ -130,8 +130,7 @@ class OpenAI:
         model = fields.text("model")
         adapter = gateway.adapter_of(model)
         messages = await self._at_desk(request, chat.messages_of, fields.take("messages"))
-        tools, choice = fields.take("tools"), fields.take("tool_choice")
-        variables = chat.variables_of(tools, choice, fields.take("chat_template_kwargs"))
+        variables = chat.variables_of(*map(fields.take, chat.VARIABLES))
         sampling = sampling_of(fields, gateway.limits, gateway.model.config.max_positions)
         logprobs, shown = fields.flag("logprobs"), _shown(fields)
         sampling = _with_top(sampling, fields, "top_logprobs")
@@ -139,6 +138,7 @@ class OpenAI:
             raise BadRequest("top_logprobs: set logprobs to true beside it", "top_logprobs")
         stream, usage = _stream_of(fields)
         told, salt = Told.of(fields), salt_of(fields)
+        one_call = chat.wants_one_call(messages, fields)
         fields.finish()
         session = request.headers.get("x-session-id")
         if session is not None and (sampling.n != 1 or not 0 < len(session) <= _LONGEST_SESSION):
@@ -159,6 +159,7 @@ class OpenAI:
             *shown,
             form=gateway.tools,
             tools=variables.get("tools", ()),
+            one_call=one_call,
             told=told,
             salt=salt,
         )

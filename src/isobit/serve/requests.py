@@ -16,17 +16,27 @@ from isobit.errors import IsobitError, brief, did_you_mean
 from isobit.options.declare import at_least
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
     "best_of": (1,),
+    "continue_final_message": (False,),
+    "detokenize": (True,),
     "echo": (False,),
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
     "logit_bias": ({},),
     "min_tokens": (0,),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
+    "parallel_tool_calls": (True, False),
     "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
+    "return_token_offsets": (False,),
+    "return_weight_versions": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
@@ -78,12 +88,14 @@ class Limits:
 
 
 class BadRequest(IsobitError):
-    """An error of a request that cannot be done: the `status` of HTTP, and as `param` the key that
-    is wrong."""
+    """An error of a request that cannot be done: the `status` of HTTP, as `param` the key that is
+    wrong, and a `code` by which clients tell errors apart."""
 
-    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+    def __init__(
+        self, message: str, param: str | None = None, status: int = 400, code: str | None = None
+    ) -> None:
         super().__init__(message)
-        self.param, self.status = param, status
+        self.param, self.status, self.code = param, status, code
 
 
 class Fields:
@@ -181,18 +193,29 @@ def salt_of(fields: Fields) -> bytes | None:
 
 
 def check_length(fields: Fields, prompts: Sequence[Sequence[int]], positions: int) -> None:
-    """Raise BadRequest, in vLLM's words, where a request names more tokens than a context of
-    `positions` has behind one of its prompts. A prompt that fills the context passes here, and is
-    refused by the engine."""
-    wanted = fields.take("max_completion_tokens", fields.take("max_tokens")) or 0
+    """Raise BadRequest, in words and with a code by which clients know it, where a prompt fills a
+    context of `positions`, or a request names more tokens than there are behind one."""
+    wanted = fields.take("max_completion_tokens", fields.take("max_tokens"))
+    least, wanted = (0 if wanted == 0 else 1), wanted or 0
     for length in map(len, prompts):
-        if length < positions < length + wanted:
-            raise BadRequest(
+        if length + least > positions:
+            raise too_long(
+                f"This model's maximum context length is {positions} tokens, of which an answer needs "
+                f"one at least, but the prompt has {length} tokens.",
+                "prompt",
+            )
+        if positions < length + wanted:
+            raise too_long(
                 f"'max_tokens' or 'max_completion_tokens' is too large: {wanted}. This model's "
                 f"maximum context length is {positions} tokens and your request has {length} input "
                 f"tokens ({wanted} > {positions} - {length}).",
                 "max_tokens",
             )
+
+
+def too_long(message: str, param: str) -> BadRequest:
+    """Return the error of a request that exceeds the model's context."""
+    return BadRequest(message, param, code="context_length_exceeded")
 
 
 def token_list(value: Any, key: str) -> list[int]:

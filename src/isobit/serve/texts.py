@@ -1,7 +1,7 @@
 """Bounds on the length of a client's text, checked before the text is encoded."""
 
 from isobit.model.text.tokenizer import Check, Tokenizer
-from isobit.serve.requests import BadRequest
+from isobit.serve.requests import BadRequest, too_long
 
 _MOST_CHARACTERS = 1 << 20  # of a text that is encoded to count its tokens
 
@@ -12,9 +12,9 @@ def check_prompt(tokenizer: Tokenizer, positions: int, key: str) -> Check:
 
     def check(text: str) -> None:
         if tokenizer.surely_longer(text, positions):
-            raise BadRequest(
-                f"{key}: a text of {len(text):,} characters has more tokens than the model's "
-                f"context of {positions:,}; send a shorter one",
+            raise too_long(
+                f"{key}: a text of {len(text):,} characters has more tokens than the model's maximum "
+                f"context length of {positions:,}; send a shorter one",
                 key,
             )
 

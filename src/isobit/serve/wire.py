@@ -37,8 +37,9 @@ _TYPES = {
 def error_value(error: Exception) -> tuple[int, dict[str, Any]]:
     """Return the (status, body) of an error. A fault of the server's is logged, and not shown."""
     status, param, message = 500, None, "the server failed; its log says why"
+    code = None
     if isinstance(error, BadRequest):
-        status, param, message = error.status, error.param, str(error)
+        status, param, message, code = error.status, error.param, str(error), error.code
     elif isinstance(error, Refused):
         status, message = error.status, str(error)
     elif isinstance(error, IsobitError):  # a full disk is not the client's
@@ -48,7 +49,7 @@ def error_value(error: Exception) -> tuple[int, dict[str, Any]]:
     else:
         _LOG.error("a request failed", exc_info=error)
     default = "invalid_request_error" if status < 500 else "server_error"
-    value = {"message": message, "type": _TYPES.get(status, default), "param": param, "code": None}
+    value = {"message": message, "type": _TYPES.get(status, default), "param": param, "code": code}
     return status, {"error": value}
 
 
