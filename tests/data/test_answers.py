@@ -178,12 +178,20 @@ def test_given_completions_are_answers_or_refused(tmp_path: Path, run_isobit: Ru
 
 
 # where rows of strangers are read, scored and learned from
-ROOMS = ("data", "tasks", "rewards", "evaluation", "training", "cli/commands/evaluate.py")
+ROOMS = (
+    "data",
+    "tasks/builtin",
+    "tasks/rewards",
+    "evaluation",
+    "training",
+    "cli/commands/evaluate.py",
+)
 KNOWN = {
     "data/answers.py": {"str(value)"},  # numbers, of a right answer
     "data/arrow_rows.py": {"str(value)"},  # a decimal number
-    "rewards/built.py": {"{place}"},  # of a row, whose name is text
-    "rewards/own_options.py": {"{name}"},  # of an option, which is text
+    "data/episodes.py": {"str(name)"},  # of a function in an episode, which is text
+    "tasks/rewards/built.py": {"{place}"},  # of a row, whose name is text
+    "tasks/rewards/own_options.py": {"{name}"},  # of an option, which is text
     # what is searched for addresses of memory, and shown nowhere
     "training/rollouts/problems.py": {"str(episode.prompt[-1].get('content', ''))"},
     "training/running/inputs.py": {"{name}"},  # of a key of a config

@@ -43,7 +43,7 @@ def _unrotated(values: Mapping[str, Any], where: str, layers: int) -> tuple[int,
     return () if kind == "rope" else tuple(range(layers))
 
 
-def _more_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+def _more_keys(values: dict[str, Any]) -> dict[str, Any]:
     return {
         "layer_types": ["attention"] * values["num_hidden_layers"],
         "num_local_experts": 0,
