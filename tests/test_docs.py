@@ -112,13 +112,11 @@ python listen.py --port {port}
 
 
 def test_a_pages_clients_ask_where_its_server_listens() -> None:
-    page = "isobit serve x --port 8765\nhttp://127.0.0.1:8765/v1 18765 serve.port=9000 :9000"
-    found = with_free_ports(page)
+    page = "isobit serve x --port {0}\nhttp://127.0.0.1:{0}/v1 18765 serve.port={1} :{1}"
+    found = with_free_ports(page.format(8765, 9000))
     first, second = re.findall(r"(?:--port |serve.port=)(\d+)", found)
     assert len({first, second} - {"8765", "9000"}) == 2
-    assert found == page.replace(" 8765", f" {first}").replace(":8765", f":{first}").replace(
-        "9000", second
-    )
+    assert found == page.format(first, second)
 
 
 def test_a_page_is_followed_in_order(tmp_path: Path) -> None:
