@@ -156,7 +156,7 @@ def test_without_its_session_and_signals_the_cage_is_ended(
     wall: str, attack: str, tmp_path: Path
 ) -> None:
     """In a session of its own, since such an attack reaches the whole process group."""
-    jail = tmp_path / "isobit" / "rewards" / "sandbox" / "jail.py"
+    jail = tmp_path / "isobit" / "tasks" / "rewards" / "sandbox" / "jail.py"
     shutil.copytree(Path(launch.__file__).parent, jail.parent)
     source = jail.read_text()
     assert source.count(wall) == 1
