@@ -31,6 +31,8 @@ _EVERYTHING |= {"ROOT", "SOURCE", "isobit.__file__"}
 tree."""
 _FIRST = ROOT / "src/isobit/run/early_interrupt.py"
 """What the package itself imports, whatever of it a test imports."""
+_ALIASES = ROOT / "src/isobit/moved.py"
+"""So is this; what it names is imported by old names alone, which no test here uses."""
 _MODEL = "base_model"
 """A fixture that every test may name, and that comes of `models.py`."""
 
@@ -120,7 +122,9 @@ def reached_by_test(path: Path) -> frozenset[Path] | None:
     names = set[str]().union(*(_used(each) for each in found if ROOT / "tests" in each.parents))
     if names & _EVERYTHING:
         return None
-    return reached([*found, ROOT / "tests/models.py"]) if _MODEL in names else found
+    if _MODEL in names:
+        found = reached([*found, ROOT / "tests/models.py"])
+    return found | {_ALIASES}
 
 
 @functools.cache
