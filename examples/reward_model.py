@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from isobit.kernels import Layout
 from isobit.model import RewardModel
+from isobit.run.directory import model_directory
 
 TRAINED, HELD_OUT, RIDGE = 2048, 512, 1.0
 
@@ -44,7 +45,9 @@ def features(model: RewardModel, texts: list[str]) -> torch.Tensor:
 
 
 def main(base: str, out: str) -> None:
-    shutil.copytree(base, out, dirs_exist_ok=True)
+    source = model_directory(Path(base))  # of a run its newest checkpoint
+    moments = shutil.ignore_patterns("trainer", "manifest.json")
+    shutil.copytree(source, out, ignore=moments, dirs_exist_ok=True)
     folder = Path(out)
     config = json.loads((folder / "config.json").read_text())
     family = config["architectures"][0].removesuffix("ForCausalLM")

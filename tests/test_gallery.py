@@ -112,3 +112,7 @@ def test_the_whole_pipeline_runs_in_fp8_as_its_config_says(
         expected = last["reward/function/correct"] + weight * judged
         assert judged != 0
         assert last["reward/mean"] == pytest.approx(expected, abs=1e-5)
+    judge = tmp_path / "judge-of-a-run"
+    printed = succeed(f"python examples/reward_model.py {tmp_path / '0.0'} {judge}", ROOT)
+    assert "prefers the right sum" in printed
+    assert not (judge / "trainer").exists()
