@@ -154,3 +154,27 @@ def test_unified_runs_have_no_mismatch() -> None:
     for (_, arm), runs in arms_of(results("on-policy")["runs"]).items():
         zero = all(value == 0 for one in runs for value in one["kl_k3"])
         assert zero == (arm in ("bf16", "fp8", "fp8-unified")), arm
+
+
+def test_the_distances_at_256_tokens_are_those_of_each_step() -> None:
+    """As a control the table of other numbers is another one."""
+    found = json.loads((RESULTS / "stories_256.json").read_text())["precisions"]
+    for name in ("fp8", "fp8-unified"):
+        assert not any(found[name]["kl_k3"]), name
+
+    def lines() -> list[str]:
+        made = []
+        for name, arm in found.items():
+            assert len(arm["kl_k3"]) == len(arm["largest_difference"]) == 9
+            distances = (sum(arm["kl_k3"]) / 9, max(arm["kl_k3"]))
+            cells = [f"{value:.1e}".replace("e-0", "e-") if value else "0" for value in distances]
+            largest = max(arm["largest_difference"])
+            cells.append(f"{largest:.2f}" if largest else "0")
+            made.append(f"| `{name}` | {' | '.join(cells)} |")
+        return made
+
+    written = PAGE.read_text().partition("<!-- table: stories, 256 tokens -->")[2]
+    written = written.partition("<!-- end -->")[0]
+    assert written.strip().splitlines()[2:] == lines()
+    found["fp8-e2e"]["kl_k3"][0] *= 2
+    assert written.strip().splitlines()[2:] != lines()
