@@ -39,8 +39,8 @@ def standard_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def arguments_of(value: Any) -> Any:
-    """Return the arguments of a call: an object, also of null, of an empty text and of the JSON text
-    of an object. Any other value stays as it is."""
+    """Return the arguments of a call as an object: {} for null and empty text, a JSON text parsed.
+    A value that is none of these stays as it is."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return {}
     if isinstance(value, str):
@@ -108,7 +108,7 @@ def _tool(tool: Any) -> dict[str, Any]:
 
 
 def _parsed(value: Any) -> Any:
-    """Return the value of a JSON text; another text, and what is no text, as it is."""
+    """Return the value of a JSON text, and any other value unchanged."""
     try:
         return parse_json(value) if isinstance(value, str) and value.strip() else value
     except BadJson:

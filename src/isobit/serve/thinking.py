@@ -127,12 +127,11 @@ class _Parts:
     def _think(self) -> Certain:
         close = CLOSES[self._inside]
         spelled = close not in self._special
-        place = self._held.find(close) if spelled else -1
         if self._label:
             if self._held != self._label and self._label.startswith(self._held):
                 return []
             self._held, self._label = self._held.removeprefix(self._label), ""
-            place = self._held.find(close) if spelled else -1
+        place = self._held.find(close) if spelled else -1
         if place >= 0:
             return self._end(self._held[:place], self._held[place + len(close) :])
         if self._skips:
