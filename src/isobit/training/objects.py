@@ -143,6 +143,9 @@ class Given:
         return [(key, what, table) for key, what, table in both if table is not None]
 
 
+NOTHING_GIVEN = Given()
+
+
 def measured(
     measure: Measure, samples: Sequence[Sample], advantages: Sequence[Advantage]
 ) -> dict[str, float]:

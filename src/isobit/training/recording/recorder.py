@@ -10,12 +10,13 @@ from typing import Any, Protocol
 
 from isobit.config import Config, SftConfig
 from isobit.evaluation.early_stop import STOPPED, EarlyStop
-from isobit.monitor.screen import Display, Shown
+from isobit.monitor.screen import Shown
 from isobit.monitor.trackers.process import Trackers
 from isobit.rl.algorithm.credit import StepBatch
-from isobit.run.directory import METRICS, RunDirectory, read_jsonl
+from isobit.run.directory import METRICS, read_jsonl
 from isobit.run.metrics import of_an_evaluation
 from isobit.run.rows import warn
+from isobit.training.context import RunContext
 from isobit.training.learning import Lesson
 from isobit.training.measuring.meter import added
 from isobit.training.measuring.statistics import rollout_rates
@@ -23,9 +24,6 @@ from isobit.training.objects import OnStep
 from isobit.training.policy import Synced
 from isobit.training.recording.evaluating import Evaluating, evaluated_only_as_the_last
 from isobit.training.saving.certificate import Certificate
-from isobit.training.saving.checkpoint import Trained
-from isobit.training.saving.saver import Saver
-from isobit.training.saving.snapshot import State
 
 
 class Learned(Protocol):
@@ -49,22 +47,18 @@ class Recorder:
     def __init__(
         self,
         config: Config | SftConfig,
-        run: RunDirectory,
-        state: State,
-        trained: Trained,
-        saver: Saver,
+        context: RunContext,
         learned: Learned,
         evaluating: Evaluating,
         memory: Callable[[], dict[str, float]],
-        display: Display,
         trackers: Trackers,
         callbacks: Sequence[OnStep],
     ) -> None:
-        self._config, self._run, self._state, self._trained = config, run, state, trained
-        self._saver, self._learned = saver, learned
-        self._evaluating, self._memory = evaluating, memory
-        self._display, self._trackers, self._callbacks = display, trackers, callbacks
-        self._certificate = Certificate(config, trained.model)
+        self._config, self._run, self._state = config, context.run, context.state
+        self._trained, self._saver, self._display = context.trained, context.saver, context.display
+        self._learned, self._evaluating, self._memory = learned, evaluating, memory
+        self._trackers, self._callbacks = trackers, callbacks
+        self._certificate = Certificate(config, context.trained.model)
         self._stop = EarlyStop(config.evaluation)
 
     @property

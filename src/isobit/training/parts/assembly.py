@@ -1,11 +1,12 @@
 """Open what a config names: models, task, rewards, engine, optimizer, learner.
 
 Everything here runs before a run directory is written, so that a user's mistake costs nothing. Left
-out: the directory (`opening.py`).
+out: the directory (`run.py`).
 """
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -13,9 +14,11 @@ from types import MappingProxyType
 from typing import Any
 
 from isobit.config import Config
+from isobit.data.dataset import Example
+from isobit.data.episodes import RecordedEnvironments
+from isobit.data.turns import Environments
 from isobit.distributed import ALONE, Ranks
 from isobit.distributed.launch import check_alike
-from isobit.engine.calibration import Calibrator
 from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import Engine
 from isobit.engine.prompts import Prompt
@@ -31,29 +34,28 @@ from isobit.monitor.trackers.process import check_trackers
 from isobit.options.declare import plain
 from isobit.rl import ResolvedObjective
 from isobit.rl.algorithm.functions import check_functions
-from isobit.rl.algorithm.replay import ReplayBuffer
-from isobit.rl.learner.learner import Learner
 from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.tasks.builtin import Task, load_task
-from isobit.training.adapting import load_trained, model_named
+from isobit.tasks.environments.pool import EnvironmentPool
 from isobit.training.measuring.agreement import unlike
 from isobit.training.objects import NO_OBJECTS, Objects
-from isobit.training.parts import Parts
+from isobit.training.parts.base import cached_model
+from isobit.training.parts.learner import frozen_reference, trained_by, with_micro_batches
+from isobit.training.parts.model import load_trained, model_named
+from isobit.training.parts.sampled import SampledParts
 from isobit.training.plan.advice import cannot_fit
 from isobit.training.plan.host import this_machine
 from isobit.training.plan.job import architecture, job_with
-from isobit.training.plan.memory import fitting_tokens
 from isobit.training.recording.evaluating import require_held_out
-from isobit.training.resolved import Resolved, in_steps, resolve
+from isobit.training.rollouts.asynchronous import open_fleet
 from isobit.training.rollouts.lengths import encode_prompt, fit_prompts
 from isobit.training.rollouts.processes import Processes, no_processes, open_processes
+from isobit.training.rollouts.serving import open_serving, take_place
 from isobit.training.rollouts.teaching import Teaching
 from isobit.training.running.machine import date_of, machine_facts
-from isobit.training.saving.checkpoint import Trained
-from isobit.training.saving.reference import calibrate_reference, followed
+from isobit.training.running.resolved import in_steps, resolve
+from isobit.training.saving.reference import FollowingReference, followed
 from isobit.training.scoring import RewardScorer, WeightedModel
-from isobit.training.session.conversing import open_dialogue
-from isobit.training.sft.base import cached_model
 
 
 def open_parts(
@@ -66,7 +68,7 @@ def open_parts(
     began: Mapping[str, Any] = MappingProxyType({}),
     before_weights: Callable[[Task, Path, Processes], None] | None = None,
     recorded: Path | None = None,
-) -> Parts:
+) -> SampledParts:
     """Open all parts of a run and return them. `checkpoint`: where the weights are read from, if
     given; `began`: the facts of the run that goes on, or is replayed; `recorded`: the run whose
     rollouts this run learns from: no environment is opened then, unless held-out prompts are asked.
@@ -90,7 +92,7 @@ def open_parts(
         elif checkpoint is None and ranks.first and not is_adapter(base):  # refused later
             _say_what_cannot_fit(config, base)
         models = _open_models(config, task, processes, base, began, checkpoint, ranks)
-        return _put_together(config, processes, models, ranks, recorded)
+        return _put_together(config, processes, models, ranks, recorded, objects)
     except BaseException:
         processes.close()
         raise
@@ -101,6 +103,43 @@ def _say_what_cannot_fit(config: Config, base: Path) -> None:
     job = job_with(config, architecture(str(base)), 1, this_machine(ops, config.ranks))
     if (line := cannot_fit(job)) is not None:
         print(line, file=sys.stderr)
+
+
+def open_sampled(
+    config: Config,
+    ranks: Ranks,
+    began: Mapping[str, Any],
+    checkpoint: Path | None,
+    *,
+    quiet: bool,
+    objects: Objects = NO_OBJECTS,
+    recorded: Path | None = None,
+) -> SampledParts:
+    """Open all parts, as `open_parts` does, and where the run samples the engines of its fleet and
+    its server, if it has them."""
+    with ExitStack() as held:
+        place = take_place(config) if recorded is None else None
+        if place is not None:
+            held.callback(place.listener.close)
+        parts = open_parts(
+            config,
+            quiet=quiet,
+            checkpoint=checkpoint,
+            objects=objects,
+            ranks=ranks,
+            began=began,
+            recorded=recorded,
+        )
+        if recorded is not None:
+            return parts
+        held.callback(parts.processes.close)
+        fleet = ranks.run_on_all(
+            lambda: open_fleet(parts.config, parts.sampling, parts.engine, ranks)
+        )
+        coming = parts.optimizer.nbytes + parts.optimizer.gradient_bytes
+        serving = open_serving(parts.config, parts.model, coming, place)
+        held.pop_all()  # the run closes them
+        return replace(parts, fleet=fleet, serving=serving)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,8 +183,13 @@ def _open_models(
 
 
 def _put_together(
-    config: Config, processes: Processes, models: _Models, ranks: Ranks, recorded: Path | None
-) -> Parts:
+    config: Config,
+    processes: Processes,
+    models: _Models,
+    ranks: Ranks,
+    recorded: Path | None,
+    objects: Objects,
+) -> SampledParts:
     model, task, scorer, dialogue = models.model, models.task, models.scorer, models.dialogue
     config = in_steps(config, len(task.train))
     other = (
@@ -157,14 +201,15 @@ def _put_together(
     objective = resolved.objective
     _check_router(objective, model)
     check_functions(objective)
-    following = followed(model, config.reference.precision or config.precision, config, task)
-    reference = following.model if following is not None else None
-    if objective.kl_coefficient > 0 and following is None:
+    reference: Model | FollowingReference | None
+    reference = followed(model, config.reference.precision or config.precision, config, task)
+    if objective.kl_coefficient > 0 and reference is None:
         reference = _reference(config, models.base, model, task)
+    compared = reference.model if isinstance(reference, FollowingReference) else reference
     teaching = None
-    if config.reference.shown is not None and reference is not None and recorded is None:
+    if config.reference.shown is not None and compared is not None and recorded is None:
         teaching = Teaching.of(
-            config.reference.shown, task, reference, ranks, config.sampling.max_new_tokens
+            config.reference.shown, task, compared, ranks, config.sampling.max_new_tokens
         )
     optimizer = optimizer_of(config, model)
     coming = optimizer.nbytes + optimizer.gradient_bytes
@@ -179,39 +224,36 @@ def _put_together(
         else None
     )
 
-    def parts_with(config: Config, resolved: Resolved) -> Parts:
-        learner = _learner(config, model, optimizer, resolved, reference)
-        frozen = [weighted.model.transformer for weighted in scorer.models]
-        frozen += [] if reference is None or reference is model else [reference.transformer]
-        calibrator = Calibrator(model, resolved.micro_batch_tokens)
-        replay = ReplayBuffer(config.replay, config.seed)
-        trained = Trained(model, optimizer, learner, calibrator, replay, frozen, following)
-        return Parts(
-            config,
-            resolved,
-            ranks,
-            trained,
-            reference,
-            task,
-            held_out,
-            processes,
-            scorer,
-            engine,
-            sampling,
-            other,
-            dialogue=dialogue,
-            teaching=teaching,
-        )
-
-    if config.optimizer.micro_batch_tokens != "auto":
-        return parts_with(config, resolved)
-    # a number, in the config too: the split of a batch decides how gradients are rounded, so a
-    # run that goes on repeats the number, on any machine
-    machine = this_machine(model.ops, ranks.size)
-    job = job_with(config, model.config, engine.longest_prompt, machine, ranks=ranks.size)
-    fitting = min(ranks.all_gather_json(fitting_tokens(job)))
-    fixed = replace(config, optimizer=replace(config.optimizer, micro_batch_tokens=fitting))
-    return parts_with(fixed, replace(resolved, micro_batch_tokens=fitting))
+    config = with_micro_batches(
+        config,
+        model,
+        lambda machine: job_with(
+            config, model.config, engine.longest_prompt, machine, ranks=ranks.size
+        ),
+    )
+    tokens = config.optimizer.micro_batch_tokens
+    assert tokens != "auto"
+    resolved = replace(resolved, micro_batch_tokens=tokens)
+    judges = [weighted.model.transformer for weighted in scorer.models]
+    expects = resolved.expects_equal_bits
+    return SampledParts(
+        config,
+        resolved,
+        ranks,
+        trained_by(config, optimizer, model, objective, reference, judges, expects),
+        compared,
+        task,
+        held_out,
+        processes,
+        scorer,
+        engine,
+        sampling,
+        other,
+        dialogue=dialogue,
+        teaching=teaching,
+        recorded=recorded,
+        objects=objects,
+    )
 
 
 def _check_router(objective: ResolvedObjective, model: Model) -> None:
@@ -228,28 +270,6 @@ def optimizer_of(config: Config, model: Model) -> ShardedOptimizer:
     """Return the optimizer of a run, for the model's masters."""
     return ShardedOptimizer.of(
         model, replace(config.optimizer, total_steps=config.steps, seed=config.seed)
-    )
-
-
-def _learner(
-    config: Config,
-    model: Model,
-    optimizer: ShardedOptimizer,
-    resolved: Resolved,
-    reference: Model | None,
-) -> Learner:
-    return Learner(
-        model,
-        optimizer,
-        resolved.objective,
-        reference=reference,
-        micro_batch_tokens=resolved.micro_batch_tokens,
-        recompute=config.optimizer.activation_checkpointing,
-        seed=config.seed,
-        on_mismatch=config.on_mismatch,
-        expects_equal_bits=resolved.expects_equal_bits,
-        check_gradients_every=config.run.check_gradients_every,
-        measured_zero_advantage=config.mismatch.samples_of_zero_advantage,
     )
 
 
@@ -295,9 +315,7 @@ def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
         if teacher is not None:
             _check_teacher(teacher, reference, model, config.algorithm.loss)
         reference.tokenizer = model.tokenizer  # with its chat template
-    calibrate_reference(reference, task)
-    reference.transformer.freeze()
-    return reference
+    return frozen_reference(reference, task)
 
 
 def _check_teacher(path: str, teacher: Model, policy: Model, loss: str) -> None:
@@ -402,3 +420,35 @@ def sized_engine(
     whether the routes of a mixture of experts are recorded for its learner."""
     most = config.most_tokens
     return Engine.sized_for(model, prompts, sequences, most, config.engine, reserved, record_routes)
+
+
+def open_dialogue(
+    config: Config, model: Model, environments: EnvironmentPool, example: Example
+) -> Dialogue:
+    """Return the dialogue of a run with `environments`, checked on the prompt of the example.
+    Raises IsobitError for a prompt that is not a chat, and for a template with which the answers of
+    tools, or without tools any message, cannot be appended; other messages are checked when they
+    come."""
+    dialogue = _dialogue(config, model, environments)
+    if isinstance(example.prompt, str):
+        raise IsobitError(
+            f"environment: {example.place} has a text as its prompt, and turns need chats; set "
+            "task.chat: true"
+        )
+    if environments.tools:
+        appending = dialogue.appending(example.prompt)
+        (appending.check_shown if dialogue.forks else appending.check)("tool")
+    elif environments.answers_turns and environments.max_turns > 1 and not dialogue.forks:
+        dialogue.appending(example.prompt).check_end()
+    return dialogue
+
+
+def recorded_dialogue(config: Config, model: Model) -> Dialogue:
+    """Return a dialogue with environments that answer as the run recorded."""
+    return _dialogue(config, model, RecordedEnvironments(config.environment.max_turns))
+
+
+def _dialogue(config: Config, model: Model, environments: Environments) -> Dialogue:
+    parser = config.environment.parser or "auto"
+    forks = config.environment.history == "fork"
+    return Dialogue.of(model.tokenizer, environments, parser, config.most_tokens, forks=forks)

@@ -1,24 +1,95 @@
-"""The model that supervised training starts from: a checkpoint, or random weights with a character
-tokenizer over the task's alphabet."""
+"""The model that a run trains: all of its weights, or an adapter on it; of a supervised run also
+random weights, with a character tokenizer over the task's alphabet."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from isobit.config import ArchitectureConfig, SftConfig
-from isobit.distributed import Ranks
+from isobit.config import ArchitectureConfig, Config, SftConfig
+from isobit.distributed import ALONE, Ranks
 from isobit.distributed.launch import check_alike
 from isobit.errors import IsobitError
 from isobit.kernels import computed_by
-from isobit.model import Experts, Model, ModelConfig, Tokenizer
+from isobit.model import Experts, Model, ModelConfig, TextRules, Tokenizer
+from isobit.model.adapters.peft import check_served
+from isobit.model.adapters.targets import NewAdapter, beyond_use, targeted
 from isobit.model.described import Described, described
 from isobit.model.families import FAMILIES
+from isobit.model.hub.checkpoint import model_folder
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.model.hub.multipliers import Multipliers
+from isobit.run.directory import model_directory
 from isobit.tasks.builtin import Task
-from isobit.training.adapting import load_trained, model_named, text_rules
 from isobit.training.running.machine import date_of
+
+
+def model_named(path: str) -> Path:
+    """Return the directory of the model that a config names: `path` itself, or the newest
+    checkpoint of a run. Raises IsobitError for a run without a checkpoint."""
+    return model_directory(Path(path))
+
+
+def text_rules(config: Config | SftConfig, now: datetime | None = None) -> TextRules:
+    """Return the rules by which a config reads prompts; `now`: the date that prompts name."""
+    model = config.model
+    rule = config.task.special_tokens_in_content
+    return TextRules(rule, now, model.chat_template, model.chat_template_kwargs)
+
+
+def load_trained(
+    config: Config | SftConfig,
+    base: Path,
+    checkpoint: Path | None = None,
+    ranks: Ranks = ALONE,
+    now: datetime | None = None,
+) -> Model:
+    """Load the model at `base`, or its state in a `checkpoint`, which holds only the adapter where
+    the config has one, with a tokenizer that reads prompts as the run does; `now`: the date that
+    prompts name. Raises IsobitError for an adapter that does not fit the config."""
+    rules = text_rules(config, now)
+    if checkpoint is not None:  # the template is saved in it
+        rules = replace(rules, chat_template=None)
+    flow = config.precision, config.backend, config.consistency, ranks
+    given, masters = config.adapter, config.optimizer.masters
+    if given is None:
+        model = Model.load(checkpoint or base, *flow, masters=masters, rules=rules)
+        if model.transformer.adapter is not None:
+            raise IsobitError(
+                f"model.path: {base} is an adapter; give its model, and the adapter as adapter.init"
+            )
+        return model
+    new = NewAdapter(given.rank, given.alpha, given.targets, config.seed, given.rslora)
+    init = None if given.init is None else model_named(given.init)
+    if init is not None and checkpoint is None:
+        check_served(model_folder(init, "adapter"), base)
+    model = Model.load(base, *flow, adapter=checkpoint or init or new, masters=masters, rules=rules)
+    found, wanted = model.transformer.adapter, targeted(model.config, given.targets)
+    assert found is not None
+    settings = (given.rank, given.alpha, given.rslora, wanted)
+    if (found.rank, found.alpha, found.rslora, found.projections) != settings:
+        raise IsobitError(
+            f"adapter.init: {given.init} is an {found}; set rank, alpha, rslora and targets to "
+            "these"
+        )
+    return model
+
+
+def model_warning(config: Config | SftConfig, model: Model | Described) -> str | None:
+    """Return a warning for an adapter with a rank above the one that its matrices can use, or for a
+    model that reads images too, of which only the language model is saved; or None."""
+    given, architecture = config.adapter, FAMILIES[model.config.family].architecture
+    if given is not None:
+        line = beyond_use(model.config, given.rank, given.targets)
+    elif model.config.wrapped:
+        line = (
+            f"{config.model.path} reads images too: its language model is trained, and saved alone, "
+            f"as {architecture}; an adapter (adapter.rank) is saved for the whole model"
+        )
+    else:
+        line = None
+    return None if line is None else f"warning: {line}"
 
 
 def initial_model(
