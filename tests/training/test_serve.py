@@ -329,7 +329,7 @@ def test_a_port_in_use(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPat
     def read(*_: object, **__: object) -> None:
         raise IsobitError("it is read")
 
-    monkeypatch.setattr("isobit.training.parts.assembly.open_parts", read)
+    monkeypatch.setattr("isobit.training.parts.assembly.load_trained", read)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(IsobitError, match=rf"^serve\.port {port}: cannot listen on 127"):

@@ -115,7 +115,7 @@ def test_while_it_is_loaded(
     """Nothing has begun, and the same command begins."""
     config = write_config(tmp_path, base_model, **SETTINGS)
     with monkeypatch.context() as patch:
-        patch.setattr(assembly, "_open_models", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        patch.setattr(assembly, "load_trained", lambda *_: os.kill(os.getpid(), signal.SIGINT))
         code, out, said = run_isobit("train", config, "--quiet")
     assert (code, out, said.strip()) == (130, "", "isobit: interrupted")
     assert not (tmp_path / "run").exists()

@@ -7,15 +7,14 @@ a run that samples `parts/sampled.py`, of given answers `parts/given.py`. Left o
 restored (`running/restoring.py`), and the records of a step (`recording/recorder.py`).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from isobit.config import Config, SftConfig, dump_config, load_any_run_config
 from isobit.config.reading import override
-from isobit.data.dataset import Dataset
 from isobit.distributed import ALONE, Ranks
 from isobit.evaluation.best import Best
 from isobit.monitor.report import write_report
@@ -32,11 +31,10 @@ from isobit.training.context import RunContext
 from isobit.training.learning import Learning
 from isobit.training.loop import Rollouts
 from isobit.training.measuring.meter import Meter
-from isobit.training.objects import OnStep
 from isobit.training.policy import Policy
 from isobit.training.recording.callbacks import named_callbacks
-from isobit.training.recording.evaluating import Evaluating, HeldOut
-from isobit.training.recording.recorder import Learned, Recorder
+from isobit.training.recording.evaluating import Evaluating
+from isobit.training.recording.recorder import Recorder
 from isobit.training.running.inputs import check_inputs, config_of, inputs_of
 from isobit.training.running.machine import machine_facts
 from isobit.training.running.resolved import keep
@@ -50,9 +48,13 @@ from isobit.training.running.restoring import (
     refuse_lost,
     restore,
 )
-from isobit.training.saving.checkpoint import Trained, problem_of
+from isobit.training.saving.checkpoint import problem_of
 from isobit.training.saving.saver import Saver
 from isobit.training.saving.snapshot import State
+
+if TYPE_CHECKING:
+    from isobit.training.parts.given import GivenParts
+    from isobit.training.parts.sampled import SampledParts
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,49 +67,7 @@ class Source:
     resources: Sequence[AbstractContextManager[Any]]
 
 
-class RunParts(Protocol):
-    """The parts from which a run is put together, whose config is resolved: without `auto` and
-    `epochs`. `held_out`: None where the run evaluates nothing; `callbacks` are called after each
-    step; `best_by`: the metric of the best model, if it is kept; `kind`: a word for the screen."""
-
-    @property
-    def config(self) -> Config | SftConfig: ...
-    @property
-    def trained(self) -> Trained: ...
-    @property
-    def train(self) -> Dataset: ...
-    @property
-    def held_out(self) -> HeldOut | None: ...
-    @property
-    def callbacks(self) -> Sequence[OnStep]: ...
-    @property
-    def best_by(self) -> str | None: ...
-    @property
-    def kind(self) -> str: ...
-
-    def resolved_values(self) -> Mapping[str, Any]:
-        """Return the values that the config leaves open, as `resolved.json` has them."""
-
-    def memory_metrics(self) -> dict[str, float]:
-        """Return the metrics of allocated memory, in MiB."""
-
-    def notes(self) -> Iterable[str]:
-        """Return lines to print before the first step."""
-
-    def warnings(self) -> Iterable[str | None]:
-        """Return warnings to print before the first step; None in it is skipped."""
-
-    def learned(self, context: RunContext) -> Learned:
-        """Return the metrics, rows and completions of a step."""
-
-    def source(self, context: RunContext) -> Source:
-        """Return the source of batches, and how the run learns from them."""
-
-    def result(self, checkpoint: Path) -> str | None:
-        """Return a line on the newest checkpoint for the end of the run, or None."""
-
-
-Parts = TypeVar("Parts", bound=RunParts)
+Parts = TypeVar("Parts", bound="SampledParts | GivenParts")
 OpenParts = Callable[[Any, Ranks, Mapping[str, Any], Path | None], Parts]
 """Opens the parts of a run: of its config, the ranks, the facts of the run that goes on or is
 repeated, and the checkpoint with its weights, if there is one. Raises IsobitError for whatever does

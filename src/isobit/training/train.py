@@ -29,7 +29,7 @@ from isobit.training.objects import (
     Rewards,
     Rows,
 )
-from isobit.training.parts.assembly import open_sampled
+from isobit.training.parts.assembly import open_parts
 from isobit.training.parts.given import open_given
 from isobit.training.parts.sampled import SampledParts
 from isobit.training.rollouts.recorded import replay_config, require_recorded
@@ -202,8 +202,8 @@ def open_replay(
 ) -> Run[SampledParts]:
     """Open a new run that learns from the rollouts recorded in another."""
     config = replay_config(recorded, out, overrides)
-    open_parts = partial(open_sampled, quiet=quiet, recorded=recorded)
-    run = open_new(config, open_parts, quiet=quiet, ranks=ranks, recorded=recorded)
+    opener = _opener(config, quiet, recorded=recorded)
+    run = open_new(config, opener, quiet=quiet, ranks=ranks, recorded=recorded)
     if other := ", ".join(run.parts.unlike):
         run.display.warn(f"tokens may differ from those of {recorded}: it had another {other}")
     return run
@@ -218,4 +218,4 @@ def _opener(
     """Return what opens the parts of a config: those of given answers, or those that sample."""
     if isinstance(config, SftConfig):
         return open_given
-    return partial(open_sampled, quiet=quiet, objects=objects, recorded=recorded)
+    return partial(open_parts, quiet=quiet, objects=objects, recorded=recorded)

@@ -7,7 +7,7 @@ out: the directory (`run.py`).
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -60,42 +60,55 @@ from isobit.training.scoring import RewardScorer, WeightedModel
 
 def open_parts(
     config: Config,
-    *,
-    quiet: bool,
-    checkpoint: Path | None = None,
-    objects: Objects = NO_OBJECTS,
     ranks: Ranks = ALONE,
     began: Mapping[str, Any] = MappingProxyType({}),
-    before_weights: Callable[[Task, Path, Processes], None] | None = None,
+    checkpoint: Path | None = None,
+    *,
+    quiet: bool,
+    objects: Objects = NO_OBJECTS,
     recorded: Path | None = None,
+    before_weights: Callable[[Task, Path, Processes], None] | None = None,
 ) -> SampledParts:
-    """Open all parts of a run and return them. `checkpoint`: where the weights are read from, if
-    given; `began`: the facts of the run that goes on, or is replayed; `recorded`: the run whose
+    """Open all parts of a run and return them. `began`: the facts of the run that goes on, or is
+    replayed; `checkpoint`: where the weights are read from, if given; `recorded`: the run whose
     rollouts this run learns from: no environment is opened then, unless held-out prompts are asked.
-    `before_weights` is called with the task, the model's directory and the processes of the user's
-    code before a weight is read, and replaces the warning that the run cannot fit. Several `ranks`
-    share the policy's masters; a reference and reward models are whole on each rank once they are
-    read. Raises IsobitError for anything that does not fit."""
+    `before_weights`, of a dry run, is called with the task, the model's directory and the processes
+    of the user's code before a weight is read, and replaces the warning that the run cannot fit; no
+    fleet and no server is opened then. Several `ranks` share the policy's masters; a reference and
+    reward models are whole on each rank once they are read. Raises IsobitError for anything that
+    does not fit."""
     objects.require(config)
-    check_trackers(plain(config.tracking))
-    task = load_task(replace(config.task, seed=config.seed, rows=objects.rows))
-    require_held_out(config, task)
-    if recorded is None or config.evaluation.every or not config.environment.used:
-        processes = open_processes(config, task, objects)
-    else:
-        processes = no_processes(config, task, recorded)
-    try:
+    samples = recorded is None and before_weights is None
+    with ExitStack() as held:
+        place = take_place(config) if samples else None
+        if place is not None:
+            held.callback(place.listener.close)
+        check_trackers(plain(config.tracking))
+        task = load_task(replace(config.task, seed=config.seed, rows=objects.rows))
+        require_held_out(config, task)
+        if recorded is None or config.evaluation.every or not config.environment.used:
+            processes = open_processes(config, task, objects)
+        else:
+            processes = no_processes(config, task, recorded)
+        held.callback(processes.close)
         processes.check(config, task, quiet=not ranks.first)
         base = base_of(config, began, quiet)
         if before_weights is not None:
             before_weights(task, base, processes)
         elif checkpoint is None and ranks.first and not is_adapter(base):  # refused later
             _say_what_cannot_fit(config, base)
-        models = _open_models(config, task, processes, base, began, checkpoint, ranks)
-        return _put_together(config, processes, models, ranks, recorded, objects)
-    except BaseException:
-        processes.close()
-        raise
+        model = load_trained(config, base, checkpoint, ranks, date_of(began, ranks))
+        check_alike(ranks, computed_by(model.ops))  # a machine may lack a compiler
+        parts = _put_together(config, task, processes, base, model, objects, recorded)
+        if samples:
+            fleet = ranks.run_on_all(
+                lambda: open_fleet(parts.config, parts.sampling, parts.engine, ranks)
+            )
+            coming = parts.optimizer.nbytes + parts.optimizer.gradient_bytes
+            serving = open_serving(parts.config, model, coming, place)
+            parts = replace(parts, fleet=fleet, serving=serving)
+        held.pop_all()  # the run closes them
+        return parts
 
 
 def _say_what_cannot_fit(config: Config, base: Path) -> None:
@@ -105,72 +118,20 @@ def _say_what_cannot_fit(config: Config, base: Path) -> None:
         print(line, file=sys.stderr)
 
 
-def open_sampled(
-    config: Config,
-    ranks: Ranks,
-    began: Mapping[str, Any],
-    checkpoint: Path | None,
-    *,
-    quiet: bool,
-    objects: Objects = NO_OBJECTS,
-    recorded: Path | None = None,
-) -> SampledParts:
-    """Open all parts, as `open_parts` does, and where the run samples the engines of its fleet and
-    its server, if it has them."""
-    with ExitStack() as held:
-        place = take_place(config) if recorded is None else None
-        if place is not None:
-            held.callback(place.listener.close)
-        parts = open_parts(
-            config,
-            quiet=quiet,
-            checkpoint=checkpoint,
-            objects=objects,
-            ranks=ranks,
-            began=began,
-            recorded=recorded,
-        )
-        if recorded is not None:
-            return parts
-        held.callback(parts.processes.close)
-        fleet = ranks.run_on_all(
-            lambda: open_fleet(parts.config, parts.sampling, parts.engine, ranks)
-        )
-        coming = parts.optimizer.nbytes + parts.optimizer.gradient_bytes
-        serving = open_serving(parts.config, parts.model, coming, place)
-        held.pop_all()  # the run closes them
-        return replace(parts, fleet=fleet, serving=serving)
-
-
-@dataclass(frozen=True, eq=False)
-class _Models:
-    """The model that a run trains, its scorer and its dialogue, opened, and the task with the
-    prompts that fit; `longest`: the tokens of the longest prompt."""
-
-    model: Model
-    base: Path
-    task: Task
-    longest: list[int]
-    scorer: RewardScorer
-    dialogue: Dialogue | None
-
-
-def _open_models(
+def _put_together(
     config: Config,
     task: Task,
     processes: Processes,
     base: Path,
-    began: Mapping[str, Any],
-    checkpoint: Path | None,
-    ranks: Ranks,
-) -> _Models:
-    model = _trained(config, base, began, checkpoint, ranks)
-    environments, tools = processes.environments, processes.tools
-    new_tokens = config.sampling.max_new_tokens
-    fitted = fit_prompts(task, model, config.task, new_tokens, tools, quiet=not ranks.first)
-    dialogue = None
-    if environments is not None:
-        dialogue = open_dialogue(config, model, environments, fitted.longest)
+    model: Model,
+    objects: Objects,
+    recorded: Path | None,
+) -> SampledParts:
+    ranks, tools, most = model.ranks, processes.tools, config.sampling.max_new_tokens
+    fitted = fit_prompts(task, model, config.task, most, tools, quiet=not ranks.first)
+    task, dialogue = fitted.task, None
+    if processes.environments is not None:
+        dialogue = open_dialogue(config, model, processes.environments, fitted.longest)
     scorer = RewardScorer(
         processes.rewards,
         () if processes.recorded else reward_models(config, model.tokenizer.now, ranks),
@@ -179,51 +140,25 @@ def _open_models(
         required=config.needs_rewards,
     )
     longest = encode_prompt(fitted.longest, model, tools)
-    return _Models(model, base, fitted.task, longest, scorer, dialogue)
-
-
-def _put_together(
-    config: Config,
-    processes: Processes,
-    models: _Models,
-    ranks: Ranks,
-    recorded: Path | None,
-    objects: Objects,
-) -> SampledParts:
-    model, task, scorer, dialogue = models.model, models.task, models.scorer, models.dialogue
-    config = in_steps(config, len(task.train))
-    other = (
-        ()
-        if recorded is None
-        else tuple(unlike(recorded, config, machine_facts(model, config.algorithm)))
-    )
+    config, other = in_steps(config, len(task.train)), tuple[str, ...]()
+    if recorded is not None:
+        other = tuple(unlike(recorded, config, machine_facts(model, config.algorithm)))
     resolved = resolve(config, model, scorer.weights, learns_like_recorded=not other)
-    objective = resolved.objective
-    _check_router(objective, model)
-    check_functions(objective)
-    reference: Model | FollowingReference | None
-    reference = followed(model, config.reference.precision or config.precision, config, task)
-    if objective.kl_coefficient > 0 and reference is None:
-        reference = _reference(config, models.base, model, task)
-    compared = reference.model if isinstance(reference, FollowingReference) else reference
-    teaching = None
-    if config.reference.shown is not None and compared is not None and recorded is None:
-        teaching = Teaching.of(
-            config.reference.shown, task, compared, ranks, config.sampling.max_new_tokens
-        )
-    optimizer = optimizer_of(config, model)
+    _check_router(resolved.objective, model)
+    check_functions(resolved.objective)
+    precision = config.reference.precision or config.precision
+    reference: Model | FollowingReference | None = followed(model, precision, config, task)
+    if reference is None and resolved.objective.kl_coefficient > 0:
+        reference = _reference(config, base, model, task)
+    settings = replace(config.optimizer, total_steps=config.steps, seed=config.seed)
+    optimizer = ShardedOptimizer.of(model, settings)
     coming = optimizer.nbytes + optimizer.gradient_bytes
     sampling = rollout_sampling(config)
     sequences = config.prompts_under_way * sampling.n
-    engine = sized_engine(
-        config, model, [models.longest], sequences, coming, resolved.record_routes
-    )
-    held_out = (
-        _held_out(config, model, task, scorer, coming, dialogue)
-        if config.evaluation.every
-        else None
-    )
-
+    engine = sized_engine(config, model, [longest], sequences, coming, resolved.record_routes)
+    held_out = None
+    if config.evaluation.every:
+        held_out = _held_out(config, model, task, scorer, coming, dialogue)
     config = with_micro_batches(
         config,
         model,
@@ -231,17 +166,17 @@ def _put_together(
             config, model.config, engine.longest_prompt, machine, ranks=ranks.size
         ),
     )
-    tokens = config.optimizer.micro_batch_tokens
-    assert tokens != "auto"
-    resolved = replace(resolved, micro_batch_tokens=tokens)
     judges = [weighted.model.transformer for weighted in scorer.models]
-    expects = resolved.expects_equal_bits
+    expects, objective = resolved.expects_equal_bits, resolved.objective
+    trained = trained_by(config, optimizer, model, objective, reference, judges, expects)
+    teacher, shown, teaching = trained.learner.reference, config.reference.shown, None
+    if shown is not None and teacher is not None and recorded is None:
+        teaching = Teaching.of(shown, task, teacher, ranks, most)
     return SampledParts(
         config,
-        resolved,
+        replace(resolved, micro_batch_tokens=trained.learner.micro_batch_tokens),
         ranks,
-        trained_by(config, optimizer, model, objective, reference, judges, expects),
-        compared,
+        trained,
         task,
         held_out,
         processes,
@@ -264,22 +199,6 @@ def _check_router(objective: ResolvedObjective, model: Model) -> None:
         raise IsobitError(
             f"algorithm.{key}: the model is dense ({model.config.family}): it has no router"
         )
-
-
-def optimizer_of(config: Config, model: Model) -> ShardedOptimizer:
-    """Return the optimizer of a run, for the model's masters."""
-    return ShardedOptimizer.of(
-        model, replace(config.optimizer, total_steps=config.steps, seed=config.seed)
-    )
-
-
-def _trained(
-    config: Config, base: Path, began: Mapping[str, Any], checkpoint: Path | None, ranks: Ranks
-) -> Model:
-    """Load the model that is trained, with a tokenizer that reads prompts as the run does."""
-    model = load_trained(config, base, checkpoint, ranks, date_of(began, ranks))
-    check_alike(ranks, computed_by(model.ops))  # a machine may lack a compiler
-    return model
 
 
 def rollout_sampling(config: Config) -> Sampling:

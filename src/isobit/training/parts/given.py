@@ -48,12 +48,11 @@ Taught = Mapping[int, Sequence[SupervisedSample]]
 
 @dataclass(frozen=True, eq=False)
 class GivenParts:
-    """The parts of a supervised run. `held_out`: None where no example is held out; `reference`:
-    the model that the loss compares with, or None."""
+    """The parts of a supervised run. `taught`: the samples to learn from each example; `held_out`:
+    None where no example is held out."""
 
     config: SftConfig
     trained: Trained
-    reference: Model | None
     train: Dataset
     taught: Taught
     held_out: HeldOutAnswers | None
@@ -78,7 +77,7 @@ class GivenParts:
         """Return the memory allocated for weights, moments and a reference, in MiB; not that of
         keys and values, which only an evaluation needs."""
         shared = self.config.adapter is not None
-        return self.trained.memory_metrics(None if shared else self.reference)
+        return self.trained.memory_metrics(None if shared else self.trained.learner.reference)
 
     def notes(self) -> Iterator[str]:
         """Yield a line on the kernels and the consistency."""
@@ -196,8 +195,7 @@ def open_given(
     trained = trained_by(config, optimizer, model, objective, reference)
     asked = lessons.asked
     held_out = None if asked is None else HeldOutAnswers(model, trained.learner, asked)
-    compared = trained.learner.reference
-    return GivenParts(config, trained, compared, lessons.train, lessons.taught, held_out)
+    return GivenParts(config, trained, lessons.train, lessons.taught, held_out)
 
 
 def _reference(config: SftConfig, model: Model, task: Task) -> Model:

@@ -15,7 +15,6 @@ import torch
 from isobit.config import Config, load_run_config
 from isobit.data.dataset import Dataset
 from isobit.distributed import ALONE, Ranks
-from isobit.engine.calibration import Calibrator
 from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import Engine
 from isobit.engine.fleet.fleet import Fleet
@@ -71,7 +70,6 @@ class SampledParts:
     resolved: Resolved
     ranks: Ranks
     trained: Trained
-    reference: Model | None
     task: Task
     held_out: PeriodicEvaluation | None
     processes: Processes
@@ -105,8 +103,8 @@ class SampledParts:
         return self.trained.learner
 
     @property
-    def calibrator(self) -> Calibrator:
-        return self.trained.calibrator
+    def reference(self) -> Model | None:
+        return self.learner.reference
 
     @property
     def engines(self) -> list[Engine]:

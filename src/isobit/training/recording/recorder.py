@@ -5,12 +5,10 @@ before the next step of a run that goes on."""
 
 import resource
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 from isobit.config import Config, SftConfig
 from isobit.evaluation.early_stop import STOPPED, EarlyStop
-from isobit.monitor.screen import Shown
 from isobit.monitor.trackers.process import Trackers
 from isobit.rl.algorithm.credit import StepBatch
 from isobit.run.directory import METRICS, read_jsonl
@@ -23,32 +21,20 @@ from isobit.training.measuring.statistics import rollout_rates
 from isobit.training.objects import OnStep
 from isobit.training.policy import Synced
 from isobit.training.recording.evaluating import Evaluating, evaluated_only_as_the_last
+from isobit.training.recording.rollouts import LearnedAnswers, LearnedRollouts
 from isobit.training.saving.certificate import Certificate
-
-
-class Learned(Protocol):
-    """The metrics, rows and completions of a batch that a step has learned from; each kind of run
-    has its own."""
-
-    def metrics(self, batch: StepBatch, lesson: Lesson) -> dict[str, float]:
-        """Return the metrics of the batch and of the lesson learned from it."""
-
-    def rows(self, step: int, batch: StepBatch, lesson: Lesson) -> Iterable[Mapping[str, Any]]:
-        """Return the rows of the batch for completions.jsonl.gz."""
-
-    def shown(self, batch: StepBatch) -> Iterable[Shown]:
-        """Return completions for the screen, made only as far as the screen reads them."""
 
 
 class Recorder:
     """The recorder of a run: counts a step as done, and writes it to the run directory. `memory`:
-    returns the metrics of allocated memory."""
+    returns the metrics of allocated memory; `learned`: the metrics and rows of a batch, by the
+    kind of run."""
 
     def __init__(
         self,
         config: Config | SftConfig,
         context: RunContext,
-        learned: Learned,
+        learned: LearnedRollouts | LearnedAnswers,
         evaluating: Evaluating,
         memory: Callable[[], dict[str, float]],
         trackers: Trackers,
