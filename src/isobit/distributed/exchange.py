@@ -1,4 +1,4 @@
-"""The sum of gradients over micro-batches, in their order, whoever computed them.
+"""The sum of gradients over micro-batches, in their order, whichever ranks computed them.
 
 The gradient of an optimizer batch is g0 + g1 + g2 + ... in the order of its micro-batches, rounded
 after each addition. In a round, rank r computes micro-batch `round * size + r`; every rank then
@@ -137,10 +137,10 @@ class GradientSum:
         )  # in the order of messages
         if step > 1:
             near = [range(first, first + step) for first in range(0, ranks.size, step)]
-            ranks.prepare([*near, *(range(place, ranks.size, step) for place in range(step))])
+            ranks.prepare([*near, *(range(offset, ranks.size, step) for offset in range(step))])
 
     def begin(self) -> None:
-        """Forget the sums."""
+        """Begin an optimizer batch: drop the sums of the previous one and the round in progress."""
         self._sums = {name: OrderedSum(self._group) for name in self._holders}
         for holder in self._holders.values():
             holder.grad = None
@@ -302,7 +302,7 @@ def buckets(names: Sequence[str]) -> list[list[str]]:
         if name.startswith("layers."):
             layers.setdefault(int(name.split(".")[1]), []).append(name)
     return [
-        part
-        for part in (head, *(layers[index] for index in sorted(layers, reverse=True)), embed)
-        if part
+        bucket
+        for bucket in (head, *(layers[index] for index in sorted(layers, reverse=True)), embed)
+        if bucket
     ]

@@ -35,8 +35,8 @@ class Shards:
 
     @staticmethod
     def of(shapes: Mapping[str, tuple[int, ...]], ranks: Ranks = ALONE) -> "Shards":
-        """Return the ownership of masters of these shapes: a function of the shapes and of the
-        number of ranks alone."""
+        """Return the ownership of masters of these shapes: a function of the shapes and the number
+        of ranks alone."""
         return Shards(ranks, dict(shapes), ownership(shapes, ranks.size))
 
     def own(self, name: str) -> Rows:

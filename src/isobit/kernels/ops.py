@@ -30,9 +30,11 @@ most 7 from 0; or 1 / (1 + exp(-x)), which gates what attention gives."""
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """How queries and keys are computed from a projection's heads: `norms` [D] of queries and of
-    keys, if any, with `eps`; then rotation by the cosines and sines `tables`, each [positions, D /
-    2] float32."""
+    """The normalization and rotation of the query and key heads of a projection.
+
+    `norms` [D]: the weights of the RMS norms of queries and of keys, if any, with `eps`; then
+    rotation by the cosines and sines `tables`, each [positions, D / 2] float32.
+    """
 
     norms: tuple[Tensor, Tensor] | None
     eps: float
@@ -331,8 +333,8 @@ class Ops(Protocol):
     def short_convolution_backward(
         self, dy: Tensor, x: Tensor, weight: Tensor, layout: Layout, bias: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Return (gradient of x [T, C], of the weight [C, W] float32, and of the bias [C], if there
-        is one) of whole sequences; it repeats."""
+        """Return (gradient of x [T, C], of the weight [C, W] float32, then the bias's [C] if there
+        is a bias) of whole sequences; the same bits in every call."""
 
     def delta_rule(
         self,

@@ -1,5 +1,5 @@
-"""What is stored of earlier rows: keys and values of attention by slot (`KVStore`), and of linear
-attention the state after them by page (`StateStore`). Left out: who owns the pages
+"""The stores of earlier rows: attention's keys and values by slot (`KVStore`), and linear
+attention's state after these rows by page (`StateStore`). Left out: the ownership of pages
 (`isobit.engine`).
 """
 

@@ -27,9 +27,11 @@ class QuantStats:
 
 @dataclass(frozen=True, eq=False)
 class ErrorSums:
-    """The sums over `count` elements of a matrix: `counts` [2] float64, how many were clamped and
-    how many flushed; `squares` [2, blocks] float64, the sums of squares of values and of noise in
-    every 128 rows."""
+    """The quantization error of a matrix of `count` elements, as sums that can be added up.
+
+    `counts` [2] float64: elements clamped, elements flushed to zero. `squares` [2, blocks] float64:
+    for every 128 rows the sum of squares of the values, then of the noise.
+    """
 
     count: int
     counts: Tensor
@@ -75,7 +77,7 @@ class QuantTotals:
         self._squares += other._squares
 
     def to_json(self) -> list[Any]:
-        """Return plain values."""
+        """Return the totals as a list that JSON can hold, which `from_json` reads."""
         if not self._counts:
             return [self.count, [0.0, 0.0], [[], []]]
         squares = torch.cat(self._squares, 1)

@@ -331,9 +331,9 @@ _ROLES = (
 _ENDS = ("bf16_first_layers", "bf16_last_layers")
 _IN_A_FLOW = tuple(field.name for field in fields(Flow) if field.name not in _ENDS)
 _OF_THE_WHOLE = tuple(
-    each.name
-    for each in fields(Precision)
-    if each.name not in ("name", "rollout", "learner", "calibration", "correction")
+    field.name
+    for field in fields(Precision)
+    if field.name not in ("name", "rollout", "learner", "calibration", "correction")
 )
 
 

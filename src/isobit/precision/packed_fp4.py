@@ -71,15 +71,16 @@ def nbytes(rows: int, columns: int) -> int:
 
 
 def packed(quantized: QTensor, x: Tensor) -> PackedFP4:
-    """Return the same numbers two to a byte; `x` [R, C] is what was quantized."""
+    """Return the numbers of a quantized matrix packed two codes to a byte; `x` [R, C] holds the
+    values before quantization, from which the common scale is computed again."""
     assert holds(quantized.spec, quantized.shape)
     index = _nibble_of(quantized.data.device).index_select(
         0, quantized.data.view(torch.uint8).flatten().int()
     )
     pairs = index.view(quantized.shape[0], -1, 2)
     common = common_scale(block_amax(x, (1, GROUP)).amax().reshape(1), NVFP4)
-    found = (quantized.scale / common).clamp(2.0**-9, E4M3.max).to(E4M3.dtype)
-    scales = torch.where(found.float() * common == quantized.scale, found.view(torch.uint8), 0)
+    ratios = (quantized.scale / common).clamp(2.0**-9, E4M3.max).to(E4M3.dtype)
+    scales = torch.where(ratios.float() * common == quantized.scale, ratios.view(torch.uint8), 0)
     return PackedFP4(pairs[..., 0] | pairs[..., 1] << 4, scales, common)
 
 
@@ -90,7 +91,7 @@ def unpacked(codes: Tensor) -> Tensor:
 
 
 def unpacked_scales(scales: Tensor, common: Tensor) -> Tensor:
-    """Return float32 scales of E4M3 numbers, and of the common factor [1], or [..., 1]."""
+    """Return float32 scales: E4M3 numbers times the common factor, [1] or [..., 1]."""
     return torch.where(scales == 0, 1.0, scales.view(E4M3.dtype).float() * common)
 
 

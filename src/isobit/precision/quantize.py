@@ -1,7 +1,7 @@
 """The one quantizer: FP8, FP4 or INT8 codes with a scale per block, and back.
 
 For every block of a matrix: `scale = amax / max` (or that, rounded up to a power of two), `code =
-cast(clamp(x / scale, -max, max))`, `value = code * scale`. There is no floor under amax; an
+cast(clamp(x / scale, -max, max))`, `value = code * scale`. amax has no lower bound; an
 all-zero block has scale 1. Every other implementation (native, GPU) must return these bits;
 `tests/kernels` compares them.
 
@@ -49,7 +49,7 @@ _SMALLEST_SCALE = 2.0**-126
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How a matrix is quantized: element format, which elements share a scale, and the scale's own
+    """The quantization of a matrix: element format, which elements share a scale, and the scale's
     format.
 
     `granularity` names the block as rows x columns; `row`, `column`, `tensor` are one block,
@@ -227,8 +227,10 @@ def quantize_part(x: Tensor, spec: QuantSpec, largest: float, name: str = "tenso
         return quantize_with_scale(x, scales(everything, spec.format, spec.scale), spec)
     assert spec.scale == "nvfp4", f"{spec}: rows are independent"
     amax = block_amax(x, spec.block((x.shape[0], x.shape[1])))
-    found = two_level_scales(torch.cat([amax, everything.expand(1, amax.shape[1])]), spec)[:-1]
-    return quantize_with_scale(x, found, spec)
+    block_scales = two_level_scales(torch.cat([amax, everything.expand(1, amax.shape[1])]), spec)[
+        :-1
+    ]
+    return quantize_with_scale(x, block_scales, spec)
 
 
 def largest_of(magnitudes: Iterable[float]) -> float:

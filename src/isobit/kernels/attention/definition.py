@@ -1,7 +1,7 @@
 """Causal grouped-query attention over stored keys and values, forward and backward, in float64 with
 one rounding.
 
-A row at position p attends to keys 0 to p of its own sequence, or to the last `window` of these,
+A row at position p attends to keys 0 to p of the same sequence, or to the last `window` of these,
 wherever their pages are. Rows are taken in *pieces*, at most 256 consecutive rows of a sequence;
 pieces of like size are batched and padded, and a padded key has probability exactly 0. The forward
 is the same for decoding, chunked prefill and the learner's packed rows; the backward takes packed
@@ -121,8 +121,8 @@ def _mix(
 
 
 def _highest(scores: Tensor, sink: Tensor | None) -> Tensor:
-    """Return the peak of the scores over the last dimension, which is kept, and of sinks that
-    broadcast with it."""
+    """Return the largest score along the last dimension (kept, with size 1), or the attention
+    sink's score where that is larger."""
     peak = scores.amax(-1, keepdim=True)
     return peak if sink is None else torch.maximum(peak, sink)
 

@@ -253,8 +253,8 @@ def head_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute `Ops.head_backward`, tile by tile of the vocabulary.
 
-    Rows are taken so many at a time that their logits fill a gibibyte at most; as a multiple of
-    what a library multiplies, which would leave the rest of each part to another kernel.
+    Rows are taken in chunks whose logits fill at most a gibibyte. A chunk is a multiple of the rows
+    that the matrix library multiplies at once, so that no remainder goes to another kernel.
     """
     weight = values(weight)
     dhidden, dweight = torch.empty_like(hidden), into

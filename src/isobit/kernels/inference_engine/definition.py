@@ -8,7 +8,7 @@ activation(gate) before it meets up, the probabilities before P·V, and the logi
 their scaled blocks of 128 in float32. All of it is in docs/numerics.md, in section 5.
 
 Quantization, rotary embedding, cache writes, linear attention and sampling are the same in both
-engines: the learner's operators compute them. Only the rollout uses these operators, so there is no
+engines: the learner's operators compute them. Only the rollout uses these operators, so none has a
 backward; under float32 nothing is rounded to BF16.
 """
 

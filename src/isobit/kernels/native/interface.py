@@ -73,7 +73,8 @@ def product_arguments(
 def nibble_arguments(
     left: Tensor, right: PackedFP4, bias: Tensor | None, result: Tensor
 ) -> ProductArguments:
-    """Return the arguments of a product whose right is read as it is stored, with its scales."""
+    """Return the arguments of a product whose right operand is read in its stored form: FP4 codes
+    two to a byte, with their scales."""
     assert all(tensor.is_contiguous() for tensor in right.tensors)
     arguments = product_arguments(left, right.codes, right.codes, bias, result)
     arguments.small_scales, arguments.common = right.scales.data_ptr(), right.common.data_ptr()

@@ -143,9 +143,9 @@ def compile_library(
     """Write the library `path`, whole or not at all: several processes may do it at once. Compilers
     run in parallel on all processors, since each takes up to 0.3 GB.
 
-    `general` are flags of the files that are compiled for one kind of processor only; those of
-    `_PATHS` have their own, and of `general` only what names no processor. `everywhere` holds in
-    all commands. Raises BuildFailed.
+    `general`: flags of the files that are compiled for one kind of processor only. Files of
+    `_PATHS` have their own flags, plus those flags of `general` that name no processor.
+    `everywhere`: flags of all commands. Raises BuildFailed.
     """
     general = list(general)
     plain = [flag for flag in general if not flag.startswith(("-march=", "-mcpu=", "-mtune="))]

@@ -148,9 +148,10 @@ class OrderedProducts:
         into: Tensor | None = None,
         from_zero: bool = False,
     ) -> Tensor:
-        """Return the sum over `pairs` of a [M, K] · b [N, K]ᵀ, all BF16, in their order, [M, N]
-        float32: the bits of `product` and of additions to the first one's result. `into`: the sum
-        is added to it; `from_zero`: to 0, as with an `into` of zeros."""
+        """Return the sum over `pairs` of a [M, K] · b [N, K]ᵀ, all BF16, in the order of `pairs`,
+        [M, N] float32. Its bits are those of `product`, each result added to the first one's.
+        `into`: the sum is added to it; `from_zero`: the sum begins at 0, as with an `into` of
+        zeros."""
         assert all(x.dtype == torch.bfloat16 for pair in pairs for x in pair)
         shape = pairs[0][0].shape[0], pairs[0][1].shape[0]
         result = torch.empty(shape) if into is None else into

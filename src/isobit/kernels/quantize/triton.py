@@ -127,8 +127,8 @@ def _tiles(
     BESIDE: tl.constexpr, UE8M0: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute the scales and codes of a tile [HIGH, WIDE]; `old_ptr` are the scales of an `x` that
-    is codes itself, with strides `old_row` and `old_step`. BESIDE: the result's scales as `empty`
-    has them for many rows.
+    is codes itself, with strides `old_row` and `old_step`. BESIDE: the scales' layout is that of
+    `empty` for many rows, all rows of one block next to each other.
 
     `pitch` is the row stride of the result: COLUMNS, or of a transposed one the number of rows,
     rounded up to 16, on which wide stores depend; the padding is written, as zeros.

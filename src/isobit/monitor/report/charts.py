@@ -2,8 +2,8 @@
 the script that shows them on hover.
 
 Colours are classes, so that a chart follows the page's theme; without the script it stands as it
-is. A long series is thinned and smoothed (`series.py`); a logarithmic axis gives exact zeros a row
-of their own (`axes.py`).
+is. A long series is thinned and smoothed (`series.py`); a logarithmic axis gives exact zeros a
+separate row (`axes.py`).
 """
 
 from collections.abc import Sequence

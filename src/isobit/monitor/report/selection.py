@@ -1,6 +1,6 @@
 """The completions that a page shows: their choice, within a byte budget, and their tokens.
 
-If not all fit, a page shows steps evenly spread from first to last, and of each step the best
+If not all fit, a page shows steps evenly spread from first to last; for each step the best
 completion, the worst, and others evenly spread. Token texts come from the tokenizer of the run's
 newest checkpoint; without a tokenizer a completion is shown without tokens.
 """
@@ -150,7 +150,7 @@ def _text(row: Mapping[str, Any]) -> str:
 
 
 def _happened(episode: Any) -> str | None:
-    """Return the numbers of turns and of tool calls of an episode, in words; None for a value that
+    """Describe an episode as text: its number of turns, then of tool calls; None for a value that
     is not a recorded episode."""
     if not isinstance(episode, dict) or type(turns := episode.get("turns")) is not int:
         return None

@@ -61,7 +61,7 @@ def queries(q, factor, PAIRED: tl.constexpr, KEYS_FIRST: tl.constexpr):
     """Return (even channels, odd channels, factor [N] of their scores) of rows q [N, D], as
     operands; where codes are not PAIRED, all channels twice.
 
-    Beside PAIRED codes they become float16, times the power of two that leaves a row's largest
+    Next to PAIRED codes they become float16, times the power of two that leaves a row's largest
     magnitude between 2^14 and 2^15: exact down to 2^-31 of it. The factor takes that back.
     """
     even, odd = q, q

@@ -1,5 +1,5 @@
-"""The backward of the gated delta rule, and of Mamba-2's recurrence, on a GPU, for whole sequences:
-back through the tokens, over the states after each, as in `kernels/delta/definition.py`.
+"""The backward of the gated delta rule and Mamba-2's recurrence on a GPU, for whole sequences: back
+through the tokens, over the state after each token, as in `kernels/delta/definition.py`.
 
 A program has a sequence, a value head and BLOCK columns. It goes forward once, keeping the state
 before every SEGMENT tokens; then, from the last segment to the first, once more over a segment,

@@ -144,9 +144,9 @@ def grouped_weight_gradient(
     """Compute `Ops.grouped_weight_gradient`: for every expert dyᵀ · x of its rows, [N, K] float32,
     or None without rows.
 
-    `flags` [1] int32, of dy and of x, are set where these hold NaN or infinity and are quantized.
-    The results are views of one storage; where that is what `into` are views of, the kernel adds to
-    it. Waits for the device, to know which experts have rows.
+    `flags` [1] int32, one for dy and one for x, are set where these hold NaN or infinity and are
+    quantized. The results are views of one storage; where `into` are views of that storage, the
+    kernel adds to it. Waits for the device, to know which experts have rows.
     """
     dy = dy.contiguous()
     experts, sizes = offsets.shape[0] - 1, (dy.shape[1], x.shape[1])
