@@ -41,7 +41,7 @@ def _some_operators(text: str) -> bool:
 
 @dataclass(frozen=True)
 class ArithmeticOptions:
-    """Which problems are made."""
+    """Which problems the task makes: operators, digits, and the order of an answer's digits."""
 
     digits: Annotated[int, at_least(1), at_most(8), "most digits of an operand"] = 3
     min_digits: Annotated[
@@ -89,7 +89,7 @@ class ArithmeticOptions:
 
     @property
     def span(self) -> int:
-        """How many operands there are."""
+        """The number of different operands."""
         return 10**self.digits - self.low
 
 
@@ -136,7 +136,7 @@ class Problems(Sequence[Example]):
 
 
 def load(settings: TaskSettings) -> Task:
-    """The task of the given options. The answer is the gold completion."""
+    """Build the task from its options. The answer is the gold completion."""
     refuse_file_settings(settings)
     options = task_options(ArithmeticOptions, settings)
     template = settings.prompt_template
@@ -182,25 +182,26 @@ def operands(number: int, options: ArithmeticOptions) -> tuple[str, int, int]:
 
 
 def mirror(number: int, options: ArithmeticOptions) -> int:
-    """The problem with the two operands exchanged."""
+    """Return the number of the problem with the two operands exchanged."""
     rest, right = divmod(number, options.span)
     operator, left = divmod(rest, options.span)
     return (operator * options.span + right) * options.span + left
 
 
 def gold_answer(operator: str, left: int, right: int, reverse: bool = False) -> str:
-    """The right completion: a decimal number; `reverse`: its digits from the lowest on, a sign
-    stays first."""
+    """Return the right completion: a decimal number. `reverse`: digits from the lowest on, after
+    the sign."""
     value = left + right if operator == "+" else left - right if operator == "-" else left * right
     digits = str(abs(value))
     return ("-" if value < 0 else "") + (digits[::-1] if reverse else digits)
 
 
 def with_wrong_digit(answer: str, number: int) -> str:
-    """The answer with another digit in one place; `number` says where and which."""
-    places = [i for i, character in enumerate(answer) if character.isdigit()]
-    number, place = divmod(number, len(places))
-    at = places[place]
+    """Return the answer with one digit replaced by another; `number` chooses the position and the
+    digit."""
+    digits_at = [i for i, character in enumerate(answer) if character.isdigit()]
+    number, choice = divmod(number, len(digits_at))
+    at = digits_at[choice]
     digit = (int(answer[at]) + 1 + number % 9) % 10
     return f"{answer[:at]}{digit}{answer[at + 1 :]}"
 
@@ -225,11 +226,11 @@ def reward(
 
 
 def _distinct(size: int, seed: int) -> Iterator[int]:
-    """The numbers below `size`, each once, in the order in which Philox words (modulo size) first
-    name them.
+    """Yield the numbers below `size`, each once, in the order in which Philox words (modulo size)
+    first name them.
 
     Ends early when a million words in a row name nothing new, which only happens when nearly all
-    have been given.
+    numbers have been yielded.
     """
     seen: set[int] = set()
     count = 1 << 12

@@ -9,7 +9,7 @@ from isobit.tasks.rewards.spec import RewardSpec
 
 
 def user_says(text: str) -> Message:
-    """As a message."""
+    """Return a text as a user's message."""
     return {"role": "user", "content": text}
 
 

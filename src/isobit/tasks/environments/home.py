@@ -3,7 +3,7 @@ thread that belongs to the one environment.
 
 So calls of different episodes overlap, whether they are `async` or not, while those of one episode
 come in order and in one thread: a connection that its environment opened stays usable (SQLite's may
-not change threads), and code that runs an event loop of its own finds none in its way. A thread
+not change threads), and code that runs its own event loop finds no other in its way. A thread
 cannot be stopped: one that is late is left behind with its environment. Left out: objects that a
 module keeps for all its environments; they must bear threads.
 """
@@ -22,7 +22,7 @@ class Late(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a call: its result, or what it raised."""
+    """The result of a call, or the exception that it raised."""
 
     result: Any = None
     error: BaseException | None = None
@@ -69,12 +69,13 @@ class Home:
 
 
 def is_async(call: Callable[..., Any]) -> bool:
-    """Whether a call gives a coroutine, and so belongs on the loop."""
+    """Return whether a call makes a coroutine, and so belongs on the event loop."""
     return inspect.iscoroutinefunction(call)
 
 
 def _contained(call: Callable[[], Any]) -> Outcome:
-    """A call whatever it raises, SystemExit too: neither the thread nor the loop ends by it."""
+    """Make a call and return its outcome, whatever it raises, SystemExit too: neither the thread
+    nor the loop ends by it."""
     try:
         return Outcome(call())
     except BaseException as error:

@@ -44,7 +44,7 @@ class Exchange:
         self._thread.start()
 
     def submit(self, request: bytes, deadline_s: float) -> None:
-        """Queue a request, to be answered within so many seconds from when a worker begins it.
+        """Queue a request, to be answered within `deadline_s` seconds from when a worker begins it.
         Returns at once."""
         self._queue.put((request, deadline_s))
         os.write(self._wake, b"+")

@@ -27,7 +27,7 @@ def open_pipes() -> tuple[int, int]:
 
 
 def write(descriptor: int, data: bytes) -> None:
-    """Write all of it."""
+    """Write all of `data`, in as many calls as the descriptor needs."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
@@ -49,8 +49,8 @@ def _die_with(lifeline: int) -> None:
 
 
 def _closer(*descriptors: int) -> Callable[[], None]:
-    """A function that closes the descriptors: a forked child must not hold the pipes open after its
-    parent's death."""
+    """Return a function that closes the descriptors: a forked child must not hold the pipes open
+    after its parent's death."""
 
     def close() -> None:
         for descriptor in descriptors:

@@ -2,7 +2,7 @@
 started.
 
 It leads its own process group. Whatever it does (hang, fork, exit, be killed), the group is killed
-as a whole and reaped. Left out: what is said over the pipes; a descendant that leaves the group
+as a whole and reaped. Left out: the messages over the pipes; a descendant that leaves the group
 (setsid), which is not followed; and a cage, since nothing here confines malicious code.
 """
 
@@ -103,8 +103,8 @@ class Process:
                 self._unsent = self._unsent[os.write(self.write_end, self._unsent) :]
 
     def wait(self, seconds: float) -> bool:
-        """Whether it says something, or ends, within so many seconds; what was sent is written
-        meanwhile."""
+        """Wait until the process writes or ends, at most `seconds`; return whether it did. Data
+        still to be sent are written meanwhile."""
         poll = select.poll()
         poll.register(self.read_end, select.POLLIN)
         end = time.monotonic() + seconds
@@ -118,11 +118,12 @@ class Process:
         return bool(poll.poll(max(0.0, end - time.monotonic()) * 1000))
 
     def receive(self) -> bytes:
-        """What the pipe has, once it has something. Raises EOFError when the worker is gone."""
-        part = os.read(self.read_end, 1 << 20)
-        if not part:
+        """Return the bytes in the pipe, after waiting for the first. Raises EOFError when the
+        worker is gone."""
+        chunk = os.read(self.read_end, 1 << 20)
+        if not chunk:
             raise EOFError
-        return part
+        return chunk
 
     def kill(self) -> int:
         """Kill the whole group and reap the worker; its exit status as subprocess gives it."""
@@ -158,8 +159,8 @@ class Process:
             self._log_start = self._passed_on = 0
 
     def last_output(self) -> str:
-        """The last line that was printed since `mark_output`, as the end of a message; empty if
-        there is none."""
+        """Return the last line that was printed since `mark_output`, as the end of a message; empty
+        without one."""
         size = os.fstat(self._log.fileno()).st_size
         start = max(self._log_start, size - 2000)
         text = os.pread(self._log.fileno(), size - start, start).decode(errors="replace")
@@ -171,8 +172,8 @@ class Process:
         return f" (last output: {last})" if last else ""
 
     def new_output(self, most: int) -> tuple[int, bytes]:
-        """What was printed since the last call: how many bytes are left out, and the last of them,
-        at most `most`."""
+        """Return what was printed since the last call: (bytes left out at the beginning, the last
+        at most `most` bytes)."""
         size = os.fstat(self._log.fileno()).st_size
         start = max(self._passed_on, size - most)
         dropped = self._dropped + start - self._passed_on
