@@ -84,8 +84,8 @@ def _received() -> Iterator[list[signal.Signals]]:
 def _wait(
     processes: Sequence["subprocess.Popen[bytes]"], signals: Sequence[signal.Signals]
 ) -> None:
-    """Until all have ended. Signals go on to every rank: the first one lets them save, the second
-    ends them."""
+    """Wait until all processes have ended. Signals go on to every rank: the first one lets them
+    save, the second ends them."""
     passed, until = 0, float("inf")
     while any(process.poll() is None for process in processes):
         while passed < len(signals):

@@ -157,7 +157,7 @@ class NoStore:
     nbytes: int = 0
 
     def by_page(self, page_size: int) -> list[Tensor]:
-        """Nothing belongs to pages."""
+        """Return no tensors: nothing of this store belongs to pages."""
         return []
 
 

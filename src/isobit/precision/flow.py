@@ -243,7 +243,7 @@ class Precision:
         return self.dgrad, self.wgrad
 
     def varies_with_batch(self) -> str | None:
-        """Why the bits of a row would depend on its batch, or None if they do not."""
+        """Return why the bits of a row would depend on its batch, or None if they do not."""
         for use, flow in (("rollout", self.rollout), ("learner", self.learner)):
             spec = flow.activation
             if spec is not None and spec.granularity in (

@@ -48,7 +48,8 @@ class PackedFP4:
         return nbytes(*self.shape)
 
     def part(self, rows: slice = slice(None), columns: slice = slice(None)) -> QTensor:
-        """Some rows and columns, bounded by multiples of 16, as the quantizer gave them."""
+        """Return some rows and columns, bounded by multiples of 16, as the quantizer returned
+        them."""
         start, stop, _ = columns.indices(self.shape[1])
         codes = self.codes[rows, start // 2 : stop // 2]
         scales = self.scales[rows, start // GROUP : stop // GROUP]
@@ -66,7 +67,7 @@ def holds(spec: QuantSpec, shape: tuple[int, ...]) -> bool:
 
 
 def nbytes(rows: int, columns: int) -> int:
-    """Return the bytes of such a weight."""
+    """Return the bytes of a packed weight of this shape."""
     return rows * (columns // 2 + columns // GROUP) + 4
 
 

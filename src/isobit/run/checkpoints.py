@@ -221,16 +221,14 @@ def remove_leftovers(directory: Path) -> None:
 
 def damage(path: Path, ranks: Ranks = ONE) -> str | None:
     """Return what is wrong with a checkpoint's files, or None; the ranks share the files."""
-    manifest, sizes, manifest_problem = ranks.broadcast_result(lambda: _manifest(path))
+    manifest, sizes, fault = ranks.broadcast_result(lambda: _manifest(path))
     mine = {name: _mismatch(path / name, manifest[name]) for name in _share(sizes, ranks)}
     problems = {
         name: problem
         for of_rank in ranks.all_gather_json(mine)
         for name, problem in of_rank.items()
     }
-    return manifest_problem or next(
-        (problems[name] for name in manifest if problems[name] is not None), None
-    )
+    return fault or next((problems[name] for name in manifest if problems[name] is not None), None)
 
 
 def _manifest(path: Path) -> tuple[dict[str, str], dict[str, int], str | None]:

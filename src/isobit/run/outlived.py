@@ -12,7 +12,8 @@ from typing import Any, TextIO, cast
 
 
 class _Outlived:
-    """In everything else the stream that it stands for."""
+    """A text stream whose write errors are ignored; its other attributes are those of the wrapped
+    stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

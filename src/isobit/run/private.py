@@ -23,7 +23,7 @@ _COUNTED = 64
 
 @dataclass(frozen=True)
 class PrivateFolder:
-    """Texts by key, for processes of one user."""
+    """A folder of texts by key, for processes of one user."""
 
     path: Path
 
@@ -35,7 +35,7 @@ class PrivateFolder:
 
     @property
     def environment(self) -> dict[str, str]:
-        """By which a process that is started knows it."""
+        """Return the environment variable that names this folder to a started process."""
         return {_VARIABLE: str(self.path)}
 
     def set(self, key: str, text: str) -> None:
@@ -79,7 +79,7 @@ class LastWords:
 
     @property
     def told(self) -> bool:
-        """Whether it only repeats what another rank has said."""
+        """Whether the error only repeats that of another rank."""
         return self.of_another and re.match(r"rank \d+: ", self.text) is not None
 
 

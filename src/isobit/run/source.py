@@ -38,7 +38,8 @@ def code_digest(root: Path) -> str:
 
 
 class _Bare(ast.NodeTransformer):
-    """Leaves out texts that are statements."""
+    """A transformer of syntax trees that removes strings that are statements, such as
+    docstrings."""
 
     def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
         text = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

@@ -203,8 +203,8 @@ def attention_backward(
     scale: float,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients from recomputed probabilities (Dao et al. 2022, section 3.1): dS = P·(dP - Σ
-    dO·O)."""
+    """Compute `Ops.attention_backward` from recomputed probabilities (Dao et al. 2022, section
+    3.1): dS = P·(dP - Σ dO·O)."""
     assert_whole(layout)
     dq = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     dk = torch.zeros(
@@ -260,12 +260,9 @@ def _pieces(layout: Layout) -> Iterator[_Piece]:
 def _batches(
     layout: Layout, num_heads: int, store: KVStore, dtype: torch.dtype, window: int | None
 ) -> Iterator["_Batch"]:
-    """Pieces whose rows and keys are alike within a factor of two, in batches of bounded memory, to
-    compute in `dtype`.
-
-    The order of the pieces of one sequence, and so of the sums in `add_to_keys`, depends on that
-    sequence alone.
-    """
+    """Yield pieces whose rows and keys are alike within a factor of two, in batches of bounded
+    memory, to compute in `dtype`. The order of the pieces of one sequence, and so of the sums in
+    `add_to_keys`, depends on that sequence alone."""
     kv_heads, dim = store.k.shape[1:]
 
     def likeness(piece: _Piece) -> tuple[int, int]:
@@ -313,12 +310,13 @@ class _Batch:
             self.visible &= (key > position - window) | ~self.valid.unsqueeze(-1)
 
     def read(self, store: KVStore) -> tuple[Tensor, Tensor]:
-        """Keys and values [S, KV, K, D]."""
+        """Return the keys and values [S, KV, K, D] of the batch's sequences."""
         keys, values = store.gather(self.slots)
         return keys.to(self.dtype).transpose(1, 2), values.to(self.dtype).transpose(1, 2)
 
     def gather(self, rows: Tensor, padding: float | None = None) -> Tensor:
-        """Rows [T, H, D] as [S, KV, G·R, D]; padded rows repeat the first one, or are `padding`."""
+        """Return rows [T, H, D] as [S, KV, G·R, D]; padded rows repeat the first one, or are
+        `padding`."""
         picked = rows[self.rows].to(self.dtype)
         if padding is not None:
             picked.masked_fill_(~self.valid[:, :, None, None], padding)

@@ -249,8 +249,8 @@ def through_parts(
 
 
 def _backward(parts: Parts, dout: Tensor, layout: Layout, corrects: bool = True) -> Parts:
-    """Gradients of the parts: back through the tokens, over the states after each, which are kept
-    for one sequence."""
+    """Return the gradients of the recurrence's inputs: back through the tokens, over the state
+    after each token, which are held for one sequence."""
     group = parts.v.shape[1] // parts.k.shape[1]
     q, k = (x.repeat_interleave(group, 1) for x in (parts.q, parts.k))
     dq = torch.zeros_like(q)

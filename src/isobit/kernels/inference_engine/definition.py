@@ -116,8 +116,8 @@ def head_sample(
 def drawn(
     ops: Ops, logits: Tensor, keys: Tensor, temperature: Temperature
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and their log-probabilities, without the entropy that `token_logprobs` computes
-    besides."""
+    """Draw tokens, and return them with their log-probabilities, without the entropy that
+    `token_logprobs` computes in addition."""
     tokens = ops.sample(logits, keys, temperature)
     return tokens, _of_tokens(torch.log_softmax(scaled(logits, temperature), -1), tokens)
 

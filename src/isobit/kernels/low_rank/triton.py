@@ -52,8 +52,9 @@ _HEIGHTS = (16, 32)
 class AddressedFactors(Factors):
     """Low-rank factors that kernels find by address.
 
-    `record` [parts, _FIELDS] int64 on the device; then, over all factors, the largest rank, the
-    largest number of rows and of chunks of K; and whether every rank is a multiple of 8.
+    `record` [parts, _FIELDS] int64 on the device; then, over all factors, the largest `rank`, the
+    largest number of `rows` and the largest number of chunks of K (`splits`); `eights`: whether
+    every rank is a multiple of 8.
     """
 
     record: Tensor

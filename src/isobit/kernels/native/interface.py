@@ -246,8 +246,8 @@ def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def compare_structs(lib: ctypes.CDLL) -> None:
-    """Raises IsobitError where a struct's size or a field's name, offset or size differs between
-    the two languages."""
+    """Raise IsobitError where a struct's size or a field's name, offset or size differs between the
+    two languages."""
     for name, struct in _STRUCTS.items():
         ours, theirs = _layout(struct), _layout_of(lib, name)
         if ours != theirs:
@@ -262,7 +262,8 @@ def compare_structs(lib: ctypes.CDLL) -> None:
 
 
 def _layout(struct: type[ctypes.Structure]) -> dict[str, tuple[int, int]]:
-    """Offset and size of each field in bytes, and under `size` those of the whole."""
+    """Return the offset and size of each field in bytes, and under `size` those of the whole
+    struct."""
     fields = {name: getattr(struct, name) for name, *_ in struct._fields_}
     return {name: (field.offset, field.size) for name, field in fields.items()} | {
         "size": (0, ctypes.sizeof(struct))

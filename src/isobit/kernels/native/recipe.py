@@ -82,8 +82,8 @@ class BuildFailed(Exception):
 
 
 def compiler() -> str:
-    """Path of the C++ compiler: $CXX if set, else the first of g++, c++, clang++ that exists.
-    Raises BuildFailed."""
+    """Return the path of the C++ compiler: $CXX if set, else the first of g++, c++, clang++ that
+    exists. Raises BuildFailed."""
     named = os.environ.get("CXX")
     for name in (named,) if named else _COMPILERS:
         path = shutil.which(name)
@@ -97,8 +97,8 @@ def compiler() -> str:
 
 
 def digest(*further: str, sources: Path = HERE) -> str:
-    """Names a library after what it is made of: all files, the flags that never change, and what
-    else is given."""
+    """Hash what a library is made of, which names it: all files, the flags that never change, and
+    `further` texts."""
     digester = hashlib.sha256()
     for name in (*SOURCES, *HEADERS):
         digester.update((sources / name).read_bytes())

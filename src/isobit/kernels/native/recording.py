@@ -43,7 +43,8 @@ class Recording:
     or None."""
 
     def __init__(self, function: Callable[[], None], library: ctypes.CDLL, arena: Arena) -> None:
-        """Calls `function`, which must write its results into tensors of its caller."""
+        """Call `function`, which must write its results into tensors of its caller, and record what
+        it does."""
         self._function = function
         recorder = _Recorder(library, arena)
         with _RECORDING, recorder.hooked(), recorder:
@@ -78,7 +79,7 @@ class _Recorder(TorchFunctionMode):
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Inside, calls of the library's operators are seen."""
+        """Record the calls of the library's operators inside this context."""
         functions = [getattr(self._library, name) for name in OPERATORS]
         _THREAD.recorder = self
         for function in functions:

@@ -73,7 +73,7 @@ def coarse_to_fine(items: Sequence[int]) -> Iterator[int]:
 
 
 def _places(rollouts: RolloutIndex, budget: int) -> list[int]:
-    """Return the places of rows, those to be shown first at the front."""
+    """Return the indices of rows, those to be shown first at the front."""
     if not rollouts.steps:
         return []
     # a row of the page takes about half of its line in the file, unpacked
@@ -172,7 +172,7 @@ def _shortened(text: str, most: int) -> str:
 
 
 class _Numbered:
-    """Different texts, each with a number."""
+    """Distinct texts, each with a number."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []

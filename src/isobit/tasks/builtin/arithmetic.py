@@ -41,7 +41,7 @@ def _some_operators(text: str) -> bool:
 
 @dataclass(frozen=True)
 class ArithmeticOptions:
-    """Which problems the task makes: operators, digits, and the order of an answer's digits."""
+    """The problems that the task makes: operators, digits, and the order of an answer's digits."""
 
     digits: Annotated[int, at_least(1), at_most(8), "most digits of an operand"] = 3
     min_digits: Annotated[
@@ -154,7 +154,7 @@ def load(settings: TaskSettings) -> Task:
 
 
 def problem_numbers(options: ArithmeticOptions, held_out_size: int) -> tuple[list[int], list[int]]:
-    """(held out, train): distinct problems, and no mirror of a held-out one in train."""
+    """Return (held out, train): distinct problems, and no mirror of a held-out one in train."""
     size = len(options.operators) * options.span**2
     wanted = DEFAULT_TRAIN_SIZE if options.train_size is None else options.train_size
     order = _distinct(size, options.seed)
@@ -175,7 +175,7 @@ def problem_numbers(options: ArithmeticOptions, held_out_size: int) -> tuple[lis
 
 
 def operands(number: int, options: ArithmeticOptions) -> tuple[str, int, int]:
-    """(operator, left, right) of a problem number."""
+    """Return (operator, left, right) of a problem number."""
     rest, right = divmod(number, options.span)
     operator, left = divmod(rest, options.span)
     return options.operators[operator], left + options.low, right + options.low
@@ -207,8 +207,8 @@ def with_wrong_digit(answer: str, number: int) -> str:
 
 
 def _mixed(number: int) -> int:
-    """Another number, below 2 ** 32, in which neighbours have nothing in common (the finalizer of
-    MurmurHash3)."""
+    """Return a pseudo-random number below 2 ** 32 for a number (the finalizer of MurmurHash3):
+    those of neighbours have nothing in common."""
     number &= 0xFFFFFFFF
     number = ((number ^ (number >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     number = ((number ^ (number >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
@@ -218,8 +218,8 @@ def _mixed(number: int) -> int:
 def reward(
     prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[str], **columns: Any
 ) -> list[float]:
-    """1.0 where the completion, outer white space aside, is the answer and nothing else, else
-    0.0."""
+    """Return 1.0 where the completion, outer white space aside, is the answer and nothing else,
+    else 0.0."""
     return [
         float(completion_text(c).strip() == a) for c, a in zip(completions, answer, strict=True)
     ]

@@ -59,7 +59,8 @@ def _some_operators(text: str) -> bool:
 
 @dataclass(frozen=True)
 class CalculatorOptions:
-    """Which problems the task makes: operators, digits, and how many rows demonstrate the call."""
+    """The problems that the task makes: operators, digits, and whether rows demonstrate the
+    call."""
 
     digits: Annotated[int, at_least(1), at_most(50), "most digits of an operand"] = 6
     min_digits: Annotated[int, at_least(1), "fewest digits of an operand"] = 4

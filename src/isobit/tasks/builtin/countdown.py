@@ -51,7 +51,7 @@ class ExpressionError(ValueError):
 
 @dataclass(frozen=True)
 class CountdownOptions:
-    """Which problems the task makes, and which expressions solve them."""
+    """The problems that the task makes, and the expressions that solve them."""
 
     min_numbers: Annotated[int, at_least(2), "fewest numbers that are given"] = 3
     max_numbers: Annotated[int, at_least(2), at_most(8), "most numbers that are given"] = 4
@@ -124,7 +124,8 @@ def reward(
     target: Sequence[int],
     **columns: Any,
 ) -> list[float]:
-    """1.0 where the completion is an expression of the numbers that equals the target, else 0.0.
+    """Return 1.0 where the completion is an expression of the numbers that equals the target, else
+    0.0.
 
     Each number is used exactly once, or at most once where a column `use_all` is false.
     """
@@ -147,7 +148,7 @@ def solves(text: str, numbers: Sequence[int], target: int, use_all: bool = True)
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]]:
-    """(exact value, the integers in it from left to right) of an expression. Raises
+    """Return (exact value, the integers in it from left to right) of an expression. Raises
     ExpressionError."""
     text = text.strip()
     if len(text) > MAX_CHARACTERS:

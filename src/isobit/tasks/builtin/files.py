@@ -47,8 +47,8 @@ def read_splits(
     columns: Mapping[str, str] | None = None,
     text_template: str | None = None,
 ) -> tuple[Dataset, Dataset]:
-    """(train, held out) of what the settings name; `columns` and `text_template` are for where they
-    name none."""
+    """Read (training data, held-out data) from the files that the settings name; `columns` and
+    `text_template` apply where the settings name none."""
     if settings.path is None and not settings.files:
         hint = (
             "; built-in tasks by task.name: arithmetic, countdown, gsm8k, calculator, lookup, guess"

@@ -38,7 +38,7 @@ _NUMBER = re.compile(
 
 @dataclass(frozen=True)
 class Gsm8kOptions(FileOptions):
-    """How a question is asked, and how the file is split."""
+    """The question's instruction, and the split of the file."""
 
     instruction: Annotated[
         bool | None, "ask for the answer after ####; default: in text, and not in a chat"
@@ -46,8 +46,8 @@ class Gsm8kOptions(FileOptions):
 
 
 def load(settings: TaskSettings) -> Task:
-    """Data with `question` and `answer`, or the columns that the settings name. The answer is gold
-    text too."""
+    """Build a task of rows with `question` and `answer`, or the columns that the settings name. The
+    answer is the gold completion too."""
     options = task_options(Gsm8kOptions, settings)
     if options.instruction is not None and settings.prompt_template is not None:
         raise IsobitError(
@@ -81,7 +81,7 @@ def prompt_template(chat: bool, instruction: bool | None) -> str:
 def reward(
     prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[Any], **columns: Any
 ) -> list[float]:
-    """1.0 where the final number of the completion equals that of the answer, else 0.0.
+    """Return 1.0 where the final number of the completion equals that of the answer, else 0.0.
 
     Raises ValueError for an answer without a number.
     """

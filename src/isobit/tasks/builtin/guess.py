@@ -39,7 +39,7 @@ _HELD_OUT_RANGES = 8  # one of so many
 
 @dataclass(frozen=True)
 class GuessOptions:
-    """Which games are played: their ranges of numbers, the guesses allowed, and the reward."""
+    """The games that are played: their ranges of numbers, the guesses allowed, and the reward."""
 
     numbers: Annotated[int, at_least(2), at_most(1000), "numbers in a range"] = 31
     largest: Annotated[int, at_least(2), at_most(9999), "the largest number of all ranges"] = 99
@@ -134,7 +134,7 @@ class Guess:
     def reset(
         self, low: int, high: int, secret: int, guesses: int, dense: bool, **columns: Any
     ) -> None:
-        """Begin; the prompt says the range already."""
+        """Begin a game with a row's secret. Adds nothing to the prompt, which names the range."""
         self._low, self._high, self._secret, self._numbers = low, high, secret, high - low + 1
         self._guesses, self._dense = guesses, dense
 

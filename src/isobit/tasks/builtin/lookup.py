@@ -160,7 +160,7 @@ class Library:
     """The environment: the corpus of a row, and the tool that searches it."""
 
     def reset(self, people: int, towns: int, corpus: int, **columns: Any) -> None:
-        """Open the corpus; the prompt says what is asked."""
+        """Open the row's corpus. Adds nothing to the prompt, which holds the question."""
         self._index = _index(people, towns, corpus)
 
     def search(self, query: str) -> str:

@@ -171,7 +171,7 @@ def task_options(schema: type[_Options], settings: TaskSettings) -> _Options:
 
 
 def alphabet_of(characters: str) -> str:
-    """Return each of the characters once, in the order in which they first come."""
+    """Return the distinct characters of a text, in the order in which they first occur."""
     return "".join(dict.fromkeys(characters))
 
 

@@ -16,8 +16,8 @@ def user_says(text: str) -> Message:
 def correct(
     prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[str], **columns: Any
 ) -> list[float]:
-    """1.0 where the last answer of an episode, outer white space aside, is the right one and nothing
-    else, else 0.0."""
+    """Return 1.0 where the last answer of an episode, outer white space aside, is the right one and
+    nothing else, else 0.0."""
     return [
         float(completion_text(c).strip() == a) for c, a in zip(completions, answer, strict=True)
     ]

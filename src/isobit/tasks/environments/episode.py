@@ -44,7 +44,7 @@ class Scorer:
 
 @dataclass(frozen=True)
 class _Scored:
-    """A reward by name, or the problem because of which it is missing."""
+    """The value of a named reward, or the problem because of which it is missing."""
 
     name: str
     value: float | None
@@ -73,8 +73,8 @@ class Episode:
             value = self._instance.value
             if value is None:
                 return Reply(self.key, prompt=prompt)
-            given = {name: value for name, value in columns.items() if name != "environment"}
-            row = {"prompt": prompt, **(given if self._several else columns)}
+            arguments = {name: value for name, value in columns.items() if name != "environment"}
+            row = {"prompt": prompt, **(arguments if self._several else columns)}
             check_call(value.reset, row, "reset")
             outcome = await self._instance.home.run(partial(value.reset, **row), until)
             if outcome.error is not None:

@@ -17,7 +17,7 @@ from typing import Any
 
 
 class Late(Exception):
-    """A call has not come back in time."""
+    """Raised for a call that has not come back in time."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,9 @@ class Home:
         self.lost = False
 
     async def run(self, call: Callable[[], Any], until: float) -> Outcome:
-        """`call()`, and what comes of its result where that is awaitable, until this time of the
-        loop's clock. Raises Late."""
+        """Make a call, in the environment's thread or, for an `async` function, on the loop; await
+        its result if it is awaitable, and return the outcome. Raises Late at the time `until` of
+        the loop's clock."""
         loop = asyncio.get_running_loop()
         if self.lost:
             raise Late("an earlier call has not come back")
@@ -63,7 +64,7 @@ class Home:
         return task.result()
 
     def close(self) -> None:
-        """Let the thread go; it ends once it is idle."""
+        """Release the thread, which ends once it is idle."""
         if self._thread is not None:
             self._thread.shutdown(wait=False)
 

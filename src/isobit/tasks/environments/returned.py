@@ -76,7 +76,8 @@ def joined(prompt: Prompt, observation: Any, where: str) -> Prompt:
 
 
 def _messages(returned: Any, roles: Sequence[str], source: str) -> tuple[Message, ...]:
-    """Return the `given` messages with their contents as text. Raises as `step_of`."""
+    """Return the messages that a method `returned`, with their contents as text. Raises as
+    `step_of`."""
     if not isinstance(returned, list | tuple):
         raise Mistake(
             f"{source}: its messages are {type(returned).__name__}, expected a tuple of messages, such "

@@ -125,7 +125,8 @@ class Exchange:
             self.replies[self._busy.pop(worker)] = reply
 
     def _take(self) -> bool:
-        """Line up what was submitted; whether it was the last."""
+        """Move what was submitted into the queue of calls. Return whether the last request has
+        come."""
         if select.select([self._woken], [], [], 0)[0]:
             os.read(self._woken, 4096)
         with contextlib.suppress(Empty):

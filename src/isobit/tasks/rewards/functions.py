@@ -120,8 +120,8 @@ def load_function(reference: str) -> LoadedFunction:
 
 
 def take_unscored(result: Any) -> tuple[Any, dict[int, str]]:
-    """(the result with None for each Unscored in it, {index: reason}); only rewards by name give
-    any."""
+    """Return (the result with None for each Unscored in it, {index: reason}); only rewards by name
+    give any."""
     if not isinstance(result, list):
         return result, {}
     reasons = {i: entry.reason for i, entry in enumerate(result) if isinstance(entry, Unscored)}
@@ -135,7 +135,7 @@ LARGEST = 1e30
 
 
 def checked_values(result: Any, count: int) -> tuple[list[float | None], dict[int, str]]:
-    """(values, {index: what is wrong with that value}); a wrong value is None in the list.
+    """Return (values, {index: what is wrong with that value}); a wrong value is None in the list.
 
     Raises MalformedResult unless the result is a sequence of `count` entries. Numbers are all that
     `float` takes, text aside: also booleans, numpy's numbers and tensors of one element.
@@ -246,8 +246,8 @@ def _by_name(reference: str) -> LoadedFunction:
 
 
 def _from_verl(function: Callable[..., Any], names: frozenset[str] | None) -> Callable[..., Any]:
-    """verl's compute_score(data_source, solution_str, ground_truth, extra_info) as a reward
-    function; it is given those of the four that are in `names` (None: all)."""
+    """Wrap verl's compute_score(data_source, solution_str, ground_truth, extra_info) as a reward
+    function; it is called with those of the four arguments that are in `names` (None: all)."""
 
     def reward(completions: list[Any], answer: list[Any], **columns: Any) -> list[Any]:
         nothing = [None] * len(completions)

@@ -65,7 +65,8 @@ class RewardPool:
         environment: Sequence[str] = (),
         objects: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        """Raises IsobitError for functions that are missing or have the same name.
+        """Prepare the rewards of `specs`. Raises IsobitError for functions that are missing or have
+        the same name.
 
         `deadline_s` is for one call of a function without a deadline in its spec. `environment`
         names variables that the functions get in addition to the usual ones (PATH, HOME and the
@@ -128,7 +129,7 @@ class RewardPool:
         names = [signature["names"] for signature in there.values()] + [
             f.names for f in self.here.values()
         ]
-        self.wants_tokens = any("completion_ids" in signature_names for signature_names in names)
+        self.wants_tokens = any("completion_ids" in each for each in names)
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise IsobitError if a function cannot do without a column that the data does not
@@ -336,7 +337,7 @@ class RewardBatch:
         return [self._reward(i) for i in sorted(self._added)]
 
     def cancel(self) -> None:
-        """Score no more of it. May be called again."""
+        """Stop scoring the batch. May be called again."""
         if self._running is not None:
             self._running.cancel()
         self._pool.closed(self)
@@ -435,8 +436,7 @@ class RewardBatch:
         try:
             for chunk in chunks:
                 exchange.submit(
-                    self._pool.request(function, self.body(chunk)),
-                    self._pool.deadlines_s[function],
+                    self._pool.request(function, self.body(chunk)), self._pool.deadlines_s[function]
                 )
             return exchange.finish(self._meanwhile)[0]
         finally:

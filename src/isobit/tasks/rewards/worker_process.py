@@ -94,7 +94,7 @@ class WorkerProcess(Process):
 
     @property
     def interests(self) -> dict[int, int]:
-        """The descriptors on which it waits, with poll's event masks."""
+        """The descriptors that the worker waits for, with poll's event masks."""
         return {self.read_end: select.POLLIN} | (
             {self.write_end: select.POLLOUT} if self.unsent else {}
         )

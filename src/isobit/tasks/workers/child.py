@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 
 def open_pipes() -> tuple[int, int]:
-    """(request pipe, reply pipe) of this process, whose numbers are its first arguments; the third
-    is the lifeline.
+    """Open (request pipe, reply pipe) of this process, whose numbers are its first arguments; the
+    third is the lifeline.
 
-    Its own children do not get them. On Linux the kernel kills the whole process group, also inside
-    a function that never returns, when the lifeline loses its other end, that is, when the parent
-    dies.
+    Children of this process do not get them. On Linux the kernel kills the whole process group,
+    also inside a function that never returns, when the lifeline loses its other end, that is, when
+    the parent dies.
     """
     requests, replies, lifeline = (int(number) for number in sys.argv[1:4])
     for descriptor in (requests, replies, lifeline):

@@ -54,7 +54,7 @@ def split_reference(reference: str, what: str = "reward function") -> tuple[str,
     `package.module:function`. `what`: the word for the reference in errors. Raises IsobitError for
     another text."""
     home, colon, function = reference.rpartition(":")
-    named = home.endswith(".py") or all(part.isidentifier() for part in home.split("."))
+    named = home.endswith(".py") or all(name.isidentifier() for name in home.split("."))
     if not colon or not named or not function.isidentifier():
         raise IsobitError(
             f"{what} {brief(reference, 300)!r}: expected path/to/file.py:function or "

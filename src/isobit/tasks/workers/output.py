@@ -1,4 +1,4 @@
-"""What reward functions print: into a file of the run, or to stderr where there is no run.
+"""What reward functions print: into a file of the run, or to stderr without a run.
 
 Workers write into private files, which have no name and never make them wait; their parent copies
 what is new at the end of a batch. So printing costs a run next to nothing, and cannot stop it.

@@ -95,7 +95,7 @@ class Process:
         self.push()
 
     def push(self) -> None:
-        """Write what the pipe takes of what was sent."""
+        """Write as many of the unsent bytes as the pipe takes."""
         with contextlib.suppress(
             BlockingIOError, BrokenPipeError
         ):  # a broken pipe also ends the other one
@@ -141,7 +141,7 @@ class Process:
         return status
 
     def bury(self) -> str:
-        """After the worker ended by itself: clean up, and say how it ended."""
+        """Clean up after a worker that ended by itself, and return how it ended."""
         status = self.kill()  # a process that has ended keeps the status that it ended with
         ended = (
             f"was killed by {_signal_name(-status)}"
@@ -151,7 +151,8 @@ class Process:
         return f"its process {ended}{self.last_output()}"
 
     def mark_output(self) -> None:
-        """From here on `last_output` looks; a log that has grown large is emptied."""
+        """Set the position from which `last_output` looks; a log that has grown large is
+        emptied."""
         self._log_start = os.fstat(self._log.fileno()).st_size
         if self._log_start > MAX_LOG_BYTES:
             self._dropped += self._log_start - self._passed_on

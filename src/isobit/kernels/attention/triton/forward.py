@@ -80,8 +80,8 @@ class Tiling(NamedTuple):
 
 
 def put_rows_first() -> None:
-    """From here on rows are on the long side in every tile, as many of them have it: the same bits,
-    where exchanging the operands of an instruction does not keep them."""
+    """Put rows on the long side of every tile from now on, as in batches of many rows: the same
+    bits, where exchanging the operands of an instruction does not keep them."""
     global _FEW_ROWS
     _FEW_ROWS = 0
 
@@ -268,7 +268,7 @@ def store_finished(
 ):  # fmt: skip
     """Write softmax·v [N, D] and the natural log-sum-exp [N] of rows whose key blocks are joined.
 
-    `at` and `place`: offsets of the outputs and of the per-row numbers. softmax·v is written as
+    `at`: offsets of the outputs; `place`: offsets of the per-row numbers. softmax·v is written as
     numbers (`out_ptr`), as FP8 codes of its BF16 rounding (`codes_ptr`), or as both. A head's
     channels are one scale block; BESIDE: scales are laid out as the quantizer's `lies_beside` says.
     """

@@ -93,8 +93,8 @@ def _begin(bias_ptr, column, HIGH: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _input(x, before, row, there, context, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
-    """Inputs of a sequence's new rows `row`, which may be negative: then they are stored `before`,
-    or zeros."""
+    """Return inputs of a sequence's new rows `row`, which may be negative: then they are stored
+    `before`, or zeros."""
     new = tl.load(
         x + row[:, None].to(tl.int64) * COLUMNS, mask=there & (row >= 0)[:, None], other=0.0
     )
@@ -206,7 +206,7 @@ def _before_silu(
 
 @triton.jit
 def _earlier(x_ptr, positions_ptr, row, by, column, rows, COLUMNS: tl.constexpr):
-    """Inputs `by` rows before `row`, 0 before their sequence's first."""
+    """Return inputs `by` rows before `row`, 0 before their sequence's first."""
     position = tl.load(positions_ptr + row, mask=row < rows, other=-1)
     there = (position >= by)[:, None] & (column < COLUMNS)[None, :]
     at = (row - by)[:, None].to(tl.int64) * COLUMNS + column[None, :]

@@ -189,25 +189,22 @@ def steps_of(tests: Any, column: str) -> list[dict[str, Any]]:
     """
     if isinstance(tests, list) and all(isinstance(test, str) for test in tests):
         items = [(test, _parse(test, column).body) for test in tests]
-        names_of_program = _own_names([statement for _, body in items for statement in body])
+        free = _own_names([statement for _, body in items for statement in body])
         sources = [
             (
                 test,
-                any(
-                    _asserts(statement) or _calls(statement, names_of_program)
-                    for statement in _run_in(body)
-                ),
+                any(_asserts(statement) or _calls(statement, free) for statement in _run_in(body)),
             )
             for test, body in items
         ]
     elif isinstance(tests, str):
         statements = list(_run_in(_parse(tests, column).body))
-        names_of_program = _own_names(statements)
+        free = _own_names(statements)
         sources = [
             (
                 ast.unparse(statement),
                 _asserts(statement)
-                or (isinstance(statement, ast.Expr) and _calls(statement, names_of_program)),
+                or (isinstance(statement, ast.Expr) and _calls(statement, free)),
             )
             for statement in statements
         ]
@@ -253,16 +250,16 @@ def _own_names(statements: list[ast.stmt]) -> set[str]:
         for node in nodes
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     }
-    names_of_program = read - imported - (bases & sys.stdlib_module_names) - vars(builtins).keys()
+    free = read - imported - (bases & sys.stdlib_module_names) - vars(builtins).keys()
     if any(isinstance(node, ast.ClassDef) for node in nodes):  # unittest.main runs them
-        names_of_program |= {"unittest.main"} | {
+        free |= {"unittest.main"} | {
             alias.asname or alias.name
             for node in nodes
             if isinstance(node, ast.ImportFrom) and node.module == "unittest"
             for alias in node.names
             if alias.name == "main"
         }
-    return names_of_program
+    return free
 
 
 def _run_in(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
@@ -287,13 +284,13 @@ def _asserts(statement: ast.stmt) -> bool:
     )
 
 
-def _calls(statement: ast.stmt, names_of_program: set[str]) -> bool:
+def _calls(statement: ast.stmt, free: set[str]) -> bool:
     """Return whether a statement calls a function that may use the program: the function or an
-    argument has one of the `names_of_program`."""
+    argument has one of the names in `free`."""
     return not isinstance(statement, DEFINITIONS) and any(
         isinstance(node, ast.Call)
         and any(
-            isinstance(name, (ast.Name, ast.Attribute)) and ast.unparse(name) in names_of_program
+            isinstance(name, (ast.Name, ast.Attribute)) and ast.unparse(name) in free
             for name in ast.walk(node)
         )
         for node in ast.walk(statement)

@@ -6,7 +6,7 @@ alone, in a list or a quotation, after words, after a tag. Fences do not show wh
 ends: a docstring may hold some, a thought one without a partner, and a model may close a block
 behind the last line of code. So what decides between the fences that could close a block is whether
 what they enclose is Python: the first does that stands alone on its line and makes it so, else
-the first anywhere. A block that is no Python either way ends at the first one. A fence with a
+the first anywhere. A block that is not Python either way ends at the first one. A fence with a
 language closes nothing. Where thoughts end with `</think>`, what follows them counts, if a program
 is in it.
 

@@ -79,7 +79,7 @@ def cleaned(answer: str) -> str:
     thousands, a final full stop."""
     answer = answer.strip()
     while (whole := _FORMULA.fullmatch(answer)) is not None:
-        answer = next(part for part in whole.groups() if part is not None).strip()
+        answer = next(formula for formula in whole.groups() if formula is not None).strip()
     if (power := _POWER.fullmatch(answer)) is not None:  # as Python writes a small number
         answer = rf"{power[1]}\times 10^{{{int(power[2])}}}"
     for written, meant in _WRITTEN.items():
@@ -136,7 +136,9 @@ def _read(parsed: list[Any], percent: bool = False) -> Answer:
 
 
 def _written(value: Any, text: str, percent: bool) -> Written:
-    """`x %` in the middle of a text is x times an unevaluated hundredth to math-verify."""
+    """Return an expression with its text and whether it is a percentage. To math-verify, `x %` in
+    the middle of a text is x times an unevaluated hundredth: then x is returned, as a
+    percentage."""
     from sympy import Mul, Rational
     from sympy.core.expr import UnevaluatedExpr
 
@@ -176,9 +178,9 @@ def _equal(right: Written, answer: Written, precision: int, strict: bool) -> boo
 
 @dataclass(frozen=True)
 class _Form:
-    """The notation of an expression, and of the elements in it. `kind`: set, list, tuple, pair (or
-    an open interval, which is written so), interval (or a relation that describes one), else
-    value."""
+    """The notation of an expression, with those of the elements in it. `kind`: set, list, tuple,
+    pair (or an open interval, which is written so), interval (or a relation that describes one),
+    else value."""
 
     kind: str
     parts: "tuple[_Form, ...]" = ()

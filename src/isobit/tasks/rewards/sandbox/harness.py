@@ -81,8 +81,7 @@ class Program:
         """Call a function of the tests; they may ask for more before they answer."""
         arguments = {name: self.encode(value) for name, value in named.items()}
         wire.send(
-            self.write,
-            {"call": function, "arguments": self.encode(list(args)), "named": arguments},
+            self.write, {"call": function, "arguments": self.encode(list(args)), "named": arguments}
         )
         while "do" in (message := wire.receive(self.read)):
             self.answer(message)

@@ -132,8 +132,8 @@ def _isolated(job: Job, report: int) -> None:
 
 
 def _build(job: Job, report: int, made: int, mapped: int, parent: int) -> None:
-    """In the new namespaces: the file system, then the first process of the PID namespace, which
-    runs the programs."""
+    """Build the file system in the new namespaces, then fork the first process of the PID
+    namespace, which runs the programs."""
     _die_with(parent)
     with contextlib.suppress(
         OSError
@@ -165,7 +165,8 @@ def _build(job: Job, report: int, made: int, mapped: int, parent: int) -> None:
 
 
 def _guarded(report: int, call: Callable[[], None]) -> NoReturn:
-    """Run it and end this process."""
+    """Make a call, report what cannot be isolated, and end this process: exit code 0 if the call
+    returned."""
     code = 1
     try:
         call()
@@ -292,7 +293,7 @@ def _given(job: Job, text: str, root: str) -> int:
 
 
 def _become(job: Job, root: str, stdin: int, stdout: int, caged: bool) -> NoReturn:
-    """In the fork: the program, under its limits."""
+    """Turn the forked process into the program, under its limits."""
     try:
         os.setsid()  # or its signals to its process group would reach this one and all above it
         os.dup2(stdin, 0)
@@ -350,8 +351,8 @@ def _check_filter(job: Job) -> None:
 
 
 def _filter_calls(code: bytes) -> None:
-    """From here on this process, and what it starts, makes only the system calls that the filter
-    lets through."""
+    """Restrict this process, and what it starts, to the system calls that the filter lets
+    through."""
     instructions = ctypes.create_string_buffer(code, len(code))
     program = (ctypes.c_uint64 * 2)(
         len(code) // 8, ctypes.addressof(instructions)

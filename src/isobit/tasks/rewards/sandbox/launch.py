@@ -178,7 +178,8 @@ def _python() -> str:
 
 
 def _python_paths() -> list[str]:
-    """Directories that the interpreter needs, outermost first; none of a virtual environment."""
+    """Return the directories that the interpreter needs, outermost first; none of a virtual
+    environment."""
     base = {"platbase": sys.base_exec_prefix, "installed_platbase": sys.base_exec_prefix}
     paths = {sysconfig.get_path(name, vars=base) for name in ("stdlib", "platstdlib")}
     paths |= {os.path.dirname(_python()), os.path.join(os.path.realpath(sys.base_prefix), "lib")}

@@ -68,8 +68,8 @@ def make_root(job: Job) -> int:
 
 
 def _make_streams(root: str) -> int:
-    """/dev/stdin, /dev/stdout and /dev/stderr of programs; a descriptor that writes the first,
-    which they cannot."""
+    """Make /dev/stdin, /dev/stdout and /dev/stderr of programs. Return a descriptor that writes the
+    first, which programs cannot."""
     made = root + WORK
     _mount("tmpfs", made, "tmpfs", NOSUID | NODEV, "nr_inodes=4")
     stdin = os.open(made + "/stdin", os.O_RDWR | os.O_CREAT, 0o644)
@@ -143,6 +143,6 @@ def last_error() -> str:
 
 
 def write_text(path: str, text: str) -> None:
-    """Make a file of some text."""
+    """Create a file that holds a text."""
     with open(path, "w", encoding="utf-8", errors="surrogatepass") as file:
         file.write(text)

@@ -95,7 +95,8 @@ def _pairs(value: Any) -> list[Any]:
 
 
 def _of(module: str, name: str, how: str = "") -> Callable[[Any], Any]:
-    """Makes an object of a class of a module that is imported only then."""
+    """Return a function that makes an object of a class of a module, which is imported at the first
+    call."""
 
     def make(content: Any) -> Any:
         kind = getattr(__import__(module), name)
