@@ -69,7 +69,7 @@ def _head_tiles(
     UNIT: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a tile [BLOCK_V tokens, BLOCK_T rows] and stage one of them. UNIT: every
+    """Return logits of a tile [BLOCK_V tokens, BLOCK_T rows] and stage one of them. UNIT: every
     temperature is 1."""
     block = tl.program_id(1)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -219,8 +219,8 @@ def logits_gradient(
     dtype: torch.dtype,
     dentropy: Tensor | None = None,
 ) -> Tensor:
-    """Gradient [T, V] in `dtype` of logits [T, V] float32, of that of the tokens' log-probabilities
-    [T] float32 and, where there is one, that of the entropies [T] float32."""
+    """Compute the gradient [T, V] in `dtype` of logits [T, V] float32 from those of the tokens'
+    log-probabilities [T] float32 and, if there are any, of the entropies [T] float32."""
     rows, vocabulary = logits.shape
     logits, tokens = logits.contiguous(), tokens.contiguous()
     _, entropy, norm = summarize_logits(logits, tokens, temperature, False).merge(tokens)
