@@ -1,7 +1,7 @@
 """The process that runs reward functions: `python -m isobit.tasks.rewards.worker REQUESTS REPLIES
 LIFELINE` (pipe numbers).
 
-One JSON object a line, each way, over two pipes of its own; stdin is empty and everything that a
+One JSON object a line, each way, over two private pipes; stdin is empty and everything that a
 function prints goes to stderr, so that nothing it does to the standard streams can spoil the
 protocol.
 

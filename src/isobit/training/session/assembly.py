@@ -99,8 +99,9 @@ def open_parts(
 def task_of(config: Config, objects: Objects = NO_OBJECTS) -> Task:
     """Load the task of a run that samples, or of an evaluation. Raises IsobitError for bad data."""
     by_columns = config.environment.factory is not None
-    rows, seed = objects.rows, config.seed
-    return load_task(replace(config.task, seed=seed, rows=rows, by_columns=by_columns))
+    return load_task(
+        replace(config.task, seed=config.seed, rows=objects.rows, by_columns=by_columns)
+    )
 
 
 def _say_what_cannot_fit(config: Config, base: Path) -> None:
