@@ -39,11 +39,11 @@ class Rollout:
 
 
 class Rollouts(Protocol):
-    """Where batches come from: sampled now, recorded by another run, ahead of the learner, or with
-    past groups."""
+    """A source of batches: sampled now, recorded by another run, ahead of the learner, or with past
+    groups."""
 
     def next(self) -> Rollout:
-        """The batch of the next step, its groups scored."""
+        """Return the batch of the next step, its groups scored."""
 
 
 class Run(Protocol):
@@ -57,17 +57,17 @@ class Run(Protocol):
 
     @property
     def unfinished(self) -> bool:
-        """Whether steps are left to do, and nobody has interrupted."""
+        """Whether steps are left to do, and no interrupt has come."""
 
 
 def training_loop(run: Run) -> None:
-    """All steps that are left."""
+    """Do all steps that are left."""
     while run.unfinished:
         training_step(run)
 
 
 def training_step(run: Run) -> None:
-    """One step. `run.rollouts.next` samples and scores with `roll_out`, or takes what was
+    """Do one step. `run.rollouts.next` samples and scores with `roll_out`, or takes what was
     recorded."""
     synced = run.policy.sync()
     rollout = run.rollouts.next()
@@ -100,11 +100,11 @@ class RolloutSource(Protocol):
     answers."""
 
     def sample(self, count: int) -> Sampled:
-        """A group of completions for each of the next `count` prompts; where there are several
-        ranks, for some."""
+        """Sample a group of completions for each of the next `count` prompts; on one of several
+        ranks, for some of them."""
 
     def score(self, sampled: Sampled) -> Scored:
-        """The same groups with rewards, those of all ranks together."""
+        """Return the sampled groups with rewards, those of all ranks together."""
 
 
 def roll_out(batch: StepBatch, source: RolloutSource) -> dict[str, float]:

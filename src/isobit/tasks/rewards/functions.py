@@ -246,8 +246,8 @@ def _by_name(reference: str) -> LoadedFunction:
 
 
 def _from_verl(function: Callable[..., Any], names: frozenset[str] | None) -> Callable[..., Any]:
-    """Wrap verl's compute_score(data_source, solution_str, ground_truth, extra_info) as a reward
-    function; it is called with those of the four arguments that are in `names` (None: all)."""
+    """verl's compute_score(data_source, solution_str, ground_truth, extra_info) as a reward
+    function; it is given those of the four that are in `names` (None: all)."""
 
     def reward(completions: list[Any], answer: list[Any], **columns: Any) -> list[Any]:
         nothing = [None] * len(completions)
