@@ -90,7 +90,7 @@ def read_splits(
         held_out = held_out[:size]
     else:
         size = held_out_size(settings, min(256, len(train) // 10))
-        train, held_out = split(train, size, options.seed, label)
+        train, held_out = split(train, size, options.seed, label, settings.by_columns)
     weights = tuple(file.weight for file in settings.files if file.weight is not None)
     if weights:
         check_shares(len(train), weights)

@@ -113,6 +113,10 @@ class TaskSettings:
     """Whether the rows hold right answers, in any of the columns that `data/given_rows.py`
     knows."""
 
+    by_columns: NotAnOption[bool] = False
+    """Whether rows of one prompt ask different things where their other columns differ, since an
+    environment begins with these."""
+
     def __post_init__(self) -> None:
         for key in ("path", "held_out_path"):
             if getattr(self, key) == "":

@@ -15,6 +15,7 @@ from math import inf
 from queue import Empty
 from typing import Any
 
+from isobit.data.columns import ANY
 from isobit.data.dataset import Prompt
 from isobit.data.turns import Reply, Turn
 from isobit.errors import IsobitError, RunFailed, brief, did_you_mean, listed
@@ -184,6 +185,11 @@ class EnvironmentPool:
                     f"reward function {label}: {where} has no column {lacks[0]!r}, which it takes; "
                     f"it has {listed(columns)}"
                 )
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """The columns of the data that are read here: `reset` is given all of them."""
+        return frozenset() if self.config.factory is None else frozenset({_COLUMN, ANY})
 
     def first_rows(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Yield the first row of each kind of environment."""

@@ -206,9 +206,10 @@ def _inspect(
     names = frozenset(p.name for p in named)
     takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
     if {"solution_str", "ground_truth"} <= names:
-        return LoadedFunction(
-            _from_verl(function, None if takes_more else names), file, ("answer",)
-        )
+        wanted = frozenset(_OF_VERL) if takes_more else names.intersection(_OF_VERL)
+        columns = {"completions", "answer", *wanted}
+        called = _from_verl(function, wanted)
+        return LoadedFunction(called, file, ("answer",), frozenset(columns), takes_more=False)
     positional = any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters)
     if positional or not (takes_more or "completions" in names):
         raise IsobitError(
@@ -245,9 +246,9 @@ def _by_name(reference: str) -> LoadedFunction:
     return LoadedFunction(reward, reference, reward.columns, names, takes_more=False)
 
 
-def _from_verl(function: Callable[..., Any], names: frozenset[str] | None) -> Callable[..., Any]:
-    """verl's compute_score(data_source, solution_str, ground_truth, extra_info) as a reward
-    function; it is given those of the four that are in `names` (None: all)."""
+def _from_verl(function: Callable[..., Any], names: frozenset[str]) -> Callable[..., Any]:
+    """Wrap verl's compute_score(data_source, solution_str, ground_truth, extra_info) as a reward
+    function; it is given those of the four that are in `names`."""
 
     def reward(completions: list[Any], answer: list[Any], **columns: Any) -> list[Any]:
         nothing = [None] * len(completions)
@@ -256,9 +257,7 @@ def _from_verl(function: Callable[..., Any], names: frozenset[str] | None) -> Ca
         for source, completion, gold, info in zip(sources, completions, answer, infos, strict=True):
             sample = {"data_source": source, "extra_info": info}
             sample |= {"solution_str": completion_text(completion), "ground_truth": gold}
-            scores.append(
-                function(**{key: sample[key] for key in sample if names is None or key in names})
-            )
+            scores.append(function(**{key: sample[key] for key in sample if key in names}))
         if any(inspect.isawaitable(score) for score in scores):
             scores = LOOP.wait_for(_all_of(scores))
         return [_of_verl(score) if isinstance(score, dict) else score for score in scores]

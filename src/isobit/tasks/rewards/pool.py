@@ -23,6 +23,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+from isobit.data.columns import ANY
 from isobit.data.dataset import Prompt
 from isobit.data.episodes import EpisodeRecord
 from isobit.errors import IsobitError, RunFailed, did_you_mean
@@ -99,6 +100,7 @@ class RewardPool:
         self.workers: list[WorkerProcess] = []
         self._required: list[tuple[str, ...]] = []
         self.wants_tokens = False
+        self.columns: frozenset[str] = frozenset()  # names of arguments, see data/columns.py
         self._trainer_state: Mapping[str, float] | None = None  # of the batch that was begun last
         self._open: RewardBatch | None = None
 
@@ -129,7 +131,11 @@ class RewardPool:
         names = [signature["names"] for signature in there.values()] + [
             f.names for f in self.here.values()
         ]
-        self.wants_tokens = any("completion_ids" in each for each in names)
+        self.columns = frozenset().union(*names, *self._required)
+        self.wants_tokens = "completion_ids" in self.columns
+        takes_more = [signature["takes_more"] for signature in there.values()]
+        if any(takes_more) or any(f.takes_more for f in self.here.values()):
+            self.columns |= {ANY}
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise IsobitError if a function cannot do without a column that the data does not
