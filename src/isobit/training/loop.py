@@ -39,11 +39,11 @@ class Rollout:
 
 
 class Rollouts(Protocol):
-    """A source of batches: sampled now, recorded by another run, ahead of the learner, or with past
-    groups."""
+    """Where batches come from: sampled now, recorded by another run, ahead of the learner, or with
+    past groups."""
 
     def next(self) -> Rollout:
-        """Return the batch of the next step, its groups scored."""
+        """The batch of the next step, its groups scored."""
 
 
 class Run(Protocol):
@@ -57,17 +57,17 @@ class Run(Protocol):
 
     @property
     def unfinished(self) -> bool:
-        """Whether steps are left to do, and no interrupt has come."""
+        """Whether steps are left to do, and nobody has interrupted."""
 
 
 def training_loop(run: Run) -> None:
-    """Do all steps that are left."""
+    """All steps that are left."""
     while run.unfinished:
         training_step(run)
 
 
 def training_step(run: Run) -> None:
-    """Do one step. `run.rollouts.next` samples and scores with `roll_out`, or takes what was
+    """One step. `run.rollouts.next` samples and scores with `roll_out`, or takes what was
     recorded."""
     synced = run.policy.sync()
     rollout = run.rollouts.next()
@@ -100,11 +100,11 @@ class RolloutSource(Protocol):
     answers."""
 
     def sample(self, count: int) -> Sampled:
-        """Sample a group of completions for each of the next `count` prompts; on one of several
-        ranks, for some of them."""
+        """A group of completions for each of the next `count` prompts; where there are several
+        ranks, for some."""
 
     def score(self, sampled: Sampled) -> Scored:
-        """Return the sampled groups with rewards, those of all ranks together."""
+        """The same groups with rewards, those of all ranks together."""
 
 
 def roll_out(batch: StepBatch, source: RolloutSource) -> dict[str, float]:

@@ -107,9 +107,9 @@ class Evaluating:
         self._meter.phase("evaluate")
         with self._saver.broken_weights_end_the_run():
             progress = self._state.progress(self._steps, self._prompts)
-            values, line, answered = self._held_out.evaluate(progress)
+            found, line, answered = self._held_out.evaluate(progress)
         self._learner.check_memory()
         self._note(f"step {step}: {line}")
         self._write(rows_of(step, answered))
-        self._best.consider(step, values)
-        return values
+        self._best.consider(step, found)
+        return found
