@@ -40,7 +40,9 @@ _BARE = (
     *("router_norm", "expert_scale"),
 )
 """Tensors whose names end with the module's."""
-_KEYS = tuple(f"self_attn.{one}_{part}." for one in "kv" for part in ("proj", "norm"))
+_KEYS = tuple(
+    f"self_attn.{letter}_{submodule}." for letter in "kv" for submodule in ("proj", "norm")
+)
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 
