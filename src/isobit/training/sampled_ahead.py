@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from isobit.model.keeping import KeptWeights
 from isobit.rl import Group, Sample
 from isobit.rl.learner.agreement import Compared
-from isobit.rl.learner.zero_advantage import drawn
+from isobit.rl.learner.schedule import drawn
 from isobit.training.context import RunContext
 
 

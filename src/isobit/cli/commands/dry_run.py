@@ -21,7 +21,13 @@ from isobit.run.directory import refuse_existing
 from isobit.tasks.builtin import Task
 from isobit.training.parts.assembly import open_parts
 from isobit.training.parts.cautions import cautions, supervised_cautions
-from isobit.training.parts.given import check_evaluation, lessons_of, load_supervised, open_given
+from isobit.training.parts.given import (
+    check_evaluation,
+    lessons_of,
+    load_supervised,
+    open_given,
+    unread_columns,
+)
 from isobit.training.parts.model import described_model, model_warning, text_rules
 from isobit.training.parts.sampled import SampledParts
 from isobit.training.plan.advice import advice, not_loaded
@@ -80,8 +86,9 @@ def supervised_dry_run(config: SftConfig, say: Say) -> None:
         f"{loss}\n{ops.why}; consistency: {config.consistency}"
     )
     trained = f"{config.optimizer.masters}, {config.optimizer.state}"
-    for line in supervised_cautions(config, lessons.train):
-        say(line)
+    for line in (*supervised_cautions(config, lessons.train), unread_columns(config, task)):
+        if line is not None:
+            say(line)
     say(f"\n{precision.table(model.config.num_layers, trained)}")
     job = lessons.job(config, model.config, this_machine(ops, config.ranks))
     say(f"\n{_memory(job)}")
@@ -109,6 +116,8 @@ def _say_without_weights(
     config = in_steps(config, len(fitted.task.train))
     ops, precision = get_ops(config.backend, config.consistency), precision_from(config.precision)
     say(_heading(config, precision, model, fitted.task, ops))
+    if (line := processes.unread_columns(config, fitted.task.train.examples)) is not None:
+        say(line)
     trained = f"{config.optimizer.masters}, {config.optimizer.state}"
     say(precision.table(model.config.num_layers, trained))
     longest = len(encode_prompt(fitted.longest, model, tools))

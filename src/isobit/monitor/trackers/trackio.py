@@ -13,13 +13,13 @@ from isobit.monitor.trackers.base import COMPLETION_COLUMNS, Opened, TrackedRun
 
 
 class Trackio:
-    """Metrics, config and completions as tables."""
+    """The tracker trackio: metrics, config and completions as tables."""
 
     def __init__(self) -> None:
         self._table: dict[str, Any] = {}
 
     def check(self, settings: Mapping[str, Any]) -> None:
-        """Raise IsobitError where a Space is named and there is no token for it."""
+        """Raise IsobitError where a Space is named and no token for it can be read."""
         if settings["space_id"] is None:
             return
         from huggingface_hub import get_token

@@ -23,7 +23,7 @@ from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import Engine
 from isobit.engine.prompts import Prompt
 from isobit.engine.types import Sampling
-from isobit.errors import IsobitError, brief
+from isobit.errors import IsobitError
 from isobit.evaluation.answers import answer_extractor
 from isobit.evaluation.measure import EvaluationPlan, Scorer, default_ks
 from isobit.evaluation.periodic import SEED_OFFSET, PeriodicEvaluation
@@ -41,7 +41,7 @@ from isobit.training.measuring.agreement import unlike
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts.base import cached_model
 from isobit.training.parts.learner import frozen_reference, trained_by, with_micro_batches
-from isobit.training.parts.model import load_trained, model_named
+from isobit.training.parts.model import load_trained, model_named, shared_vocabulary
 from isobit.training.parts.sampled import SampledParts
 from isobit.training.plan.advice import cannot_fit
 from isobit.training.plan.host import this_machine
@@ -84,7 +84,7 @@ def open_parts(
         if place is not None:
             held.callback(place.listener.close)
         check_trackers(plain(config.tracking))
-        task = load_task(replace(config.task, seed=config.seed, rows=objects.rows))
+        task = task_of(config, objects)
         require_held_out(config, task)
         if recorded is None or config.evaluation.every or not config.environment.used:
             processes = open_processes(config, task, objects)
@@ -97,7 +97,8 @@ def open_parts(
             before_weights(task, base, processes)
         elif checkpoint is None and ranks.first and not is_adapter(base):  # refused later
             _say_what_cannot_fit(config, base)
-        model = load_trained(config, base, checkpoint, ranks, date_of(began, ranks))
+        vocabulary = shared_vocabulary(config, base)
+        model = load_trained(config, base, checkpoint, ranks, date_of(began, ranks), vocabulary)
         check_alike(ranks, computed_by(model.ops))  # a machine may lack a compiler
         parts = _put_together(config, task, processes, base, model, objects, recorded)
         if samples:
@@ -109,6 +110,14 @@ def open_parts(
             parts = replace(parts, fleet=fleet, serving=serving)
         held.pop_all()  # the run closes them
         return parts
+
+
+def task_of(config: Config, objects: Objects = NO_OBJECTS) -> Task:
+    """Load the task of a run that samples, or of an evaluation. Raises IsobitError for bad data."""
+    by_columns = config.environment.factory is not None
+    return load_task(
+        replace(config.task, seed=config.seed, rows=objects.rows, by_columns=by_columns)
+    )
 
 
 def _say_what_cannot_fit(config: Config, base: Path) -> None:
@@ -217,8 +226,8 @@ def base_of(config: Config, began: Mapping[str, Any], quiet: bool) -> Path:
 def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
     """Return the frozen model of the KL penalty, or a teacher: a model with working weights that
     are whole on every rank, made of masters that no rank had whole; or the policy's base without
-    its adapter; or the policy itself. Raises IsobitError for a teacher that has another tokenizer
-    than the policy, or cannot be compared with it."""
+    its adapter; or the policy itself. Raises IsobitError for a teacher that cannot be compared with
+    the policy."""
     if config.reference.weights == "policy":
         return model
     if config.shares_reference:
@@ -230,47 +239,20 @@ def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
         masters = config.optimizer.masters if config.adapter is None else "fp32"
         flow = precision, config.backend, config.consistency, model.ranks
         path = base if teacher is None else model_named(teacher)
-        reference = Model.load(path, *flow, masters=masters)
+        ids = model.config.vocab_size
+        reference = Model.load(path, *flow, masters=masters, vocabulary=ids)
         if teacher is not None:
-            _check_teacher(teacher, reference, model, config.algorithm.loss)
+            _check_teacher(teacher, reference, model)
         reference.tokenizer = model.tokenizer  # with its chat template
     return frozen_reference(reference, task)
 
 
-def _check_teacher(path: str, teacher: Model, policy: Model, loss: str) -> None:
-    """Raise IsobitError unless each token means the same to both models, since the teacher reads
-    the policy's tokens, and the teacher has all tokens of the policy and a context at least as
-    long; and, for a loss that compares all tokens, unless both have equally many."""
-    theirs, ours = (model.tokenizer.fast.get_vocab() for model in (teacher, policy))
-    if theirs != ours:
-        word = min(
-            word
-            for word, token in ours.items() | theirs.items()
-            if ours.get(word) != theirs.get(word)
-        )
-        raise IsobitError(
-            f"reference.path: {path} has another tokenizer than the policy: {brief(word)!r} is token "
-            f"{theirs.get(word)} there and {ours.get(word)} here; a teacher reads the policy's tokens, so "
-            "take one of its family"
-        )
+def _check_teacher(path: str, teacher: Model, policy: Model) -> None:
+    """Raise IsobitError unless the teacher has a context at least as long."""
     if teacher.config.max_positions < policy.config.max_positions:
         raise IsobitError(
             f"reference.path: {path} has a context of {teacher.config.max_positions} tokens, and the "
             f"policy one of {policy.config.max_positions}, which the teacher cannot read"
-        )
-    sizes = teacher.config.vocab_size, policy.config.vocab_size
-    if sizes[0] < sizes[1]:
-        raise IsobitError(
-            f"reference.path: {path} has a vocab_size of {sizes[0]}, and the policy one of "
-            f"{sizes[1]}: ids above the tokenizer's may be sampled, and the teacher has no "
-            "log-probability of them; take one with as many or more, or enlarge it "
-            f"(resize_token_embeddings({sizes[1]}) in transformers)"
-        )
-    if loss == "divergence" and sizes[0] != sizes[1]:
-        raise IsobitError(
-            f"reference.path: {path} has a vocab_size of {sizes[0]}, and the policy one of "
-            f"{sizes[1]}; algorithm.loss: divergence compares every token of both: take a teacher "
-            "with as many, or leave the loss out"
         )
 
 
