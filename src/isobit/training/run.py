@@ -39,7 +39,6 @@ from isobit.training.running.inputs import check_inputs, config_of, inputs_of
 from isobit.training.running.machine import machine_facts
 from isobit.training.running.resolved import keep
 from isobit.training.running.restoring import (
-    Changes,
     Restored,
     directory,
     go_on_with,
@@ -57,6 +56,72 @@ if TYPE_CHECKING:
     from isobit.training.parts.sampled import SampledParts
 
 
+Parts = TypeVar("Parts", bound="SampledParts | GivenParts")
+OpenParts = Callable[[Any, Ranks, Mapping[str, Any], Path | None], Parts]
+"""Opens the parts of a run: of its config, the ranks, the facts of the run that goes on or is
+repeated, and the checkpoint with its weights, if there is one. Raises IsobitError for whatever does
+not fit."""
+
+
+def open_new(
+    config: Config | SftConfig,
+    open_parts: OpenParts[Parts],
+    *,
+    quiet: bool,
+    ranks: Ranks = ALONE,
+    recorded: Path | None = None,
+) -> "Run[Parts]":
+    """Open a new run. `recorded`: the run that it repeats, if it does. Raises IsobitError, before
+    anything is written, for what it cannot be made of."""
+    folder = Path(config.run.dir)
+    ranks.on_first(lambda: runs.refuse_existing(folder))
+    config = of_ranks(config, ranks)
+    inputs = ranks.on_first(lambda: inputs_of(config)) or {}
+    began = {} if recorded is None else runs.began_by(recorded)
+    ranks.on_first(lambda: len(named_callbacks(config.run.callbacks)))
+    parts = open_parts(config, ranks, began, None)
+    kept = dump_config(parts.config)
+    run = directory(folder, ranks, lambda: RunDirectory.create(folder, kept, recorded))
+    go_on_with(run, {**inputs, **config_of(parts.config)}, (), ranks)
+    return Run(parts, run, State(), quiet, None)
+
+
+def open_again(
+    run_dir: Path,
+    overrides: Sequence[str],
+    opener: Callable[[Any], OpenParts[Parts]],
+    *,
+    quiet: bool,
+    ranks: Ranks = ALONE,
+) -> "Run[Parts]":
+    """Open a run that goes on from its newest whole checkpoint, on any number of ranks, or begins
+    again where it was killed before its first; `opener` of its config opens its parts."""
+    with locked(run_dir, overrides, ranks) as lock:
+        config = load_any_run_config(run_dir, [override("run.dir", run_dir), *overrides])
+        open_parts = opener(config)
+        config = of_ranks(config, ranks)
+        inputs = ranks.on_first(lambda: {**inputs_of(config), **config_of(config)}) or {}
+        changes = ranks.on_first(lambda: check_inputs(run_dir, inputs, config.run.on_change)) or []
+        began = runs.began_by(runs.rollouts_from(run_dir) or run_dir)
+        path = None
+        if checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):
+            path = runs.newest_checkpoint(run_dir, lambda each: problem_of(each, ranks), ranks)
+        else:
+            ranks.on_first(lambda: refuse_lost(run_dir))
+        ranks.on_first(lambda: len(named_callbacks(config.run.callbacks)))
+        parts = open_parts(config, ranks, began, path)
+        if path is None:
+            kept, nothing = dump_config(parts.config), runs.NOTHING_WRITTEN
+            run = directory(run_dir, ranks, lambda: RunDirectory(run_dir, nothing, kept, lock))
+            go_on_with(run, inputs, changes, ranks)
+            return Run(parts, run, State(), quiet, None)
+        restored = restore(path, run_dir, config, parts.trained, inputs, changes, lock)
+        state = restored.state
+        again = Run(parts, restored.run, state, quiet, state.step)
+        again.goes_on_as(restored)
+        return again
+
+
 @dataclass(frozen=True, eq=False)
 class Source:
     """Where the batches of an open run come from, how it learns from them, and the `resources` that
@@ -65,13 +130,6 @@ class Source:
     rollouts: Rollouts
     learning: Learning
     resources: Sequence[AbstractContextManager[Any]]
-
-
-Parts = TypeVar("Parts", bound="SampledParts | GivenParts")
-OpenParts = Callable[[Any, Ranks, Mapping[str, Any], Path | None], Parts]
-"""Opens the parts of a run: of its config, the ranks, the facts of the run that goes on or is
-repeated, and the checkpoint with its weights, if there is one. Raises IsobitError for whatever does
-not fit."""
 
 
 class Run(Generic[Parts]):
@@ -203,65 +261,3 @@ class Run(Generic[Parts]):
         newest = checkpoints.all_checkpoints(self.run.checkpoints)[-1]
         if (line := self.parts.result(newest)) is not None:
             display.note(line)
-
-
-def open_new(
-    config: Config | SftConfig,
-    open_parts: OpenParts[Parts],
-    *,
-    quiet: bool,
-    ranks: Ranks = ALONE,
-    recorded: Path | None = None,
-) -> Run[Parts]:
-    """Open a new run. `recorded`: the run that it repeats, if it does. Raises IsobitError, before
-    anything is written, for what it cannot be made of."""
-    folder = Path(config.run.dir)
-    ranks.on_first(lambda: runs.refuse_existing(folder))
-    config = of_ranks(config, ranks)
-    inputs = ranks.on_first(lambda: inputs_of(config)) or {}
-    began = {} if recorded is None else runs.began_by(recorded)
-    ranks.on_first(lambda: len(named_callbacks(config.run.callbacks)))
-    parts = open_parts(config, ranks, began, None)
-    kept = dump_config(parts.config)
-    run = directory(folder, ranks, lambda: RunDirectory.create(folder, kept, recorded))
-    go_on_with(run, Changes({**inputs, **config_of(parts.config)}, ()), ranks)
-    return Run(parts, run, State(), quiet, None)
-
-
-def open_again(
-    run_dir: Path,
-    overrides: Sequence[str],
-    opener: Callable[[Any], OpenParts[Parts]],
-    *,
-    quiet: bool,
-    ranks: Ranks = ALONE,
-) -> Run[Parts]:
-    """Open a run that goes on from its newest whole checkpoint, on any number of ranks, or begins
-    again where it was killed before its first; `opener` of its config opens its parts."""
-    with locked(run_dir, overrides, ranks) as lock:
-        config = load_any_run_config(run_dir, [override("run.dir", run_dir), *overrides])
-        open_parts = opener(config)
-        config = of_ranks(config, ranks)
-        inputs = ranks.on_first(lambda: {**inputs_of(config), **config_of(config)}) or {}
-        lines = ranks.on_first(lambda: check_inputs(run_dir, inputs, config.run.on_change)) or []
-        changes, began = (
-            Changes(inputs, lines),
-            runs.began_by(runs.rollouts_from(run_dir) or run_dir),
-        )
-        path = None
-        if checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):
-            path = runs.newest_checkpoint(run_dir, lambda each: problem_of(each, ranks), ranks)
-        else:
-            ranks.on_first(lambda: refuse_lost(run_dir))
-        ranks.on_first(lambda: len(named_callbacks(config.run.callbacks)))
-        parts = open_parts(config, ranks, began, path)
-        if path is None:
-            kept, nothing = dump_config(parts.config), runs.NOTHING_WRITTEN
-            run = directory(run_dir, ranks, lambda: RunDirectory(run_dir, nothing, kept, lock))
-            go_on_with(run, changes, ranks)
-            return Run(parts, run, State(), quiet, None)
-        restored = restore(path, run_dir, config, parts.trained, changes, lock)
-        state = restored.state
-        again = Run(parts, restored.run, state, quiet, state.step)
-        again.goes_on_as(restored)
-        return again

@@ -42,7 +42,8 @@ def shared_vocabulary(config: Config, base: Path) -> int | None:
     """Return the number of token ids that the policy at `base` and its teacher have in common: the
     tokenizer's, where their embeddings have other numbers of rows behind these; else None, and each
     model has all its rows. Raises IsobitError for a teacher that has another tokenizer."""
-    if config.reference.path is None:
+    compared = config.algorithm.kl_coefficient > 0 or config.algorithm.distills
+    if config.reference.path is None or not compared:
         return None
     teacher, adapter = model_named(config.reference.path), config.adapter
     init = None if adapter is None or adapter.init is None else str(model_named(adapter.init))

@@ -35,14 +35,6 @@ _Config = TypeVar("_Config", bound=Config | SftConfig)
 
 
 @dataclass(frozen=True, eq=False)
-class Changes:
-    """Of a run that goes on: the hashes of its files now, and a line for each that has changed."""
-
-    inputs: Inputs
-    lines: Sequence[str]
-
-
-@dataclass(frozen=True, eq=False)
 class Restored:
     """A run at its checkpoint. `finished`: it was at its end, and its last row stays; `best`: what
     the checkpoint knows of the best model."""
@@ -74,11 +66,12 @@ def restore(
     run_dir: Path,
     config: Config | SftConfig,
     trained: Trained,
-    changes: Changes,
+    inputs: Inputs,
+    changes: Sequence[str],
     lock: runs.Lock | None,
 ) -> Restored:
-    """Go on from a checkpoint. Raises IsobitError for a run that has done more steps than it is to
-    have."""
+    """Go on from a checkpoint, with the present hashes of the `inputs`. Raises IsobitError for a
+    run that has done more steps than it is to have."""
     ranks, counted = trained.ranks, trained.restore(checkpoint)
     queue = [StepBatch.from_json(values, config.prompts_per_step) for values in counted["queue"]]
     state = State(
@@ -105,18 +98,18 @@ def restore(
         ]
     finished = _take_the_last_row(run_dir, config, state, ends, ranks)
     run = directory(run_dir, ranks, lambda: RunDirectory(run_dir, ends, dump_config(config), lock))
-    go_on_with(run, Changes(changes.inputs, [*changes.lines, *lost]), ranks)
+    go_on_with(run, inputs, [*changes, *lost], ranks)
     return Restored(run, state, finished, counted.get("best"))
 
 
-def go_on_with(run: RunDirectory, changes: Changes, ranks: Ranks) -> None:
-    """The first rank says what is not as it was, and keeps the hashes of the files that count from
-    here on."""
+def go_on_with(run: RunDirectory, inputs: Inputs, changes: Sequence[str], ranks: Ranks) -> None:
+    """Print what has changed, and record the hashes of the files that count from here on, on the
+    first rank."""
 
     def say() -> None:
-        for line in changes.lines:
+        for line in changes:
             warn(line)
-        record_inputs(run, changes.inputs)
+        record_inputs(run, inputs)
 
     ranks.on_first(say)
 
