@@ -12,7 +12,7 @@ ToolFormat = Annotated[
     str,
     typer.Option(
         help="how the model writes calls of tools: auto, hermes, qwen3_coder, llama3_json, "
-        "mistral, harmony, pythonic, glm45, gemma4, deepseek_v3 or json"
+        "mistral, harmony, pythonic, glm45, minimax_m2, gemma4, deepseek_v3 or json"
     ),
 ]
 Train = Annotated[
