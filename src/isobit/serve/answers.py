@@ -14,6 +14,7 @@ from isobit.model.text.tool_formats.base import Reply, ToolFormat, Tools
 from isobit.serve.channels import ChannelStream
 from isobit.serve.chat import as_openai
 from isobit.serve.prompts import KEY, Front, Told, echoed, likely
+from isobit.serve.protocol import StreamOptions
 from isobit.serve.scoring import Scores, Scoring
 from isobit.serve.streams import TextStream
 from isobit.serve.thinking import CONTENT, REASONING, Certain, ThoughtStream
@@ -24,11 +25,12 @@ _Shown = tuple[int, str, float]  # a token, its text or name, its log-probabilit
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """A request that is being answered. `chat`: messages, and not a text; `form`: how the model
-    writes messages and calls; `tools`: the tools of the request, whose calls are read, or
-    `one_call` alone; `told`: what the answer tells of its prompts; `texts`: of the prompts, None for
-    one that was given as tokens; `sampled`: False where the answer tells of the prompts alone;
-    `salt`: of cached pages."""
+    """A request that is being answered, by an `adapter`. `chat`: messages, and not a text; `form`:
+    how the model writes messages and calls; `tools`: the tools of the request, whose calls are read,
+    or `one_call` alone; `own_top`: each sampled token stands alone in the place of the likeliest;
+    `told`: what the answer tells of its prompts; `texts`: of the prompts, None for one that was
+    given as tokens; `sampled`: False where the answer tells of the prompts alone; `salt`: of cached
+    pages; `usage_told`: where a stream tells the usage."""
 
     model: str
     tokenizer: Tokenizer
@@ -36,6 +38,7 @@ class Asked:
     sampling: Sampling
     chat: bool = False
     logprobs: bool = False
+    own_top: bool = False
     token_ids: bool = False
     tokens_by_id: bool = False
     form: ToolFormat | None = None
@@ -45,6 +48,9 @@ class Asked:
     texts: Sequence[str | None] = ()
     sampled: bool = True
     salt: bytes | None = None
+    adapter: str | None = None
+    streamed: bool = False
+    usage_told: StreamOptions = field(default_factory=StreamOptions)
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -79,7 +85,8 @@ class Asked:
             text = self.tokenizer.decode(tokens) if given is None else given
             if self._tops is not None:
                 assert scores is not None
-                logprobs = echoed(self.tokenizer, tokens, scores, self._tops, self.tokens_by_id)
+                given_by = self._tops, self.tokens_by_id, self.own_top
+                logprobs = echoed(self.tokenizer, tokens, scores, *given_by)
         if self.token_ids:
             beside["prompt_token_ids"] = list(tokens)
         if told.likeliest is not None:
@@ -105,16 +112,17 @@ class Asked:
         """Return the index of a choice, by its prompt and sample."""
         return prompt * self.sampling.n + sample
 
-    def usage(self, sampled: int, cached: int) -> dict[str, Any]:
+    def usage(self, sampled: int, cached: int | None) -> dict[str, Any]:
         """Return the usage: tokens of all prompts, tokens of these that were found in the cache,
-        and tokens of all answers."""
+        None: not known yet, and tokens of all answers."""
         prompt = sum(map(len, self.prompts))
-        return {
+        usage = {
             "prompt_tokens": prompt,
             "completion_tokens": sampled,
             "total_tokens": prompt + sampled,
-            "prompt_tokens_details": {"cached_tokens": cached},
         }
+        details = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}}
+        return {**usage, **details}
 
     def choice(self, prompt: int, completion: Completion, front: Front) -> dict[str, Any]:
         """Return the choice of a complete answer."""
@@ -174,6 +182,8 @@ class Asked:
             [(token, self._word(last, token), value) for token, value in top]
             for last, top in zip((before, *tokens), tops)
         ]
+        if self.own_top:
+            others = [[one] for one in zip(tokens, words, logprobs)]
         if self.chat:
             return self._chat_logprobs(zip(tokens, words, logprobs), others)
         texts = token_words(tokenizer, before, tokens, False) if by_id else words
@@ -181,7 +191,7 @@ class Asked:
         return {
             "tokens": words,
             "token_logprobs": list(logprobs),
-            "top_logprobs": [_by_word(each) for each in others] if tops else None,
+            "top_logprobs": [_by_word(each) for each in others] if others else None,
             "text_offset": list(accumulate(sizes, initial=start))[:-1],
         }
 
