@@ -16,6 +16,7 @@ from isobit.serve.desk import written
 from isobit.serve.gateway import Events, Gateway, Indexed, in_thread, unless_gone
 from isobit.serve.jobs import Begun, Done, Scored, Token
 from isobit.serve.prompts import KEY, Front
+from isobit.serve.protocol import salt_of
 from isobit.serve.scoring import Scores, check_top
 from isobit.serve.wire import EventStream, error_value
 
@@ -77,7 +78,7 @@ async def answer(
     gateway: Gateway, request: Request, asked: Asked, keep: Keep | None = None
 ) -> Response:
     """Return the response to a request, whose completions `keep` is called with."""
-    if asked.streamed:
+    if asked.keys.stream:
         return await _streamed(gateway, request, asked, keep)
     results = await completed(gateway, request, asked)
     if results is None:
@@ -123,7 +124,8 @@ def _ask(gateway: Gateway, request: Request, asked: Asked) -> AbstractAsyncConte
     top = max((one.top for one in scorings if one is not None), default=0)
     check_top(total, top, KEY, "ask for fewer, or of shorter prompts")
     given = request.state.tenant, asked.prompts, asked.sampling, asked.adapter
-    return gateway.ask(*given, asked.streamed, scorings, asked.sampled, salt=asked.salt)
+    salt = salt_of(asked.keys.cache_salt)
+    return gateway.ask(*given, asked.keys.stream, scorings, asked.sampled, salt=salt)
 
 
 async def _front(asked: Asked, prompt: int, scores: Scores | None) -> Front:
@@ -155,8 +157,8 @@ async def _pieces(
     kind = "chat.completion.chunk" if asked.chat else "text_completion"
     version, choices = 0, dict[tuple[int, int], ChoiceStream]()
     sampled, cached = Counter[tuple[int, int]](), dict[int, int]()  # tokens
-    scored, usage = asked.scorings()[0] is not None, asked.usage_told.include_usage
-    continuous = usage and asked.usage_told.continuous_usage_stats
+    scored, usage = asked.scorings()[0] is not None, asked.keys.stream_options.include_usage
+    continuous = usage and asked.keys.stream_options.continuous_usage_stats
     heard = dict[tuple[int, int], ChoiceStream]()  # choices with tokens that are in no piece yet
 
     def chunk(piece: dict[str, Any] | None, **more: Any) -> bytes:

@@ -5,7 +5,6 @@ answered (`answering.py`). Left out: embeddings, images, audio, files, responses
 and constrained decoding; each is refused by its key.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,6 @@ from isobit.serve import chat, sessions
 from isobit.serve.answering import answer, at_desk, completed, in_json
 from isobit.serve.answers import Asked
 from isobit.serve.gateway import Gateway
-from isobit.serve.prompts import Told
 from isobit.serve.protocol import (
     LEGACY_TOKENS,
     ChatRequest,
@@ -28,7 +26,6 @@ from isobit.serve.protocol import (
     TextRequest,
     TokenizeRequest,
     check_length,
-    salt_of,
     sampling_of,
 )
 from isobit.serve.requests import BadRequest
@@ -47,28 +44,27 @@ class OpenAI:
     def routes(self) -> list[Route]:
         """Return OpenAI's and vLLM's routes."""
 
-        def post(path: str, handler: Callable[[Request], Any]) -> Route:
-            return Route(path, handler, methods=["POST"])
-
+        posts = {
+            "/v1/completions": self.completions,
+            "/v1/chat/completions": self.chat_completions,
+            "/tokenize": self.tokenize,
+            "/detokenize": self.detokenize,
+            "/inference/v1/generate": self.generate,
+        }
         return [
-            post("/v1/completions", self.completions),
-            post("/v1/chat/completions", self.chat_completions),
+            *(Route(path, handler, methods=["POST"]) for path, handler in posts.items()),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
-            post("/tokenize", self.tokenize),
-            post("/detokenize", self.detokenize),
-            post("/inference/v1/generate", self.generate),
         ]
 
     async def completions(self, request: Request) -> Response:
         """Continue a text, or token ids, or several of either."""
         gateway = self._gateway
         keys = await read_request(request, CompletionRequest, gateway.limits)
-        adapter, told = gateway.adapter_of(keys.model), Told(keys.echo, keys.prompt_logprobs)
+        adapter = gateway.adapter_of(keys.model)
         top = 0 if keys.logprobs is True else int(keys.logprobs)
-        fewest = 0 if told.anything else 1
+        fewest = 0 if keys.echo or keys.prompt_logprobs is not None else 1
         sampling = sampling_of(keys, gateway.limits, LEGACY_TOKENS, top, fewest)
-        shown = self._shown(keys, told)
         given = keys.prompt, keys.add_special_tokens, gateway.limits.samples
         prompts = await at_desk(gateway, request, self._encoder.prompts, *given)
         check_length(keys, prompts, self._encoder.positions)
@@ -80,7 +76,7 @@ class OpenAI:
             texts=[text if isinstance(text, str) else None for text in texts[: len(prompts)]],
             sampled=keys.wanted != 0,
             adapter=adapter,
-            **shown,
+            keys=keys,
         )
         return await answer(gateway, request, asked)
 
@@ -95,7 +91,6 @@ class OpenAI:
         sampling = sampling_of(keys, gateway.limits, positions, keys.top_logprobs)
         if keys.top_logprobs and not keys.logprobs:
             raise BadRequest("top_logprobs: set logprobs to true beside it", "top_logprobs")
-        shown = self._shown(keys, Told(likeliest=keys.prompt_logprobs))
         session, tenant = request.headers.get("x-session-id"), request.state.tenant
         if session is not None and (sampling.n != 1 or not 0 < len(session) <= _LONGEST_SESSION):
             raise BadRequest(
@@ -113,7 +108,7 @@ class OpenAI:
             tools=variables.get("tools", ()),
             one_call=not keys.parallel_tool_calls,
             adapter=adapter,
-            **shown,
+            keys=keys,
         )
 
         def keep(completion: Completion) -> None:
@@ -137,16 +132,17 @@ class OpenAI:
             )
         inner, adapter = keys.sampling_params, gateway.adapter_of(keys.model)
         sampling = sampling_of(inner, gateway.limits, LEGACY_TOKENS, inner.logprobs)
-        salt = salt_of(keys.cache_salt)
         given = self._encoder.tokens, "token_ids", keys.token_ids
         prompt = await at_desk(gateway, request, *given)
         check_length(inner, [prompt], self._encoder.positions)
         asked = Asked(
             *(keys.model or gateway.name, gateway.tokenizer, [prompt], sampling),
             chat=True,
-            tokens_by_id=True,
-            told=Told(likeliest=inner.prompt_logprobs),
-            salt=salt,
+            keys=TextRequest(
+                return_tokens_as_token_ids=True,
+                prompt_logprobs=inner.prompt_logprobs,
+                cache_salt=keys.cache_salt,
+            ),
             adapter=adapter,
         )
         results = await completed(gateway, request, asked)
@@ -194,17 +190,6 @@ class OpenAI:
         tokens = await at_desk(gateway, request, encoder.tokens, "tokens", keys.tokens)
         decode = partial(encoder.tokenizer.decode, tokens, special=True)
         return await in_json(gateway, request, lambda: {"prompt": decode()})
-
-    def _shown(self, keys: TextRequest, told: Told) -> dict[str, Any]:
-        """Return what a request asks to be shown, and how, as fields of `Asked`."""
-        return {
-            "told": told,
-            "token_ids": keys.return_token_ids,
-            "tokens_by_id": keys.return_tokens_as_token_ids,
-            "salt": salt_of(keys.cache_salt),
-            "streamed": keys.stream,
-            "usage_told": keys.stream_options,
-        }
 
     def _described(self, name: str | None) -> dict[str, Any]:
         gateway = self._gateway

@@ -10,42 +10,10 @@ from itertools import accumulate
 from typing import Any
 
 from isobit.model.text.tokenizer import Tokenizer
-from isobit.serve.scoring import Scores, Scoring
+from isobit.serve.scoring import Scores
 from isobit.serve.words import prompt_words, text_sizes, token_words
 
 KEY = "prompt_logprobs"
-
-
-@dataclass(frozen=True)
-class Told:
-    """What is asked of prompts. `echo`: their text and tokens; `likeliest`: so many tokens beside
-    each of theirs, None: no log-probabilities of their own."""
-
-    echo: bool = False
-    likeliest: int | None = None
-
-    @property
-    def anything(self) -> bool:
-        """Whether anything is asked."""
-        return self.echo or self.likeliest is not None
-
-    def top(self, answers: int | None) -> int | None:
-        """How many of the likeliest tokens are needed in each place, where so many are told in those
-        of `answers`, None: no log-probabilities; None: no scores are."""
-        found = [] if self.likeliest is None else [self.likeliest]
-        if self.echo and answers is not None:
-            found.append(answers)
-        return max(found, default=None)
-
-    def scorings(
-        self, prompts: Sequence[Sequence[int]], answers: int | None, sampled: bool
-    ) -> list[Scoring | None]:
-        """What is asked of each of some prompts; of those that are not `sampled` for, always
-        something."""
-        top = self.top(answers)
-        if top is None:
-            return [None if sampled else Scoring(0, 0)] * len(prompts)
-        return [Scoring(len(prompt), top) for prompt in prompts]
 
 
 @dataclass(frozen=True)

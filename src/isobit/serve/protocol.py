@@ -54,8 +54,9 @@ class StreamOptions(Declared):
 
 
 class TextRequest(SamplingKeys):
-    """The keys that completions and chat have in common."""
+    """The keys that completions and chat have in common. `echo` is of completions alone."""
 
+    echo = False
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
