@@ -8,8 +8,10 @@ import pytest
 import yaml
 
 from isobit import Precision
+from isobit.cli.app import names
 from isobit.config import Config, SftConfig, dump_config, load_config, load_sft_config, parse_config
 from isobit.config.__main__ import markdown
+from isobit.config.reading import read_source
 from isobit.data import strict_yaml
 from isobit.errors import IsobitError
 from isobit.options import reading
@@ -425,6 +427,44 @@ def test_a_precision_that_a_shell_has_cut_gives_one_line(
             else [override],
         )
     assert line in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "value"),
+    [
+        ("fp8-e2e[rollout={weight: bf16, activation: bf16}]", None),
+        ("fp8-e2e[rollout={activation: bf16}]", None),
+        ('math:{"tolerance": 1}', None),
+        ("fp8[bf16_layers=[o, down]]", None),
+        ("[fp8-e2e[rollout={a: b, c: d}], fp8]", ["fp8-e2e[rollout={a: b, c: d}]", "fp8"]),
+        ("{preset: fp8[wgrad=bf16]}", {"preset": "fp8[wgrad=bf16]"}),
+        ("[{path: m, precision: fp8[wgrad=bf16]}]", [{"path": "m", "precision": "fp8[wgrad=bf16]"}]),
+        ("Say it[now] to me", None),
+        # controls: what YAML has a value for
+        ("{name: x, options:{digits: 2}}", {"name": "x", "options": {"digits": 2}}),
+        ("a: {b: 1}", {"a": {"b": 1}}),
+        ('["a, b[c]"]', ["a, b[c]"]),
+        ("[1, [2]]", [1, [2]]),
+    ],
+)  # fmt: skip
+def test_a_name_with_brackets_is_text_in_an_override(typed: str, value: Any) -> None:
+    values, _ = read_source({}, [f"x={typed}"])
+    assert values == {"x": typed if value is None else value}
+
+
+def test_a_precision_of_the_command_line_is_that_of_a_mapping(config_file: Path) -> None:
+    sides = {"rollout": {"weight": "bf16", "activation": "bf16"}}
+    typed = "precision=fp8-e2e[rollout={weight: bf16, activation: bf16}]"
+    found = precision_from(load_config(config_file, [typed]).precision)
+    assert found == precision_from({"preset": "fp8-e2e", **sides})
+    assert found != precision_from("fp8-e2e"), "the control"
+
+
+def test_names_between_commas_keep_their_brackets() -> None:
+    assert names("fp8[wgrad=bf16, bf16_layers=[o, qkv]], bf16,") == [
+        "fp8[wgrad=bf16, bf16_layers=[o, qkv]]",
+        "bf16",
+    ]
 
 
 def test_a_missing_file_gives_one_line(tmp_path: Path) -> None:

@@ -7,19 +7,30 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu.__main__ import STAGES
+from benchmarks.gpu.common import random_model
+from benchmarks.gpu.decode import decode_step
+from benchmarks.gpu.reached import decode_table
 from benchmarks.gpu.results import FILE, measured
 from benchmarks.gpu.shapes import SHAPES, shortened
-from benchmarks.gpu.targets import NOT_MEASURED, bits_table, ceilings_table, table, targets
+from benchmarks.gpu.targets import (
+    LAUNCH_BOUND,
+    NOT_MEASURED,
+    bits_table,
+    ceilings_table,
+    table,
+    targets,
+)
 from benchmarks.gpu.tests import GROUPS
 from benchmarks.roofline import H200, grpo_step, largest_batch
 from benchmarks.work import Work, decode, floor, learn, prefill
-from isobit.model import ModelConfig
+from isobit.model import Experts, ModelConfig
 from isobit.model.hub.shapes import parameter_shapes
 from isobit.precision import PRESETS
 from isobit.training.plan.memory import num_parameters
@@ -320,19 +331,58 @@ def test_targets_are_ratios_within_a_case(tmp_path: Path) -> None:
     assert values == [
         (0.0, 0.0, 0.0, 0.0),
         (2.0,),
+        None,
         (2.0,),
         (2.0,),
         (1.2,),
+        (4 / 3,),
         (0.5, 0.75),
         (0.5,),
         (0.5,),
         (0.625,),
     ]
-    assert targets(tmp_path)[5].measured == "0.50 to 0.75 of it, 2 cases"
+    assert targets(tmp_path)[7].measured == "0.50 to 0.75 of it, 2 cases"
     assert "a o, 1 tokens: 1.50 × BF16's time" in table(tmp_path)
     assert "on one H100 |" in table(tmp_path)
     _stage(tmp_path, "decode", [], gpu="H200")
     assert targets(tmp_path)[1].measured == NOT_MEASURED, "what another GPU did is not beside it"
+
+
+def test_a_small_rollout_is_apart_and_a_mixture_counts_its_experts(tmp_path: Path) -> None:
+    """A rollout that launches bound is not the target's; a mixture's row that does not say how many
+    experts its tokens chose is other work than the one beside it. A dense model's is as it was."""
+    sides = [_step("bf16, bitwise", 6.0, 3.0, 118, 8), _step("fp8, bitwise", 4.0, 2.0, 84, 4)]
+    _stage(tmp_path, "grpo", [{**side, "case": f"{LAUNCH_BOUND} of 256"} for side in sides])
+    assert [target.values for target in targets(tmp_path)[1:3]] == [None, (1.5,)]
+    mixture = "Qwen3-30B-A3B, batch 64, context 8192"
+    row = {"contestant": "fp8", "share": 0.9, "seconds": 1.0, "tokens_per_s": 64.0}
+    rows = [{**row, "case": mixture}, {**row, "case": "Qwen3-8B, batch 1", "share": 0.5}]
+    _stage(tmp_path, "decode", rows)
+    assert targets(tmp_path)[7].values == (0.5,)
+    assert mixture not in decode_table(tmp_path)
+    rows[0]["experts"] = [126, 127]
+    _stage(tmp_path, "decode", rows)
+    assert targets(tmp_path)[7].values == (0.9, 0.5)
+    assert mixture in decode_table(tmp_path)
+
+
+def test_a_random_cache_routes_as_evenly_as_real_ones() -> None:
+    """Codes about zero; the control, codes of one sign, sends all tokens to the same experts."""
+    experts = Experts(32, 4, 16)
+    config = replace(SHAPES["Qwen3-30B-A3B"], num_layers=4, vocab_size=512, intermediate_size=32)
+    config = replace(config, hidden_size=256, num_heads=4, num_kv_heads=2, experts=experts)
+    model = random_model(config, "fp8", trained=False, backend="native")
+    step = decode_step(model, batch=64, context=64)
+    even = step.touched()
+    for store in step.stores:
+        for codes, scale in ((store.k, store.k_scale), (store.v, store.v_scale)):
+            codes.random_(0, 0x70)
+            assert scale is not None
+            scale.fill_(1.0)
+    one_sign = step.touched()
+    assert len(even) == 4
+    assert min(even[1:]) >= 30
+    assert max(one_sign[1:]) < 24
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from benchmarks.gpu.shapes import SHAPES, shortened
 from benchmarks.gpu.timing import Rotation, Timer, Timing, race
 from benchmarks.work import Rates
 from isobit import Model
-from isobit.kernels import get_ops
+from isobit.kernels import KVStore, get_ops
 from isobit.model import Experts, ModelConfig, Tokenizer
 from isobit.model.adapters.low_rank import Adapter
 from isobit.model.hub.shapes import parameter_shapes
@@ -35,6 +35,7 @@ from isobit.precision import precision_from
 GIB = 1 << 30
 _Made = TypeVar("_Made")
 PRESETS = ("bf16", "fp8-rollout", "fp8")
+_LARGEST_CODE = 0x6F  # of INT8 111, of E4M3 120
 GPU_LOST = 3
 """The exit status of a process whose GPU no longer answers: an illegal address, say, which stays
 until it ends."""
@@ -287,12 +288,35 @@ def shapes(bench: Bench) -> dict[str, ModelConfig]:
     return {"toy": toy}
 
 
+def largest_first(bench: Bench) -> dict[str, ModelConfig]:
+    """Return the models, those that a target is about first: a lease may end before the others."""
+    return dict(reversed(shapes(bench).items()))
+
+
+def fill_cache(store: KVStore) -> None:
+    """Fill keys and values with random numbers about zero, as a norm leaves them. Codes are of both
+    signs and finite: those of one sign would give every token the same large vector."""
+    for data, scale in ((store.k, store.k_scale), (store.v, store.v_scale)):
+        if data.is_floating_point():
+            data.normal_()
+        elif data.dtype == torch.int8:
+            data.random_(-_LARGEST_CODE, _LARGEST_CODE + 1)
+        else:  # E4M3, whose highest bit is the sign
+            data.random_(0, _LARGEST_CODE + 1).bitwise_or_(torch.randint_like(data, 2) << 7)
+        if scale is not None:
+            scale.fill_(1 / 64)
+
+
 def random_model(
-    config: ModelConfig, precision: str, consistency: str = "bitwise", trained: bool = True
+    config: ModelConfig,
+    precision: str,
+    consistency: str = "bitwise",
+    trained: bool = True,
+    backend: str = "triton",
 ) -> Model:
     """Weights of the model, random; made on the device, since nobody waits for 8 billion on a CPU.
     Where it is not `trained`, no master is kept: an adapter of nothing freezes it."""
-    ops = get_ops("triton", consistency)
+    ops = get_ops(backend, consistency)
     masters: Mapping[str, torch.Tensor] = _RandomMasters(config, ops.device)
     frozen = None if trained else Adapter(1, 1.0, (), {})
     if trained:

@@ -2,22 +2,34 @@
 they reach.
 
 A step is the whole forward and the sampler, replayed from a CUDA graph as the engine does; keys and
-values stand in distinct pages, filled with random codes, so that nothing is read from the cache
-that a rollout would read from memory. No master is kept, since nothing is trained: so 512 sequences
+values stand in distinct pages, filled with random numbers or codes, so that nothing is read from
+the cache that a rollout would read from memory. Both are about zero: codes of one sign would give
+every token the same large vector, and a router the same few experts. A mixture's row says how many
+experts a layer touched. No master is kept, since nothing is trained: so 512 sequences
 of 1,024 tokens fit an H100 beside Qwen3-8B under `fp8`.
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
-from benchmarks.gpu.common import GIB, Bench, presets, random_model, shapes, that_fits
+from benchmarks.gpu.common import (
+    GIB,
+    Bench,
+    fill_cache,
+    largest_first,
+    presets,
+    random_model,
+    that_fits,
+)
 from benchmarks.gpu.timing import Rotation
 from benchmarks.work import decode, floor
 from isobit import Model
 from isobit.kernels import KVStore, Layout
 from isobit.model import ModelConfig
+from isobit.model.forward.moe import RouteTape
 from isobit.precision import PRESETS as FLOWS
 
 _CASES = [
@@ -32,12 +44,13 @@ _BYTES = 2.5  # of a parameter, beside keys and values: BF16, and the master tha
 
 
 def run(bench: Bench) -> None:
-    """Every model, preset and case that the time allows, the telling ones first."""
+    """Every model, preset and case that the time allows, the telling ones and the largest models
+    first."""
     first = [(2, 20)] if bench.rehearsal else _FIRST
     for cases in (
         (first,) if bench.rehearsal else (first[:3], first, [c for c in _CASES if c not in first])
     ):
-        for name, config in shapes(bench).items():
+        for name, config in largest_first(bench).items():
             name, config = that_fits(name, config, bench, _BYTES)
             for preset in presets(bench):
                 _measure_model(name, config, preset, cases, bench)
@@ -66,7 +79,9 @@ def _measure_model(
         if not bench.wants(f"{what}, {preset}", needed):
             continue
         with bench.case(f"{what}, {preset}") as case:
-            step = Rotation([decode_step(model, batch, context)], calls=1)
+            call = decode_step(model, batch, context)
+            touched = call.touched() if config.routed else None
+            step = Rotation([call], calls=1)
             for contestant, timing in case.time({preset: step}).items():
                 rates = bench.rates
                 least = (
@@ -74,14 +89,45 @@ def _measure_model(
                     if rates is None
                     else floor(decode(config, FLOWS[preset], batch, context), rates)
                 )
-                case.row(contestant, timing, least, tokens_per_s=batch / timing.seconds)
+                rate = batch / timing.seconds
+                case.row(contestant, timing, least, tokens_per_s=rate, experts=touched)
                 case.rows[-1]["case"] = what
-            del step
+            del call, step
 
 
-def decode_step(model: Model, batch: int, context: int) -> Callable[[], object]:
+@dataclass(frozen=True)
+class DecodeStep:
     """A call computes the next token of `batch` sequences that have `context` keys each, at static
     addresses."""
+
+    model: Model
+    tokens: Tensor
+    layout: Layout
+    stores: list[KVStore]
+    keys: Tensor
+
+    @torch.no_grad()
+    def __call__(self) -> object:
+        hidden = self._hidden()
+        head = self.model.transformer.head_weight("rollout")
+        return self.model.transformer.ops["rollout"].head_sample(hidden, head, self.keys, 1.0)
+
+    def _hidden(self, tape: RouteTape | None = None) -> Tensor:
+        """Return the last hidden states of the sequences; `tape` records the routers' choices."""
+        transformer = self.model.transformer
+        return transformer.hidden(self.tokens, self.layout, self.stores, "rollout", tape)
+
+    @torch.no_grad()
+    def touched(self) -> list[int]:
+        """Count the experts that at least one sequence chooses, by layer; the weights of the others
+        are not read."""
+        tape = RouteTape()
+        self._hidden(tape)
+        return [len(choices.unique()) for choices in tape.chosen]
+
+
+def decode_step(model: Model, batch: int, context: int) -> DecodeStep:
+    """Build the decode step of `batch` sequences with `context` random keys each."""
     config, transformer = model.config, model.transformer
     ops, flow = transformer.ops["rollout"], model.precision.rollout
     pages = -(-(context + 1) // _PAGE)
@@ -93,18 +139,10 @@ def decode_step(model: Model, batch: int, context: int) -> Callable[[], object]:
         for _ in range(config.num_layers)
     ]
     for store in stores:
-        for data in (store.k, store.v):
-            data.normal_() if data.is_floating_point() else data.random_(0, 0x70)
+        fill_cache(store)
     tokens = torch.arange(batch, device=ops.device) % config.vocab_size
     keys = torch.arange(4 * batch, device=ops.device).view(batch, 4)
-    head = transformer.head_weight("rollout")
-
-    @torch.no_grad()
-    def step() -> object:
-        hidden = transformer.hidden(tokens, layout, stores, use="rollout")
-        return ops.head_sample(hidden, head, keys, 1.0)
-
-    return step
+    return DecodeStep(model, tokens, layout, stores, keys)
 
 
 def _kv_bytes(model: Model) -> float:

@@ -81,8 +81,8 @@ def run(
             _case(name, models[name], preset, consistency, few, bench)
     if small:
         return
-    for name, config in models.items():
-        for preset in PRESETS:
+    for name, config in reversed(models.items()):
+        for preset in reversed(PRESETS):
             for consistency in consistencies(preset, bench):
                 _case(name, config, preset, consistency, size, bench)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.gpu.common import Bench, Case, shapes
+from benchmarks.gpu.common import Bench, Case, fill_cache, shapes
 from benchmarks.gpu.timing import Rotation, num_sets, rotation
 from benchmarks.work import Rates, Work, linear_sizes
 from isobit.kernels import KVStore, Layout, get_ops
@@ -32,7 +32,7 @@ def run(bench: Bench) -> None:
     """Attention, then products of every layer at several numbers of tokens, then what stands
     between them."""
     _attention(bench)
-    tokens = (3,) if bench.rehearsal else (64, 512, 8192, 1, 16)
+    tokens = (3,) if bench.rehearsal else (64, 128, 512, 16, 256, 8192, 1)
     models = shapes(bench)
     for name in sorted(models, key=lambda name: (name not in _FIRST, name)):
         for layer, (outputs, inputs) in linear_sizes(models[name]).items():
@@ -203,8 +203,7 @@ def _attend(
         table = torch.randperm(batch * pages).int().view(batch, pages)
         layout = Layout.build([1] * batch, [context - 1] * batch, table, 16).to(ops.device)
         store = KVStore.allocate(batch * pages * 16, kv_heads, dim, kv, BF16, None, ops.device)
-        for data in (store.k, store.v):
-            data.normal_() if data.is_floating_point() else data.random_(0, 0x70)
+        fill_cache(store)
         q = torch.randn(batch, num_heads, dim, device=bench.device).bfloat16()
         sets.append(partial(ops.attention, q, store, layout, dim**-0.5))
     _against_copy(case, name, Rotation(sets, int(moved)), moved, bench.rates)

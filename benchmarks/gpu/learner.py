@@ -1,7 +1,8 @@
 """The learner: forward and backward of packed sequences, the optimizer's step, and prefill, by
 preset."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,47 +11,76 @@ from benchmarks.gpu.common import (
     Bench,
     Case,
     consistencies,
+    largest_first,
     presets,
     random_model,
-    shapes,
     that_fits,
 )
 from benchmarks.gpu.timing import Rotation
 from benchmarks.work import floor, learn, prefill
 from isobit import Model
 from isobit.kernels import KVStore, Layout
+from isobit.model import ModelConfig
 from isobit.precision import PRESETS as FLOWS
 from isobit.rl.optim.schedule import OptimizerSettings
 from isobit.rl.optim.sharded import ShardedOptimizer
 
+_FEW = 4
+"""Layers of the second depth of a model."""
+
 
 def run(bench: Bench) -> None:
-    """Tokens a second of learning and of prefill; peak memory of each."""
+    """Tokens a second of learning and of prefill; peak memory of each.
+
+    The largest models and the sides of the target come first. Of a model whose layers do not all
+    fit, few layers too: from two depths follows what the head takes, which weighs more in a model
+    of few layers, and so the time of the whole.
+    """
     lengths = ((3, 1),) if bench.rehearsal else ((2048, 8), (8192, 2))
-    for name, config in shapes(bench).items():
-        name, config = that_fits(name, config, bench, 20)
-        for preset in presets(bench):
-            for consistency in consistencies(preset, bench):
-                who = f"{preset}, {consistency}"
-                sizes = {
-                    f"{name}, {count} x {length} tokens": (length, count)
-                    for length, count in lengths
-                }
-                left = {
-                    c: s
-                    for c, s in sizes.items()
-                    if not bench.results.settled(bench.name, f"{c}, {who}")
-                }
-                model = left and bench.built(
-                    f"{name}, {who}: the model", partial(random_model, config, preset, consistency)
-                )
-                if not model:
-                    continue
-                for what, (length, sequences) in left.items():
-                    if bench.wants(f"{what}, {who}"):
-                        with bench.case(f"{what}, {who}") as case:
-                            _measure(case, what, model, length, sequences, bench)
-                del model
+    models: dict[str, ModelConfig] = {}
+    for name, config in largest_first(bench).items():
+        whole, fitting = that_fits(name, config, bench, 20)
+        models[whole] = fitting
+        if fitting.num_layers < config.num_layers:
+            few = f"{name}, {_FEW} of its {config.num_layers} layers"
+            models[few] = replace(fitting, num_layers=_FEW)
+    sides = [
+        (preset, consistency)
+        for preset in presets(bench)
+        for consistency in consistencies(preset, bench)
+    ]
+    first = [side for side in sides if side in (("fp8", "bitwise"), ("bf16", "bitwise"))]
+    for flows in (first, [side for side in sides if side not in first]):
+        for name, config in models.items():
+            for preset, consistency in flows:
+                _model(name, config, preset, consistency, lengths, bench)
+
+
+def _model(
+    name: str,
+    config: ModelConfig,
+    preset: str,
+    consistency: str,
+    lengths: Sequence[tuple[int, int]],
+    bench: Bench,
+) -> None:
+    """Measure a model under a preset at each (length, number of sequences) that is left."""
+    side = f"{preset}, {consistency}"
+    sizes = {f"{name}, {count} x {length} tokens": (length, count) for length, count in lengths}
+    left = {
+        case: size
+        for case, size in sizes.items()
+        if not bench.results.settled(bench.name, f"{case}, {side}")
+    }
+    model = left and bench.built(
+        f"{name}, {side}: the model", partial(random_model, config, preset, consistency)
+    )
+    if not model:
+        return
+    for what, (length, sequences) in left.items():
+        if bench.wants(f"{what}, {side}"):
+            with bench.case(f"{what}, {side}") as case:
+                _measure(case, what, model, length, sequences, bench)
 
 
 def _measure(

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.results import measured
+from benchmarks.gpu.targets import of_known_work
 
 Rows = list[dict[str, Any]]
 BESIDE = "beside_stages.json"
-_TOKENS = (1, 16, 64, 512, 8192)
+_TOKENS = (1, 16, 64, 128, 256, 512, 8192)
 _FAST = "nvjet"
 """How cuBLAS's kernels for Hopper begin."""
 _FEWEST_MS = 0.2
@@ -25,7 +26,8 @@ _FEWEST_MS = 0.2
 def decode_table(folder: Path) -> str:
     """Milliseconds of a step by preset; tokens a second, and the share of the floor, under
     `fp8`."""
-    found = _cases(row for row in measured(folder, "decode") if "tokens_per_s" in row)
+    steps = of_known_work(measured(folder, "decode"))
+    found = _cases(row for row in steps if "tokens_per_s" in row)
     lines = [
         "| decoding | bf16, ms | fp8-rollout, ms | fp8, ms | bf16 / fp8 | fp8, tokens/s "
         "| fp8, share of the floor |",
@@ -57,10 +59,11 @@ def products_table(folder: Path) -> str:
             best / rows[name]["seconds"] for name in ("fp8 with its quantization", "fp8 cuBLAS")
         )
         found.setdefault(match[1], {})[int(match[2])] = (low, library)
-    head = " | ".join(f"{count:,}" for count in _TOKENS)
-    lines = [f"| product, by tokens | {head} |", "|---" * (len(_TOKENS) + 1) + "|"]
+    counts = [count for count in _TOKENS if any(count in sizes for sizes in found.values())]
+    head = " | ".join(f"{count:,}" for count in counts)
+    lines = [f"| product, by tokens | {head} |", "|---" * (len(counts) + 1) + "|"]
     for layer, sizes in found.items():
-        cells = (f"{a:.2f}, {b:.2f}" for a, b in (sizes[count] for count in _TOKENS))
+        cells = ("{:.2f}, {:.2f}".format(*sizes[c]) if c in sizes else "" for c in counts)
         lines.append(f"| {layer} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

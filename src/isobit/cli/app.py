@@ -105,8 +105,12 @@ def lines_of_stdin() -> list[str]:
 
 
 def names(presets: str) -> list[str]:
-    """Names between commas; those inside brackets are part of a name."""
-    return [name.strip() for name in re.split(r",(?![^\[]*\])", presets) if name.strip()]
+    """Return the names between commas; a comma inside brackets is a part of its name."""
+    parts, depth = [""], 0
+    for letter in presets:
+        depth += (letter in "[{") - (letter in "]}")
+        parts = [*parts, ""] if letter == "," and depth <= 0 else [*parts[:-1], parts[-1] + letter]
+    return [name.strip() for name in parts if name.strip()]
 
 
 def columns(given: list[str] | None) -> dict[str, str]:

@@ -27,6 +27,12 @@ _MOST_BYTES = 1 << 20
 _OTHER = {"steps": "epochs", "epochs": "steps"}
 """An override of one takes the place of the other."""
 _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+_NAME = re.compile(r"([^\s\[\]{}\"'][^\s\[\]{}]*)[\[{].*[\]}]", re.DOTALL)
+"""A name with options in brackets, such as `fp8[wgrad=bf16]` and `math:{"tolerance": 1}`."""
+_ITEM = re.compile(
+    r"""("(?:[^"\\]|\\.)*"|'[^']*')|((?:[\[{,]|:(?=\s))\s*)([^\s,:\[\]{}"']+)(?=[\[{])"""
+)
+"""A text in quotes; or, in a list or mapping, the beginning of such a name."""
 
 
 def read_source(source: Source, overrides: Sequence[str]) -> tuple[dict[str, Any], str]:
@@ -116,13 +122,11 @@ def _override(values: dict[str, Any], given: str) -> None:
             f"override {brief(given)!r}: expected key.sub=value, such as sampling.temperature=0.8"
         )
     try:
-        value = strict_yaml.load(text)
+        value = _yaml(text)
     except strict_yaml.DuplicateKey as error:
         raise IsobitError(
             f"override {brief(given)!r}: key {brief(error.key)!r} comes twice; leave one"
         ) from None
-    except yaml.YAMLError:
-        value = text
     if (
         key.rpartition(".")[2] == "precision"
         and isinstance(value, str)
@@ -137,6 +141,44 @@ def _override(values: dict[str, Any], given: str) -> None:
     if section != key:
         _expand(values, section)
     _set(values, key, value, f"override {brief(given)!r}")
+
+
+def _yaml(text: str) -> Any:
+    """Return the value of an override. A name with options in brackets, alone or in a list, is
+    text, although YAML has no such plain text; what YAML cannot read is text too."""
+    if (name := _NAME.fullmatch(text)) and _closing(text, name.end(1)) == len(text):
+        return text
+    for form in (text, _with_quotes(text)):
+        try:
+            return strict_yaml.load(form)
+        except strict_yaml.DuplicateKey:
+            raise
+        except yaml.YAMLError:
+            continue
+    return text
+
+
+def _with_quotes(text: str) -> str:
+    """Return a list or mapping with its names with brackets in quotes."""
+    quoted, end = list[str](), 0
+    for match in _ITEM.finditer(text):
+        if match[3] and match.start() >= end:
+            close = _closing(text, match.end())
+            if not close:
+                break
+            quoted += [text[end : match.start(3)], json.dumps(text[match.start(3) : close])]
+            end = close
+    return "".join([*quoted, text[end:]])
+
+
+def _closing(text: str, start: int) -> int:
+    """Return where the bracket at `start` has been closed; 0 where it never is."""
+    depth = 0
+    for place in range(start, len(text)):
+        depth += (text[place] in "[{") - (text[place] in "]}")
+        if not depth:
+            return place + 1
+    return 0
 
 
 def _expand(values: dict[str, Any], name: str) -> None:

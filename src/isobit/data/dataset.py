@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Any
 
 from isobit.data.answers import NoAnswer, answer_messages, content_text
+from isobit.data.columns import sources_of
 from isobit.data.given_rows import given_row
 from isobit.data.messages import TOOLS, standard_message, tools_of
 from isobit.data.mixture import shared_out
@@ -57,7 +58,7 @@ _STREAMS_OF_A_FILE = 40
 class Example:
     """A prompt with its columns; `index` counts the rows of its source from 0, `where` names the
     row in messages. `answer`: the assistant's message that ended `messages`. `source`: the number
-    of its file, if there are several."""
+    of its file, if there are several. `sources`: see `columns.sources_of`."""
 
     index: int
     prompt: Prompt
@@ -65,6 +66,7 @@ class Example:
     where: str = field(default="", compare=False)
     answer: Message | None = None
     source: int = 0
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def place(self) -> str:
@@ -158,23 +160,31 @@ def random_words(seed: int, stream: int, count: int) -> Any:
     return np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)).random_raw(count)
 
 
+def same_task(example: Example, by_columns: bool) -> str:
+    """Return a text that two examples share if they ask the same: by their prompts, and where an
+    environment begins with them by their columns too."""
+    asked = [example.prompt, example.columns] if by_columns else example.prompt
+    return json.dumps(asked, sort_keys=True, default=str)
+
+
 def split(
-    examples: Sequence[Example], size: int, seed: int, label: str
+    examples: Sequence[Example], size: int, seed: int, label: str, by_columns: bool = False
 ) -> tuple[list[Example], list[Example]]:
     """Split examples into (train, held out), both in file order and disjoint by prompt: `size` rows
-    with distinct prompts are held out.
+    with distinct prompts are held out. `by_columns`: by prompt and columns.
 
     Rows that repeat a held-out prompt are left out of training too. Raises IsobitError if there are
     fewer than `size` different prompts, or none would remain to train on.
     """
     chosen: dict[str, Example] = {}
+    keys = [same_task(example, by_columns) for example in examples]
     for i in permutation(len(examples), seed, SPLIT_STREAM):
         if len(chosen) == size:
             break
-        chosen.setdefault(json.dumps(examples[i].prompt), examples[i])
-    train = [example for example in examples if json.dumps(example.prompt) not in chosen]
+        chosen.setdefault(keys[i], examples[i])
+    train = [example for example, key in zip(examples, keys) if key not in chosen]
     if len(chosen) < size or not train:
-        prompts = len({json.dumps(example.prompt) for example in examples})
+        prompts = len(set(keys))
         raise IsobitError(
             f"{label}: cannot hold out {size} prompts and keep some to train on: there are "
             f"{len(examples):,} rows of {prompts:,} different prompts; lower "
@@ -215,9 +225,11 @@ def read_examples(source: Source, shaping: Shaping = Shaping()) -> list[Example]
     examples: list[Example] = []
     first: tuple[str, dict[str, Any], str] | None = None
     kinds: set[tuple[bool, bool]] = set()
-    for where, row in read_rows(source):
+    sources: Mapping[str, str] | None = None
+    for where, raw in read_rows(source):
+        row, made_of = raw, tuple[str, ...]()
         if shaping.supervised:
-            row = given_row(where, row, shaping.columns)
+            row, made_of = given_row(where, raw, shaping.columns)
         if first is None:
             first = (where, row, _check_columns(where, row, shaping.columns))
             _check_filled(where, row, shaping.template)
@@ -241,7 +253,9 @@ def read_examples(source: Source, shaping: Shaping = Shaping()) -> list[Example]
             answer = None
         dressed = dress_prompt(where, prompt, shaping)
         dressed = _with_variables(where, dressed, columns, shaping.supervised)
-        examples.append(Example(len(examples), dressed, columns, where, answer))
+        if sources is None:
+            sources = sources_of(raw, columns, shaping.columns, (*made_of, name))
+        examples.append(Example(len(examples), dressed, columns, where, answer, sources=sources))
     if not examples:
         raise IsobitError(f"{source.label}: no examples in it: expected a row for each prompt")
     return examples

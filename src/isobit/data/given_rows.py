@@ -17,20 +17,22 @@ from isobit.errors import IsobitError, brief
 _ROLES = {"human": "user", "gpt": "assistant"}
 
 
-def given_row(where: str, row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """The row with the columns that examples are made of. Raises IsobitError, with the place, for a
-    value that cannot be."""
+def given_row(
+    where: str, row: dict[str, Any], columns: Mapping[str, str]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the row with the columns that examples are made of, and the columns that new ones were
+    made of. Raises IsobitError, with the place, for a value that cannot be."""
     if _whole_pair(row) and "prompt" not in columns:
-        return _pair(where, row)
+        return _pair(where, row), ("prompt",)
     if {"prompt", "messages"} & {*row, *columns}:
-        return row
+        return row, ()
     if {"instruction", "output"} <= row.keys():
-        return _alpaca(where, row)
+        return _alpaca(where, row), ("instruction", "input", "output")
     if "conversations" in row:
-        return _messages(where, row)
+        return _messages(where, row), ("conversations",)
     if "text" in row:
-        return {**row, "prompt": row["text"]}
-    return row
+        return {**row, "prompt": row["text"]}, ("text",)
+    return row, ()
 
 
 def _alpaca(where: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +46,7 @@ def _alpaca(where: str, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _messages(where: str, row: dict[str, Any]) -> dict[str, Any]:
-    """ShareGPT's words for what a message has, or messages under another name."""
+    """Return a row of ShareGPT, or of messages under another name, with `messages`."""
     value = row["conversations"]
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise IsobitError(f"{where}: 'conversations' must be a list of messages")
@@ -60,7 +62,7 @@ def _messages(where: str, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole_pair(row: Mapping[str, Any]) -> bool:
-    """Whether the prompt is in both answers: there is none beside them, or a text beside
+    """Return whether the prompt is in both answers: there is none beside them, or a text beside
     conversations, as TRL's sets have it."""
     if not {"chosen", "rejected"} <= row.keys():
         return False

@@ -1,4 +1,4 @@
-"""The sum of gradients over micro-batches, in their order, whoever computed them.
+"""The sum of gradients over micro-batches, in their order, whichever ranks computed them.
 
 The gradient of an optimizer batch is g0 + g1 + g2 + ... in the order of its micro-batches, rounded
 after each addition. In a round, rank r computes micro-batch `round * size + r`; every rank then
@@ -39,7 +39,7 @@ class OrderedSum:
     _number: int = -1
 
     def add(self, index: int, gradient: Tensor) -> None:
-        """Add that of micro-batch `index`, which is larger than those before."""
+        """Add the gradient of micro-batch `index`, which is larger than the indices before."""
         number, turn = divmod(index, self.group)
         if number != self._number:
             self._close()
@@ -137,18 +137,19 @@ class GradientSum:
         )  # in the order of messages
         if step > 1:
             near = [range(first, first + step) for first in range(0, ranks.size, step)]
-            ranks.prepare([*near, *(range(place, ranks.size, step) for place in range(step))])
+            ranks.prepare([*near, *(range(offset, ranks.size, step) for offset in range(step))])
 
     def begin(self) -> None:
-        """Forget the sums."""
+        """Begin an optimizer batch: drop the sums of the previous one and the round in progress."""
         self._sums = {name: OrderedSum(self._group) for name in self._holders}
         for holder in self._holders.values():
             holder.grad = None
 
     @contextmanager
     def round(self, first: int, active: int) -> Iterator[None]:
-        """Inside, this rank differentiates micro-batch `first` + rank, if it is one of the `active`
-        ranks that have one. At the end, however it ends, all have sent all."""
+        """Send this rank's gradients while it differentiates micro-batch `first` + rank inside this
+        context, if it is one of the `active` ranks that have a micro-batch. At the end, however it
+        ends, all ranks have sent everything."""
         if not self.hooked:
             yield
             return
@@ -165,7 +166,7 @@ class GradientSum:
             self._round = None
 
     def finish(self) -> None:
-        """Give the holders their gradients."""
+        """Give the holders their gradients, the sums over all micro-batches."""
         if self.hooked:
             for name, holder in self._holders.items():
                 holder.grad = self._sums[name].result()
@@ -186,7 +187,7 @@ class GradientSum:
         return leaf.register_post_accumulate_grad_hook(take)
 
     def _send(self, until: int) -> None:
-        """Send the buckets before number `until` that were not sent."""
+        """Send the buckets below number `until` that were not sent yet."""
         now = self._round
         assert now is not None
         for bucket in self._buckets[now.sent : until]:
@@ -225,8 +226,8 @@ class GradientSum:
         return range(place, self._size, self._step)
 
     def _summed(self, bucket: Bucket, received: Tensor) -> Tensor:
-        """Messages to the owners of this rank's place, each the sum of the neighbours', in the
-        order of ranks."""
+        """Add up the neighbours' messages in the order of ranks, and return the sums for the owners
+        of this rank's offset, one behind the other."""
         sizes, count = [bucket.sizes[owner] for owner in self._far], len(bucket.names)
         total = received.new_zeros(sum(sizes) if received.numel() else 0)
         if not received.numel():
@@ -276,7 +277,7 @@ class GradientSum:
         )
 
     def _take(self, bucket: Bucket, received: Tensor) -> None:
-        """Add what came, in the order of the micro-batches."""
+        """Add the messages that have come, in the order of the micro-batches."""
         now = self._round
         assert now is not None
         size, rank = self._own(bucket), self._shards.ranks.rank
@@ -293,8 +294,8 @@ class GradientSum:
 
 
 def buckets(names: Sequence[str]) -> list[list[str]]:
-    """Masters in the order in which a backward completes their gradients: the head, the layers from
-    the last, and the embeddings; those that are trained."""
+    """Return the names of trained masters in the order in which a backward completes their
+    gradients: the head, the layers from the last, and the embeddings."""
     head = [name for name in names if name in ("head", "final_norm")]
     embed = [name for name in names if "." not in name and name not in head]
     layers: dict[int, list[str]] = {}
@@ -302,7 +303,7 @@ def buckets(names: Sequence[str]) -> list[list[str]]:
         if name.startswith("layers."):
             layers.setdefault(int(name.split(".")[1]), []).append(name)
     return [
-        part
-        for part in (head, *(layers[index] for index in sorted(layers, reverse=True)), embed)
-        if part
+        bucket
+        for bucket in (head, *(layers[index] for index in sorted(layers, reverse=True)), embed)
+        if bucket
     ]

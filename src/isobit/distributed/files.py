@@ -114,7 +114,7 @@ def _create(path: Path, header: bytes, end: int) -> None:
 
 
 def _fill(path: Path, parts: Mapping[str, Part], offsets: Mapping[str, int], *, flush: bool) -> int:
-    """Write this rank's bytes; returns how many."""
+    """Write this rank's bytes into a file; return how many there are."""
     written = 0
     file = os.open(path, os.O_WRONLY)
     try:

@@ -1,9 +1,9 @@
-"""How several processes become the ranks of a run: they join by their environment, and are found to
-be alike.
+"""How several processes become the ranks of a run: they join by their environment, then check that
+they are alike.
 
-Ranks of `ranks: N` meet in a private folder, those that torchrun starts at its store, which whoever
-reaches it may read and change: SECURITY.md says where that may be. Left out: who starts them
-(`supervisor.py`, torchrun), and what they say to each other (`ranks.py`, `transport.py`).
+Ranks of `ranks: N` meet in a private folder, those that torchrun starts at its store, which every
+process that reaches it may read and change: SECURITY.md says where that may be. Left out: starting
+them (`supervisor.py`, torchrun), and their messages (`ranks.py`, `transport.py`).
 """
 
 import ctypes
@@ -117,10 +117,12 @@ def _torchruns_store(rank: int, size: int, timeout_s: float) -> dist.Store:
 
 
 def _of_this_life(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
-    """Return a part of the store that no rank has written to before. torchrun keeps one store
-    through all restarts, and what ranks that have died left there would be taken for what those of
-    today say, their addresses first. So the first rank answers whoever says hello with a fresh
-    name, until all ranks of today have seen it."""
+    """Return a namespace of the store that no rank has written to before.
+
+    torchrun keeps one store through all restarts, and values that dead ranks left there, their
+    addresses first, would be read as those of today's. So the first rank answers each rank's
+    greeting with a fresh name, until all ranks of today have seen it.
+    """
     if rank > 0:
         token = secrets.token_hex(8)
         store.set(f"isobit/hello/{rank}", token)
@@ -146,13 +148,13 @@ def check_alike(ranks: Ranks, facts: Mapping[str, object]) -> None:
     """Raise IsobitError, on every rank, unless all have the same `facts`: versions, hardware,
     settings."""
     plain = {key: str(value) for key, value in facts.items()}
-    said = ranks.all_gather_json([platform.node(), plain])
-    for rank, (host, other) in enumerate(said[1:], 1):
-        for key in sorted(plain.keys() | other.keys()):
-            mine, theirs = said[0][1].get(key, "missing"), other.get(key, "missing")
+    reports = ranks.all_gather_json([platform.node(), plain])
+    for rank, (host, facts_of_rank) in enumerate(reports[1:], 1):
+        for key in sorted(plain.keys() | facts_of_rank.keys()):
+            mine, theirs = reports[0][1].get(key, "missing"), facts_of_rank.get(key, "missing")
             if mine != theirs:
                 raise IsobitError(
-                    f"the ranks differ: {key} is {mine} on rank 0 (host {said[0][0]}) and {theirs} "
+                    f"the ranks differ: {key} is {mine} on rank 0 (host {reports[0][0]}) and {theirs} "
                     f"on rank {rank} (host {host}); they must be alike to compute the same bits"
                 )
 

@@ -49,7 +49,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Return what every rank gave, by rank."""
+        """Return the bytes that every rank passed, by rank."""
 
     @abstractmethod
     def all_to_all(
@@ -81,14 +81,14 @@ class Ranks(ABC):
         """Note what the rank is doing, for the ranks that wait for it."""
 
     def print_to(self, path: Path) -> None:  # noqa: B027
-        """From now on what this rank prints goes to a file, unless it is the first."""
+        """Send what this rank prints from now on to a file, unless it is the first rank."""
 
     def all_gather_json(self, value: Any) -> list[Any]:
-        """Return what every rank gave, by rank; plain values."""
+        """Return the plain values that every rank passed, by rank."""
         return [json.loads(data) for data in self.all_gather_bytes(json.dumps(value).encode())]
 
     def all_gather_tensors(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Return what every rank gave, by rank; tensors on the CPU."""
+        """Return the tensors that every rank passed, by rank, on the CPU."""
         local = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         if self.size == 1:
             return [local]
@@ -173,7 +173,7 @@ ALONE = Alone()
 
 
 def _said(error: IsobitError | OSError) -> list[Any]:
-    """Return the kind of an error, and what makes it again."""
+    """Return the kind of an error with the arguments from which another rank makes it again."""
     if isinstance(error, OSError):
         return ["OSError", error.errno, error.strerror or str(error)]
     return [

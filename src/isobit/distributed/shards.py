@@ -35,8 +35,8 @@ class Shards:
 
     @staticmethod
     def of(shapes: Mapping[str, tuple[int, ...]], ranks: Ranks = ALONE) -> "Shards":
-        """Return the ownership of masters of these shapes: a function of the shapes and of the
-        number of ranks alone."""
+        """Return the ownership of masters of these shapes: a function of the shapes and the number
+        of ranks alone."""
         return Shards(ranks, dict(shapes), ownership(shapes, ranks.size))
 
     def own(self, name: str) -> Rows:
@@ -58,17 +58,17 @@ class Shards:
         return math.prod(self.shapes[name][1:])
 
     def count(self, name: str, rank: int) -> int:
-        """Elements that a rank keeps of a master."""
+        """Return the number of a master's elements that a rank keeps."""
         lo, hi = self.rows[name][rank]
         return (hi - lo) * self.width(name)
 
     def elements(self, rank: int) -> int:
-        """Elements that a rank keeps of all masters."""
+        """Return the number of elements of all masters that a rank keeps."""
         return sum(self.count(name, rank) for name in self.shapes)
 
 
 def ownership(shapes: Mapping[str, tuple[int, ...]], size: int) -> Mapping[str, tuple[Rows, ...]]:
-    """Return (lo, hi) by master and rank."""
+    """Return the range (lo, hi) of rows that each rank keeps, by master and rank."""
     return _ownership(tuple(shapes.items()), size)
 
 
@@ -86,7 +86,7 @@ def _ownership(
 
 
 def largest_share(shapes: Iterable[tuple[int, ...]], size: int) -> int:
-    """Elements that the busiest of the ranks keeps."""
+    """Return the number of elements that the rank with the most keeps."""
     sizes = [0] * size
     for _ in _dealt(shapes, sizes):
         pass
@@ -105,7 +105,7 @@ def _dealt(shapes: Iterable[tuple[int, ...]], kept: list[int]) -> Iterator[list[
 
 
 def _ranges(rows: int, width: int, size: int) -> list[Rows]:
-    """Rows 0 to `rows` in at most `size` ranges of whole blocks."""
+    """Divide rows 0 to `rows` into at most `size` ranges of whole blocks."""
     height = BLOCK_ROWS
     while height * width % MOMENT_BLOCK:
         height *= 2

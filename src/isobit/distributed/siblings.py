@@ -1,8 +1,8 @@
-"""Ranks of this machine that stand still are ended, so that nobody waits for them any more.
+"""Ends the ranks of this machine that stand still, so that no process waits for them any more.
 
 Which process is a rank is the kernel's word: a child of the launcher that started this one, with
-this run's environment. Nothing that ranks tell each other decides it. Where there is no /proc their
-launcher ends them, half a minute later.
+this run's environment. Nothing that ranks tell each other decides it. Without /proc their launcher
+ends them, half a minute later.
 """
 
 import os

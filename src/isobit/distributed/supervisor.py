@@ -1,8 +1,8 @@
 """The ranks of one machine: started, told of signals, waited for, ended together, with one line for
 what went wrong.
 
-They meet in a folder that nobody else may enter (`isobit.run.private`): nothing listens but gloo,
-on loopback, which asks who connects (`transport.py`). Left out: how a rank joins (`launch.py`);
+They meet in a folder that no other user may enter (`isobit.run.private`): only gloo listens, on
+loopback, and checks who connects (`transport.py`). Left out: how a rank joins (`launch.py`);
 ranks on several machines, which torchrun starts.
 """
 
@@ -84,8 +84,8 @@ def _received() -> Iterator[list[signal.Signals]]:
 def _wait(
     processes: Sequence["subprocess.Popen[bytes]"], signals: Sequence[signal.Signals]
 ) -> None:
-    """Until all have ended. Signals go on to every rank: the first one lets them save, the second
-    ends them."""
+    """Wait until all processes have ended. Signals go on to every rank: the first one lets them
+    save, the second ends them."""
     passed, until = 0, float("inf")
     while any(process.poll() is None for process in processes):
         while passed < len(signals):
@@ -103,12 +103,16 @@ def _wait(
 def _outcome(
     codes: Mapping[int, int], signals: Sequence[signal.Signals], folder: PrivateFolder, again: str
 ) -> int:
-    """Return the exit code of all. Raises the error that says most: of a rank's own, before that a
-    rank was killed, before what others noticed of it, of which the first knows best."""
-    words = said(folder, len(codes))
-    causes = [each for each in words if not each.of_another]
+    """Return the common exit code of all ranks, 0 where all succeeded; raise where one failed.
+
+    Raises the most telling error: first a rank's own failure, then that a rank was killed, then
+    what ranks noticed of another's failure, the earliest of these first.
+    """
+    reports = said(folder, len(codes))
+    causes = [report for report in reports if not report.of_another]
     noticed = sorted(
-        (each for each in words if each.of_another), key=lambda each: (each.told, each.at)
+        (report for report in reports if report.of_another),
+        key=lambda report: (report.told, report.at),
     )
     sent = {-number for number in signals} | (
         {-signal.SIGKILL} if len(signals) >= _AT_ONCE else set()

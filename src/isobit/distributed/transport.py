@@ -128,13 +128,13 @@ class TorchRanks(Ranks):
     def prepare(self, sets: Sequence[range]) -> None:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         with self._failures("start"):
-            for each in sets:
-                if each not in self._sets:
-                    group = self._sets[each] = dist.new_group(
-                        list(each), timeout=self._limit, backend=backend
+            for members in sets:
+                if members not in self._sets:
+                    group = self._sets[members] = dist.new_group(
+                        list(members), timeout=self._limit, backend=backend
                     )
-                    if backend == "gloo" and self.rank in each:
-                        self._ask(each, group)
+                    if backend == "gloo" and self.rank in members:
+                        self._ask(members, group)
 
     def all_to_all(
         self, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int], among: range

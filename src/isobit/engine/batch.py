@@ -31,7 +31,8 @@ class Batch:
     draws: Draws
 
     def to(self, device: torch.device) -> "Batch":
-        """The same on `device`; itself on the host. What it was built from may change at once."""
+        """Return the batch on `device`; on a CPU itself. The arrays that it was built from may
+        change at once."""
         if device.type == "cpu":
             return self
         layout = replace(
@@ -52,13 +53,13 @@ class Batch:
 
 
 def stage(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on `device`: itself there, else a copy through pinned memory that
-    nothing waits for."""
+    """Copy a tensor of the host to `device` through pinned memory without waiting; on a CPU return
+    it."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def build(plan: StepPlan, scheduler: Scheduler, vocabulary: int = 0) -> Batch:
-    """The step's tensors. `vocabulary`: of the model, for repetition penalties."""
+    """Build the step's tensors. `vocabulary`: the model's size of it, for repetition penalties."""
     rows, count = plan.rows(scheduler.rows), plan.decode + plan.num_drafted
     tokens, position, slots = rows.token[:count], rows.position[:count], rows.slots(count)
     if not plan.chunks:
@@ -132,8 +133,8 @@ def build(plan: StepPlan, scheduler: Scheduler, vocabulary: int = 0) -> Batch:
 
 
 def adapter_numbers(plan: StepPlan, scheduler: Scheduler, served: MultiLora) -> NDArray[np.int64]:
-    """Of each row of the step the number of its request's adapter, [T] int64. Raises IsobitError
-    for one that is not served any more."""
+    """Return the number of the adapter of each row of the step, [T] int64. Raises IsobitError for
+    an adapter that is not served any more."""
     count = plan.decode + plan.num_drafted
     decoding = [scheduler.at[slot] for slot in plan.rows(scheduler.rows).slot[:count].tolist()]
     pairs = [(sequence, 1) for sequence in decoding] + [
@@ -145,12 +146,14 @@ def adapter_numbers(plan: StepPlan, scheduler: Scheduler, served: MultiLora) -> 
 
 
 def _penalized(draws: Draws, plan: StepPlan, scheduler: Scheduler, vocabulary: int) -> Draws:
-    """With what a repetition penalty needs, where a request has one: of each draw all tokens so
-    far, whoever computed them and when."""
+    """Return the draws with what a repetition penalty needs, where a request has one: for each draw
+    all its tokens so far, computed in this step or before."""
     if not scheduler.num_penalized:
         return draws
     sequences = [scheduler.at[slot] for slot in plan.draws.tolist()]
-    penalty = torch.tensor([each.owner.request.sampling.repetition_penalty for each in sequences])
+    penalty = torch.tensor(
+        [sequence.owner.request.sampling.repetition_penalty for sequence in sequences]
+    )
     seen = torch.zeros(len(sequences), vocabulary, dtype=torch.bool)
     for row, sequence in enumerate(sequences):
         if penalty[row] != 1:

@@ -26,29 +26,29 @@ _FORWARD_TOKENS = 16384
 def measured_amax(
     model: Model, sequences: Sequence[Sequence[int]], use: str, most_tokens: int
 ) -> Tensor:
-    """amax [layers, 2] of K and V, and [layers, 3] with Q where queries are calibrated, under the
-    flow of `use`: the percentile over forwards of at most `most_tokens` tokens (a longer sequence
-    has one of its own)."""
+    """Return amax [layers, 2] of K and V, or [layers, 3] with Q where queries are calibrated, under
+    the flow of `use`: the percentile over forwards of at most `most_tokens` tokens each (a longer
+    sequence has a forward alone)."""
     transformer, config, precision = model.transformer, model.config, model.precision
     recorder = AmaxRecorder(config.num_layers, precision.calibrated_queries)
     flow = precision.rollout if use == "rollout" else precision.learner
     device = transformer.ops[use].device
     with transformer.watched(recorder, use):
-        for part in _forwards(sequences, most_tokens):
-            layout = Layout.packed([len(ids) for ids in part])
+        for batch in _forwards(sequences, most_tokens):
+            layout = Layout.packed([len(ids) for ids in batch])
             size = layout.num_slots // layout.page_size, layout.page_size
             stores = [
                 new_store(config, layer, flow, *size, device, None)
                 for layer in range(config.num_stores)
             ]
-            tokens = torch.tensor([token for ids in part for token in ids], dtype=torch.int64)
+            tokens = torch.tensor([token for ids in batch for token in ids], dtype=torch.int64)
             transformer.hidden(tokens, layout, stores, use=use, calibrating=True)
     transformer.ops[use].raise_faults()
     return recorder.amax(precision.calibration.percentile)
 
 
 def prompt_amax(model: Model, prompts: Sequence[Prompt], use: str = "rollout") -> Tensor:
-    """`measured_amax` of some prompts in one forward: one batch of NeMo's rule."""
+    """Return `measured_amax` of some prompts in one forward: one batch of NeMo's rule."""
     sequences = encode(prompts, model.tokenizer, model.config.vocab_size)
     return measured_amax(model, sequences, use, sum(map(len, sequences)))
 
@@ -56,15 +56,15 @@ def prompt_amax(model: Model, prompts: Sequence[Prompt], use: str = "rollout") -
 def _forwards(
     sequences: Sequence[Sequence[int]], most_tokens: int
 ) -> Iterator[list[Sequence[int]]]:
-    part, tokens = list[Sequence[int]](), 0
+    batch, tokens = list[Sequence[int]](), 0
     for sequence in sequences:
-        if part and tokens + len(sequence) > most_tokens:
-            yield part
-            part, tokens = [], 0
-        part.append(sequence)
+        if batch and tokens + len(sequence) > most_tokens:
+            yield batch
+            batch, tokens = [], 0
+        batch.append(sequence)
         tokens += len(sequence)
-    if part:
-        yield part
+    if batch:
+        yield batch
 
 
 class Calibrator:
@@ -112,8 +112,8 @@ class Calibrator:
         return prompt_amax(self.model, prompts[: calibration.prompts], calibration.use)
 
     def step_metrics(self) -> dict[str, float]:
-        """The scales of a training step, and how far they are from the last step's; empty if there
-        are none."""
+        """Return the metrics of a training step's scales, and their distance from the last step's;
+        empty without calibrated scales."""
         scales = self.model.transformer.kv_scales
         if not self.active or scales is None:
             return {}
@@ -143,12 +143,13 @@ class Calibrator:
         }
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `state`."""
+        """Restore what `state` returned."""
         self._of_last_step = KVScales(tensors["scales"], -1) if "scales" in tensors else None
         self._batch, self._kept = [], tensors.get("kept")
         if "tokens" in tensors:
             self._batch = [
-                part.tolist() for part in tensors["tokens"].split(tensors["lengths"].tolist())
+                sequence.tolist()
+                for sequence in tensors["tokens"].split(tensors["lengths"].tolist())
             ]
 
 

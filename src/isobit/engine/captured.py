@@ -30,18 +30,19 @@ class Graph(Protocol):
     """Larger steps are computed without one."""
 
     def __init__(self, peer: Any) -> None:
-        """`peer`: another graph, whose memory it may share, since no two run at a time; or None."""
+        """Make an empty graph. `peer`: another graph, whose memory it may share, since no two run
+        at a time; or None."""
 
     def capture(self, function: Callable[[], None]) -> None:
-        """Take the function down. An asynchronous graph may run it meanwhile, so its inputs must be
+        """Capture a function. An asynchronous graph may run it meanwhile, so its inputs must be
         harmless; others run it once."""
 
     def replay(self) -> None:
-        """Run the function on what its inputs hold now."""
+        """Compute the captured function again, from the present contents of its inputs."""
 
 
 class CudaGraph:
-    """A captured CUDA graph."""
+    """A decode step captured as a CUDA graph, which `replay` launches as one."""
 
     asynchronous, most_rows = True, 1 << 30
 
@@ -68,9 +69,10 @@ class CudaGraph:
 
 
 class RecordedCalls:
-    """The calls of C++ operators, made again from one call; what cannot be recorded
-    (`kernels/native/recording.py`), such as experts, whose rows Python counts, runs as it is.
-    Recording takes as long as several steps, so a step is recorded when it is needed again."""
+    """A decode step as a list of calls of C++ operators, made again from one call. A step that
+    cannot be recorded (`kernels/native/recording.py`), as with experts, whose rows Python counts,
+    is computed eagerly. Recording takes as long as several steps, so a step is recorded at its
+    second use."""
 
     asynchronous, most_rows = False, 64
 
@@ -81,7 +83,7 @@ class RecordedCalls:
 
     @property
     def refused(self) -> str | None:
-        """Why the function runs as it is; None where its calls are recorded."""
+        """The reason why the step is computed eagerly; None where its calls are recorded."""
         return None if self._recording is None else self._recording.refused
 
     def capture(self, function: Callable[[], None]) -> None:
@@ -97,9 +99,12 @@ class RecordedCalls:
 
 
 def graph_kind(model: Model, wanted: bool) -> type[Graph] | None:
-    """How decode steps are captured; None: not at all. By operators that never wait for a GPU, or
-    those in C++. Where rows are of several adapters, which are other rows in each step, only by
-    the latter, which read them from memory."""
+    """Return the class by which decode steps are captured, or None where they are not.
+
+    Captured are steps of operators that never wait for a GPU, or of those in C++. Where the rows
+    belong to several adapters, to other rows in each step, only the latter, which read the rows
+    from memory.
+    """
     ops = model.transformer.ops["rollout"]
     if not wanted:
         return None

@@ -54,10 +54,10 @@ class Continuations:
     def add(self, text: NDArray[np.int32], start: int) -> None:
         """Count the tokens of a text from `start` on."""
         data, tokens, table = text.tobytes(), text.tolist(), self._next
-        for place in range(max(start, 1), len(tokens)):
-            token, end = tokens[place], 4 * place
+        for index in range(max(start, 1), len(tokens)):
+            token, end = tokens[index], 4 * index
             for order in ORDERS:
-                if order > place:
+                if order > index:
                     continue
                 key = data[end - 4 * order : end]
                 seen = table.get(key)
@@ -77,20 +77,21 @@ class Continuations:
         position: int,
         worth: Callable[[int], bool],
     ) -> Iterator[Guess]:
-        """What would follow a text whose next token is at `position`, one token after the other,
-        each guessed after those before it, as long as a guess of its kind is `worth` it."""
+        """Yield the tokens that would follow a text whose next token is at `position`, each guessed
+        behind the tokens before it, as long as a guess of its kind is `worth` it."""
         tail = text[-max(ORDERS) :].tobytes()
         while True:
-            found = self._find(tail)
-            if found is None or not worth(found[0]):
+            entry = self._find(tail)
+            if entry is None or not worth(entry[0]):
                 return
-            token = _chosen(found[1], key, greedy, position)
-            yield Guess(token, found[0])
+            token = _chosen(entry[1], key, greedy, position)
+            yield Guess(token, entry[0])
             tail = tail[-4 * (max(ORDERS) - 1) :] + token.to_bytes(4, "little")
             position += 1
 
     def _find(self, tail: bytes) -> tuple[int, int | dict[int, int]] | None:
-        """What followed the longest known part of the end of a text, and its kind."""
+        """Return (kind, the token or the counts of tokens that followed) for the longest known
+        suffix of a text; None without a known one."""
         for number, order in enumerate(ORDERS):
             seen = self._next.get(tail[-4 * order :]) if len(tail) >= 4 * order else None
             if seen is None:
@@ -114,7 +115,8 @@ def _chosen(seen: int | dict[int, int], key: Key, greedy: bool, position: int) -
 
 
 def exponential(key: Key, position: int, token: int) -> float:
-    """E of one token, as `kernels.sampling.definition.exponentials` has it for all."""
+    """Return the exponential variate of one token, as `kernels.sampling.definition.exponentials`
+    draws it for all tokens."""
     seed, prompt, sample = key
     counter = token >> 2, position & MASK, sample & MASK, prompt & MASK
     words = philox(counter, (seed & MASK, (seed >> 32) & MASK))

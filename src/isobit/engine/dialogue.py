@@ -1,5 +1,5 @@
-"""`Dialogue`: how the answers of an engine become the turns of a conversation, and what is said
-between them becomes tokens.
+"""`Dialogue`: how the answers of an engine become the turns of a conversation, and the messages
+between them become tokens.
 
 A conversation's tokens are only ever appended to: an answer stays the tokens that were sampled, and
 what follows it is encoded alone (`model/text/appending.py`). Or it `forks`: what the model sees of
@@ -50,8 +50,8 @@ class Dialogue:
         *,
         forks: bool = False,
     ) -> "Dialogue":
-        """With the template of a tokenizer. Raises IsobitError without one, and for a format of
-        calls that is not known."""
+        """Make a dialogue with a tokenizer's template. Raises IsobitError without a template, and
+        for an unknown format of calls."""
         template = tokenizer.chat_template
         if template is None:
             raise IsobitError(
@@ -73,8 +73,8 @@ class Dialogue:
     def prompt(
         self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], vocab_size: int
     ) -> list[int]:
-        """The tokens that an episode begins with. Raises IsobitError for a prompt that is no
-        chat."""
+        """Return the tokens that an episode begins with. Raises IsobitError for a prompt that is
+        not a chat."""
         if tools and prompt and isinstance(prompt[0], Mapping):
             return self.tokenizer.encode_chat(prompt, variables={"tools": list(tools)})  # type: ignore[arg-type]
         return encode_prompt("the prompt", prompt, self.tokenizer, vocab_size)
@@ -82,8 +82,8 @@ class Dialogue:
     def turn(
         self, number: int, completion: Completion, begin: int, tools: Sequence[Mapping[str, Any]]
     ) -> tuple[Turn, Message]:
-        """The last turn of a completion, which its tokens from `begin` on are: as an environment
-        sees it, and as a message."""
+        """Return the last turn of a completion, its tokens from `begin` on: as an environment sees
+        it, and as a message of the chat."""
         answer = replace(
             completion,
             prompt_token_ids=[*completion.prompt_token_ids, *completion.token_ids[:begin]],
@@ -105,9 +105,9 @@ class Dialogue:
     def appended(
         self, prompt: Prompt, messages: Sequence[Message], answer: Sequence[int]
     ) -> list[int]:
-        """The tokens of an environment's messages and of the beginning of the next answer, behind
-        the tokens of an `answer` in a conversation on this prompt. Raises IsobitError where the
-        template would write the past otherwise from here on."""
+        """Return the tokens of an environment's messages, followed by the beginning of the next
+        answer, as they go behind the tokens of an `answer` in a conversation on this prompt. Raises
+        IsobitError where the template would write the past otherwise from here on."""
         appending = self.appending(prompt)
         appending.check(*{str(message["role"]) for message in messages})
         return appending.appended(messages, answer)
@@ -119,16 +119,16 @@ class Dialogue:
         tools: Sequence[Mapping[str, Any]],
         vocab_size: int,
     ) -> list[int]:
-        """Return the tokens of a conversation and of the beginning of the next answer, as the
-        template writes all of it. Raises IsobitError where it refuses."""
+        """Return the tokens of a conversation, followed by the beginning of the next answer, as the
+        template writes all of it. Raises IsobitError where the template refuses it."""
         return self.prompt([*prompt, *numbered(messages)], tools, vocab_size)  # type: ignore[list-item]
 
     def appending(self, prompt: Prompt) -> Appending:
-        """What turns append to conversations whose prompts have the roles of this one and its
-        variables of the template; to one of a user, where it is given as tokens."""
+        """Return the `Appending` of conversations whose prompts have this prompt's roles and
+        template variables; a prompt of tokens counts as one user message."""
         messages = [m for m in prompt if isinstance(m, Mapping)] or [{"role": "user"}]
-        own = json.dumps(messages[0].get(TEMPLATE_KWARGS), sort_keys=True)
-        roles = (own, *(str(message["role"]) for message in messages))
+        variables = json.dumps(messages[0].get(TEMPLATE_KWARGS), sort_keys=True)
+        roles = (variables, *(str(message["role"]) for message in messages))
         if roles not in self._appending:
             tools = list(self.environments.tools) or None
             self._appending[roles] = Appending(self.tokenizer, {"tools": tools}, messages)
@@ -136,7 +136,7 @@ class Dialogue:
 
 
 def _given(arguments: str) -> Any:
-    """Arguments as templates and reward functions take them: an object."""
+    """Return a call's arguments as templates and reward functions expect them: an object."""
     try:
         return parse_json(arguments)
     except BadJson:

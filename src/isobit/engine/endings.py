@@ -32,7 +32,7 @@ class Endings:
         self._stops = lru_cache(_KEPT_STOPS)(lambda stop: StopStrings(stop, model.tokenizer, size))
 
     def stop_strings(self, stop: tuple[str, ...]) -> StopStrings | None:
-        """A finder of these strings; None of none."""
+        """Return a finder of these stop strings; None without any."""
         return self._stops(stop) if stop else None
 
     def report(self, plan: StepPlan, tokens: NDArray[np.int64], on_token: OnToken | None) -> None:
@@ -50,8 +50,8 @@ class Endings:
     def of(
         self, plan: StepPlan, tokens: NDArray[np.int64], routes: RouteStore | None
     ) -> tuple[NDArray[np.bool_], list[tuple[Request, Completion]]]:
-        """Who of `plan.sampled` ends with these tokens, which the record has; and what is complete
-        with them."""
+        """Return (mask over `plan.sampled` of the sequences that finish with these tokens, the
+        completed requests with their completions). The tokens are in the record already."""
         record, slots = self._scheduler.record, plan.sampled
         count = record.generated[slots] + 1
         stopped = self._is_eos[tokens] & record.ends[slots]
@@ -92,10 +92,10 @@ class Endings:
         visible = (
             token_ids[:-1] if ended or token_ids[-1] in request.sampling.stop_tokens else token_ids
         )
-        asked, answered = request.asked, request.answered
-        text = self._model.tokenizer.decode_completion(asked, [*answered, *visible])
+        prompt, answered = request.asked, request.answered
+        text = self._model.tokenizer.decode_completion(prompt, [*answered, *visible])
         if (stop := sequence.owner.stop) is not None:
-            text = stop.cut(asked, [*answered, *token_ids], text)
+            text = stop.cut(prompt, [*answered, *token_ids], text)
         computed = len(request.prompt_token_ids) + count - 1  # the last token was only drawn
         completion = Completion(
             prompt_id=request.prompt_id,
@@ -115,43 +115,45 @@ class Endings:
         return completion if request.extends is None else joined(request.extends, completion)
 
 
-def joined(before: Completion, turn: Completion) -> Completion:
-    """All turns as one completion of the first prompt; `turn` has what came before it as its
-    prompt."""
-    given = turn.prompt_token_ids[len(before.prompt_token_ids) + len(before.token_ids) :]
-    mask = [*before.sampled, *[False] * len(given), *turn.sampled]
+def joined(earlier: Completion, turn: Completion) -> Completion:
+    """Join a completion and the next turn, whose prompt begins with all of it, into one completion
+    of the first prompt. Tokens between the two are marked as not sampled."""
+    between = turn.prompt_token_ids[len(earlier.prompt_token_ids) + len(earlier.token_ids) :]
+    mask = [*earlier.sampled, *[False] * len(between), *turn.sampled]
     return replace(
         turn,
-        prompt_token_ids=before.prompt_token_ids,
-        token_ids=[*before.token_ids, *given, *turn.token_ids],
-        logprobs=[*before.logprobs, *[0.0] * len(given), *turn.logprobs],
-        top_logprobs=_joined_top(before, len(given), turn),
+        prompt_token_ids=earlier.prompt_token_ids,
+        token_ids=[*earlier.token_ids, *between, *turn.token_ids],
+        logprobs=[*earlier.logprobs, *[0.0] * len(between), *turn.logprobs],
+        top_logprobs=_joined_top(earlier, len(between), turn),
         completion_mask=None if all(mask) else mask,
     )
 
 
-def forked(before: Completion, turn: Completion) -> Completion:
-    """All contexts as one completion of the first prompt; the prompt of `turn` begins a new one."""
-    given = turn.prompt_token_ids
+def forked(earlier: Completion, turn: Completion) -> Completion:
+    """Join a completion and a turn in a new context into one completion of the first prompt; the
+    tokens of the turn's prompt are marked as not sampled."""
+    prompt = turn.prompt_token_ids
     return replace(
         turn,
-        sample_index=before.sample_index,
-        prompt_token_ids=before.prompt_token_ids,
-        token_ids=[*before.token_ids, *given, *turn.token_ids],
-        logprobs=[*before.logprobs, *[0.0] * len(given), *turn.logprobs],
-        top_logprobs=_joined_top(before, len(given), turn),
-        completion_mask=[*before.sampled, *[False] * len(given), *turn.sampled],
+        sample_index=earlier.sample_index,
+        prompt_token_ids=earlier.prompt_token_ids,
+        token_ids=[*earlier.token_ids, *prompt, *turn.token_ids],
+        logprobs=[*earlier.logprobs, *[0.0] * len(prompt), *turn.logprobs],
+        top_logprobs=_joined_top(earlier, len(prompt), turn),
+        completion_mask=[*earlier.sampled, *[False] * len(prompt), *turn.sampled],
         routes=None,
-        forks=(*before.forks, len(before.token_ids)),
+        forks=(*earlier.forks, len(earlier.token_ids)),
     )
 
 
-def _joined_top(before: Completion, given: int, turn: Completion) -> list[Top] | None:
-    """The likeliest tokens of all turns, with none for those of a turn that did not ask."""
-    if before.top_logprobs is None and turn.top_logprobs is None:
+def _joined_top(earlier: Completion, between: int, turn: Completion) -> list[Top] | None:
+    """Return the likeliest tokens of both turns; empty lists for the `between` tokens in the middle
+    and for a turn that did not ask for them."""
+    if earlier.top_logprobs is None and turn.top_logprobs is None:
         return None
 
     def known(of: Completion) -> list[Top]:
         return [[] for _ in of.token_ids] if of.top_logprobs is None else of.top_logprobs
 
-    return [*known(before), *[[] for _ in range(given)], *known(turn)]
+    return [*known(earlier), *[[] for _ in range(between)], *known(turn)]

@@ -172,15 +172,15 @@ class Episodes:
         prompts."""
         groups: list[list[Completion]] = [[] for _ in examples]
         with OpenGroups(self) as gathering:
-            for place, (example, prompt_id) in enumerate(zip(examples, ids, strict=True)):
-                adapter = None if adapters is None else adapters[place]
-                asked = self.submit(example.prompt, sampling, prompt_id, example.columns, adapter)
-                gathering.add(place, asked)
+            for index, (example, prompt_id) in enumerate(zip(examples, ids, strict=True)):
+                adapter = None if adapters is None else adapters[index]
+                request = self.submit(example.prompt, sampling, prompt_id, example.columns, adapter)
+                gathering.add(index, request)
             while gathering:
-                for place, group in gathering.step():
-                    groups[place] = group
+                for index, group in gathering.step():
+                    groups[index] = group
                     if on_group is not None:
-                        on_group(place, group)
+                        on_group(index, group)
                 if progress is not None:
                     progress(self.stats.sampled_tokens, gathering.completed)
         return groups
@@ -198,7 +198,7 @@ class Episodes:
             self.stats.tool_s = added_seconds(self.stats.tool_s, took)
         if episode.began is None:
             episode.began = reply
-            if all(each.began is not None for each in self._groups[episode.group]):
+            if all(member.began is not None for member in self._groups[episode.group]):
                 self._begin(self._groups[episode.group])
         elif episode.over:
             self._finish(episode, reply.rewards)
@@ -210,24 +210,24 @@ class Episodes:
         another with equal prompts share a request, as all do where environments add nothing."""
         group, vocab_size = episodes[0].group, self._engine.model.config.vocab_size
         prompts: list[list[int]] = []
-        for episode, before in zip(episodes, (None, *episodes)):
-            if before is not None and _alike(before, episode):
+        for episode, previous in zip(episodes, (None, *episodes)):
+            if previous is not None and _alike(previous, episode):
                 prompts.append(prompts[-1])
             else:
                 prompts.append(self._said.prompt(episode.prompt, episode.tools, vocab_size))
         for tokens, run in groupby(zip(prompts, episodes), key=lambda pair: pair[0]):
-            part = [episode for _, episode in run]
-            one = replace(group.sampling, n=len(part), max_new_tokens=self._room(group, 0))
+            members = [episode for _, episode in run]
+            sampling = replace(group.sampling, n=len(members), max_new_tokens=self._room(group, 0))
             try:
                 request = self._engine.submit(
-                    tokens, one, group.prompt_id, part[0].sample, group.adapter
+                    tokens, sampling, group.prompt_id, members[0].sample, group.adapter
                 )
             except IsobitError as error:
-                if part[0].changed_prompt is None:
+                if members[0].changed_prompt is None:
                     raise
                 raise IsobitError(f"environment: with what reset adds, {error}") from None
-            self._asked[request] = {episode.sample: episode for episode in part}
-            for episode in part:
+            self._asked[request] = {episode.sample: episode for episode in members}
+            for episode in members:
                 episode.asked = request
 
     def _answered(self, request: Request, completion: Completion) -> None:
@@ -270,33 +270,37 @@ class Episodes:
         """Return the tokens that the next turn begins with, and whether they are something else
         than the tokens of the last turn with more behind them."""
         dialogue, so_far = self._said, episode.context
-        before = [*so_far.prompt_token_ids, *so_far.token_ids]
+        tokens_so_far = [*so_far.prompt_token_ids, *so_far.token_ids]
         if not dialogue.forks:
             answer = so_far.token_ids[episode.begin :]
-            given = dialogue.appended(episode.prompt, reply.step.messages, answer)
-            return [*before, *given], False
+            appended = dialogue.appended(episode.prompt, reply.step.messages, answer)
+            return [*tokens_so_far, *appended], False
         if reply.context is not None:
             whole = list(reply.context)
         else:
             size = self._engine.model.config.vocab_size
             whole = dialogue.rendered(episode.prompt, episode.messages, episode.tools, size)
-        return whole, whole[: len(before)] != before or len(whole) == len(before)
+        return whole, whole[: len(tokens_so_far)] != tokens_so_far or len(whole) == len(
+            tokens_so_far
+        )
 
     def _go_on(self, episode: _Open, context: Sequence[int], forks: bool, room: int) -> None:
         """Ask for the next turn, of at most `room` tokens. In a new context it is drawn with other
         keys, since positions come again."""
         group, so_far = episode.group, episode.context
-        one = replace(group.sampling, n=1, max_new_tokens=room)
+        sampling = replace(group.sampling, n=1, max_new_tokens=room)
         if forks:
             episode.earlier, episode.so_far, episode.begin = episode.completion, None, 0
             episode.forks += 1
             key = episode.sample + episode.forks * MOST_SAMPLES
-            episode.asked = self._engine.submit(context, one, group.prompt_id, key, group.adapter)
+            episode.asked = self._engine.submit(
+                context, sampling, group.prompt_id, key, group.adapter
+            )
             self._asked[episode.asked] = {key: episode}
             return
         known = len(so_far.prompt_token_ids) + len(so_far.token_ids)
         episode.begin = len(context) - len(so_far.prompt_token_ids)
-        episode.asked = self._engine.continue_from(so_far, context[known:], one)
+        episode.asked = self._engine.continue_from(so_far, context[known:], sampling)
         self._asked[episode.asked] = {so_far.sample_index: episode}
 
     def _room(self, group: Request, tokens: int) -> int:

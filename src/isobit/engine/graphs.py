@@ -42,15 +42,15 @@ _INTS = 11
 
 
 def ladder(most: int) -> list[int]:
-    """Numbers of rows that are captured, up to `most`; of more than 16, fewer than a third are
-    padding."""
+    """Return the numbers of rows that are captured, up to `most`; above 16 rows fewer than a third
+    of a step's rows are padding."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32)]
     return [*(step for step in steps if step < most), most]
 
 
 class _Inputs(NamedTuple):
-    """What a step of R rows over P pages reads, as the host writes it: `tokens`, `positions` and
-    `slots` [R], `keys` [R, 4], `settings` [R, 4] float64, `table` [R, P] int32."""
+    """The inputs of a step of R rows over P pages, as the host writes them: `tokens`, `positions`
+    and `slots` [R], `keys` [R, 4], `settings` [R, 4] float64, `table` [R, P] int32."""
 
     tokens: Rows
     positions: Rows
@@ -61,8 +61,8 @@ class _Inputs(NamedTuple):
 
 
 class _Host:
-    """What one launch takes from the host and gives back to it: the `buffers` of the graphs
-    themselves, or memory `apart` from them, which is pinned for a GPU."""
+    """The memory by which one launch exchanges inputs and results with the host: the `buffers` of
+    the graphs, or memory `apart` from them, which is pinned for a GPU."""
 
     def __init__(self, buffers: Sequence[Tensor], apart: bool) -> None:
         on_gpu = buffers[0].device.type == "cuda"
@@ -74,11 +74,11 @@ class _Host:
         self._event = torch.cuda.Event() if on_gpu else None
 
     def inputs(self, rows: int, pages: int) -> _Inputs:
-        """Of so many rows and pages."""
-        found = self._inputs.get((rows, pages))
-        if found is None:
+        """Return views of the input buffer for a step of `rows` rows and `pages` pages."""
+        views = self._inputs.get((rows, pages))
+        if views is None:
             ints = self.ints.numpy()[: _INTS * rows]
-            found = self._inputs[rows, pages] = _Inputs(
+            views = self._inputs[rows, pages] = _Inputs(
                 ints[:rows],
                 ints[rows : 2 * rows],
                 ints[2 * rows : 3 * rows],
@@ -86,14 +86,14 @@ class _Host:
                 ints[7 * rows :].view(np.float64).reshape(rows, 4),
                 self.table.numpy()[: rows * pages].reshape(rows, pages),
             )
-        return found
+        return views
 
     def record(self) -> None:
         if self._event is not None:
             self._event.record()
 
     def wait(self) -> None:
-        """Until everything is computed that was launched before `record`."""
+        """Wait until everything that was launched before `record` is computed."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -106,16 +106,16 @@ class Launch:
         self._host = host
 
     def places(self, sequences: Rows) -> Rows:
-        """The rows of these sequences, which are among its own."""
+        """Return the row of each of these sequences, which are among the launch's."""
         order = np.argsort(self.sequences)
         return order[np.searchsorted(self.sequences, sequences, sorter=order)]
 
-    def read(self, places: Rows) -> tuple[Rows, NDArray[np.float32]]:
-        """Tokens and log-probabilities of some rows. Waits for the step; to be called before the
-        next but one."""
+    def read(self, rows: Rows) -> tuple[Rows, NDArray[np.float32]]:
+        """Return (tokens, log-probabilities float32) of some rows. Waits for the step; to be called
+        before the next launch but one."""
         self._host.wait()
         tokens, logprobs = self._host.drawn
-        return tokens[places], logprobs[places]
+        return tokens[rows], logprobs[rows]
 
 
 class DecodeGraphs:
@@ -162,7 +162,7 @@ class DecodeGraphs:
         return len(self._graphs)
 
     def serves(self, decode: int, prompts: int) -> bool:
-        """Whether a step with `decode` rows that decode, beside so many chunks of prompts, is
+        """Return whether a step with `decode` decoding rows and `prompts` chunks of prompts is
         captured. A CPU computes both in one forward, which reads the weights once."""
         return 0 < decode <= self.max_rows and (self.asynchronous or not prompts)
 
@@ -173,7 +173,8 @@ class DecodeGraphs:
         self._stores = []
 
     def begin(self, stores: list[Store]) -> None:
-        """Requests arrive: graphs that read other weights or stores than its own are dropped."""
+        """Prepare for new requests: drop graphs that read other weights or stores than the present
+        ones."""
         held = [tensor.data_ptr() for store in stores for tensor in store.tensors]
         storage = (*self._transformer.rollout_storage(), *held)
         if storage != self._storage:
@@ -207,11 +208,11 @@ class DecodeGraphs:
             # a token drawn from NaN may be any; the host stops there, and what is under way must
             # not read outside
             tokens.copy_(self._tokens.index_select(0, tokens).clamp_(0, self._last_token))
-        given: AbstractContextManager[None] = nullcontext()
+        assigned: AbstractContextManager[None] = nullcontext()
         if self._assignment is not None:
             assert adapters is not None
-            given = self._assignment.of(adapters)
-        with given:
+            assigned = self._assignment.of(adapters)
+        with assigned:
             if graph is not None:
                 graph.replay()
             else:
@@ -225,23 +226,23 @@ class DecodeGraphs:
         return Launch(rows.slot[which], host, not self.asynchronous)
 
     def subtract_padding(self) -> None:
-        """No request is open: take what padded rows have written out of the counts of calibrated
-        stores."""
+        """Subtract, when no request is open, what padded rows have added to the counts of
+        calibrated stores."""
         counts = [store.counts for store in self._stores if store.counts is not None]
         if not counts or not self._padded:
             return
-        before = [count.clone() for count in counts]
+        saved = [count.clone() for count in counts]
         context = min(self.smallest_context, self.longest)
         self._pad(1, context)
         self._transformer.hidden(
             self._ints[:1], self._layout(1, context), self._stores, use="rollout"
         )
-        for count, found in zip(counts, before):
-            count.copy_(found - self._padded * (count - found))
+        for count, count_before in zip(counts, saved):
+            count.copy_(count_before - self._padded * (count - count_before))
         self._padded = 0
 
     def _captured(self, count: int, context: int, kinds: Kinds) -> Graph:
-        """A graph of a step over the buffers as they are."""
+        """Capture a step over the present buffers and return its graph."""
         layout, weight = self._layout(count, context), self._transformer.head_weight("rollout")
         tokens, keys = self._ints[:count], self._ints[3 * count : 7 * count].view(count, 4)
         settings = self._ints[7 * count : _INTS * count].view(torch.float64).view(count, 4)
@@ -266,7 +267,7 @@ class DecodeGraphs:
         return graph
 
     def _captured_on_padding(self, count: int, context: int, kinds: Kinds) -> Graph:
-        """The same over padded rows, without effect."""
+        """Capture a step over padded rows, so that capturing changes neither counts nor tokens."""
         counts = [
             (store.counts, store.counts.clone())
             for store in self._stores
@@ -276,13 +277,13 @@ class DecodeGraphs:
         self._pad(count, context)
         graph = self._captured(count, context, kinds)
         self._tokens.copy_(last)
-        for now, before in counts:
-            now.copy_(before)
+        for now, saved in counts:
+            now.copy_(saved)
         return graph
 
     def _layout(self, count: int, context: int) -> Layout:
-        """Of the first `count` rows of the buffers: one row a sequence, so its context is its
-        position."""
+        """Return the layout of the first `count` rows of the buffers: one row a sequence, so its
+        context is its position."""
         positions = self._ints[count : 2 * count]
         slots = self._ints[2 * count : 3 * count]
         pages = self._pages(context)
@@ -294,8 +295,8 @@ class DecodeGraphs:
         return -(-context // self.page_size)
 
     def _pad(self, count: int, context: int) -> None:
-        """Buffers of padded rows only. It goes through the memory that the next launch will use:
-        the other's may be of a step that is under way."""
+        """Fill the buffers with padded rows only, by way of the memory that the next launch will
+        use: the other memory may belong to the step under way."""
         nothing, empty = np.zeros(0, np.int64), DecodeRows(1, self.page_size)
         self._fill(self._hosts[0], count, context, empty, nothing, nothing, None)
         self._hosts[0].record()

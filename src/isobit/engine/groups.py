@@ -11,17 +11,17 @@ from isobit.model import Model
 
 
 class OpenEngine(Protocol):
-    """What is asked of an engine here."""
+    """The part of an engine that groups need: steps and cancelling."""
 
     def step(self) -> Sequence[tuple[Request, Completion]]:
-        """The completions that one step finishes."""
+        """Compute one step and return the completions that it finishes."""
 
     def cancel(self, request: Request) -> None:
         """Drop what is open of a request."""
 
 
 class AskedEngine(OpenEngine, Protocol):
-    """What is asked of an engine whose answers may go on: one of this process, or a fleet."""
+    """An engine whose completions can be continued: one of this process, or a fleet."""
 
     @property
     def model(self) -> Model: ...
@@ -45,8 +45,8 @@ class AskedEngine(OpenEngine, Protocol):
 
 
 class OpenGroups:
-    """Requests of an engine by the place of their prompt. As a context manager it cancels those
-    that are open at its end."""
+    """The groups of an engine's requests, by the index of their prompt. As a context manager it
+    cancels the open requests at its end."""
 
     def __init__(self, engine: OpenEngine) -> None:
         self._engine = engine
@@ -69,38 +69,38 @@ class OpenGroups:
     def places(self) -> Collection[int]:
         return self._groups.keys()
 
-    def add(self, place: int, *requests: Request, known: Sequence[Completion] = ()) -> None:
-        """Requests that were submitted, whose completions are a group with those that are
-        `known`."""
-        self._places |= dict.fromkeys(requests, place)
-        self._asked[place], self._groups[place] = requests, list(known)
-        self._sizes[place] = len(known) + sum(request.sampling.n for request in requests)
+    def add(self, index: int, *requests: Request, known: Sequence[Completion] = ()) -> None:
+        """Open group `index`: requests that were submitted, whose completions are a group with the
+        `known` ones."""
+        self._places |= dict.fromkeys(requests, index)
+        self._asked[index], self._groups[index] = requests, list(known)
+        self._sizes[index] = len(known) + sum(request.sampling.n for request in requests)
 
     def step(self) -> list[tuple[int, list[Completion]]]:
-        """One step of the engine: (place, completions in their order) of the groups that it
-        finishes, by place."""
+        """Compute one step of the engine. Return (index, completions by sample) of the groups that
+        it finishes, by index."""
         finished, whole = self._engine.step(), list[int]()
         self.completed += len(finished)
         for request, completion in finished:
-            place = self._places[request]
-            self._groups[place].append(completion)
-            if len(self._groups[place]) == self._sizes[place]:
-                whole.append(place)
-        found = [(place, self._taken(place)) for place in sorted(whole)]
-        for _, group in found:
+            index = self._places[request]
+            self._groups[index].append(completion)
+            if len(self._groups[index]) == self._sizes[index]:
+                whole.append(index)
+        groups = [(index, self._taken(index)) for index in sorted(whole)]
+        for _, group in groups:
             group.sort(key=lambda completion: completion.sample_index)
-        return found
+        return groups
 
-    def drop(self, places: Collection[int]) -> None:
-        """Cancel what is open of these."""
-        for place in [place for place in self._groups if place in places]:
-            for request in self._asked[place]:
+    def drop(self, indices: Collection[int]) -> None:
+        """Cancel the open requests of these groups and forget them."""
+        for index in [index for index in self._groups if index in indices]:
+            for request in self._asked[index]:
                 self._engine.cancel(request)
-            self._taken(place)
+            self._taken(index)
 
-    def _taken(self, place: int) -> list[Completion]:
-        """What there is of a place, which is forgotten here."""
-        for request in self._asked.pop(place):
+    def _taken(self, index: int) -> list[Completion]:
+        """Remove a group and return its completions so far."""
+        for request in self._asked.pop(index):
             del self._places[request]
-        del self._sizes[place]
-        return self._groups.pop(place)
+        del self._sizes[index]
+        return self._groups.pop(index)

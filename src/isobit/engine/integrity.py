@@ -6,8 +6,8 @@ from isobit.engine.sequences import Sequence
 
 
 def integrity(scheduler: Scheduler) -> None:
-    """Prove that no page is leaked or shared wrongly, and that every sequence is in one place.
-    AssertionError."""
+    """Prove that no page is leaked or shared wrongly, and that every sequence is in one queue.
+    Raises AssertionError."""
     scheduler.pages.integrity([sequence.pages for sequence in scheduler.running.values()])
     members = [sequence for running in scheduler.requests.values() for sequence in running.members]
     begun = {sequence.slot: sequence for sequence in members if sequence.slot >= 0}

@@ -9,7 +9,7 @@ _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_
 
 
 def memory_limit(device: torch.device) -> tuple[int, str]:
-    """Return (bytes, what they are): the memory of the GPU that the model is on, else of the
+    """Return (bytes, a name for them): the memory of the GPU that the model is on, else of the
     machine, or of its cgroup if that is less."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory, "memory of this GPU"

@@ -3,7 +3,7 @@ are in it.
 
 A page is `page_size` consecutive slots of every layer's keys and values. A sequence holds a
 reference to each page of its table. A page is free exactly when no sequence holds it. A full page
-may be remembered by its tokens and by all that come before them; then it stays as it is while it is
+may be remembered by its tokens and by all that come before them; then it stays unchanged while it is
 free, until no other page is, and any sequence with the same tokens so far may share it. A page that
 is partly full may be remembered too; a sequence with the same tokens so far takes it while it is
 free, and goes on in it, so the next turn of a conversation computes nothing of the last one again.
@@ -33,23 +33,25 @@ GPU_FRACTION = 3  # of free memory: a third for rollouts, one of the rest for an
 _PAGE, _PAGE_WITH_STATES = 16, 256
 
 
-def tokens_of_a_page(config: ModelConfig, given: int | None) -> int:
-    """Return the tokens of a page: those that are `given`; by default few, so that little of the
-    last page is empty, or more where each page has states of linear attention, which may take as
-    much as hundreds of tokens."""
-    if given is not None:
-        return given
+def tokens_of_a_page(config: ModelConfig, page_size: int | None) -> int:
+    """Return the tokens of a page: `page_size` if set; by default few, so that little of the last
+    page is empty, or more where each page has states of linear attention, which may take as much
+    memory as hundreds of tokens."""
+    if page_size is not None:
+        return page_size
     return _PAGE if config.linear is None else _PAGE_WITH_STATES
 
 
 def cache_pages(
-    each: int, sequences: int, most_sequences: int, most_bytes: int, page_bytes: int
+    pages_of_sequence: int, sequences: int, most_sequences: int, most_bytes: int, page_bytes: int
 ) -> int:
-    """Return the pages of a cache for `sequences` of `each` pages, of which `most_sequences` run at
-    a time, and for a prompt in addition to the sequences that share its pages: at most
-    `most_bytes`, but room for one sequence."""
+    """Return the pages of a cache for `sequences` of `pages_of_sequence` pages, of which
+    `most_sequences` run at a time, and for a prompt in addition to the sequences that share its
+    pages: at most `most_bytes`, but room for one sequence."""
     most_pages = most_bytes // max(page_bytes, 1)  # a model without attention stores nothing
-    return max(each, min((min(sequences, most_sequences) + 1) * each, most_pages))
+    return max(
+        pages_of_sequence, min((min(sequences, most_sequences) + 1) * pages_of_sequence, most_pages)
+    )
 
 
 def most_cache_bytes(device: torch.device, reserved: int) -> int:
@@ -109,46 +111,47 @@ class PagePool:
 
     def find(self, root: Hashable, tokens: NDArray[np.int64]) -> list[int]:
         """Return the pages that are remembered for these tokens, from the first on."""
-        found, before = list[int](), root
-        for part in _parts(tokens, self.page_size):
-            page = self._page_of.get((before, part))
+        pages, parent = list[int](), root
+        for block in _parts(tokens, self.page_size):
+            page = self._page_of.get((parent, block))
             if page is None:
                 break
-            found.append(page)
-            before = self._entry_of[page][1]
-        return found
+            pages.append(page)
+            parent = self._entry_of[page][1]
+        return pages
 
     def find_part(
-        self, root: Hashable, tokens: NDArray[np.int64], found: list[int]
+        self, root: Hashable, tokens: NDArray[np.int64], pages: list[int]
     ) -> tuple[int, int] | None:
         """Return (page, the number of tokens in it) for the free page that holds the most of these
-        tokens behind the pages `found`, and no other token; or None."""
-        before, start = self._entry_of[found[-1]][1] if found else root, len(found) * self.page_size
+        tokens behind those of `pages`, and no other token; or None."""
+        parent, start = self._entry_of[pages[-1]][1] if pages else root, len(pages) * self.page_size
         rest = tokens[start : start + self.page_size - 1].astype(np.int32).tobytes()
         for size in range(len(rest), 0, -4):
-            page = self._page_of.get((before, rest[:size]))
+            page = self._page_of.get((parent, rest[:size]))
             if page in self._idle:
                 return page, size // 4
         return None
 
     def take_part(self, page: int) -> None:
-        """Hold a page that `find_part` has found, and forget what is in it: it is written to."""
+        """Hold a page that `find_part` has returned, and forget its tokens, since it will be
+        written to."""
         self._forget(page)
         self.references[page] = 1
         self.peak_used = max(self.peak_used, self.num_used)
 
     def remember(self, root: Hashable, tokens: NDArray[np.int64], pages: list[int]) -> None:
-        """Remember that these pages hold these tokens, which are computed. Where another page is
-        remembered for the same tokens, that one stays."""
-        before = root
+        """Register computed pages in the prefix cache under their tokens. An existing entry for the
+        same tokens stays."""
+        parent = root
         self.changes += 1
-        for part, page in zip(_parts(tokens, self.page_size, self._keeps_parts), pages):
-            key = (before, part)
+        for block, page in zip(_parts(tokens, self.page_size, self._keeps_parts), pages):
+            key = (parent, block)
             if key not in self._page_of:
                 if page in self._entry_of:  # after a page that was forgotten
                     del self._page_of[self._entry_of[page][0]]
                 self._page_of[key], self._entry_of[page] = page, (key, next(self._numbers))
-            before = self._entry_of[self._page_of[key]][1]
+            parent = self._entry_of[self._page_of[key]][1]
 
     def forget(self) -> None:
         """Forget which tokens the pages hold: their contents are not valid any more."""

@@ -12,20 +12,20 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
 def encode(prompts: Sequence[Prompt], tokenizer: Tokenizer, vocab_size: int) -> list[list[int]]:
-    """Token ids of each prompt. Text gets the tokenizer's special tokens; a chat template brings
-    its own. Those that a prompt spells are text, unless the tokenizer's `special_tokens_in_content`
-    says otherwise."""
+    """Return the token ids of each prompt. Text gets the tokenizer's special tokens; a chat
+    template brings its own. Special tokens that a prompt spells are text, unless the tokenizer's
+    `special_tokens_in_content` says otherwise."""
     if isinstance(prompts, str):
         raise IsobitError("prompts: expected a list of prompts, got one text; write [text]")
     if not isinstance(prompts, Sequence):
         raise IsobitError(f"prompts: expected a list of prompts, got {prompts!r:.80}")
     if prompts and isinstance(prompts[0], (int, Mapping)):
-        what, write = (
+        kind, write = (
             ("one of token ids", "[ids]")
             if isinstance(prompts[0], int)
             else ("one chat", "[messages]")
         )
-        raise IsobitError(f"prompts: expected a list of prompts, got {what}; write {write}")
+        raise IsobitError(f"prompts: expected a list of prompts, got {kind}; write {write}")
     return [
         encode_prompt(f"prompt {i}", prompt, tokenizer, vocab_size)
         for i, prompt in enumerate(prompts)
@@ -33,7 +33,8 @@ def encode(prompts: Sequence[Prompt], tokenizer: Tokenizer, vocab_size: int) -> 
 
 
 def encode_prompt(where: str, prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """Token ids of one prompt, which messages call `where`."""
+    """Return the token ids of one prompt, which messages call `where`. Raises IsobitError for a
+    prompt that cannot be encoded."""
     if isinstance(prompt, str):
         ids = tokenizer.encode_text(prompt)
     elif not isinstance(prompt, Sequence):
@@ -57,7 +58,8 @@ def encode_prompt(where: str, prompt: Prompt, tokenizer: Tokenizer, vocab_size: 
 
 
 def check_ids(prompt_ids: Sequence[int] | None, count: int) -> list[int]:
-    """The ids of the prompts in the sampling keys; by default their order."""
+    """Return the ids of the prompts in the sampling keys; by default their order. Raises
+    IsobitError for ids of another number or type."""
     if prompt_ids is not None and (
         isinstance(prompt_ids, str) or not isinstance(prompt_ids, Sequence)
     ):
@@ -79,7 +81,7 @@ def check_id(name: str, value: object) -> None:
 
 
 def check_sampling(sampling: object) -> None:
-    """Raise IsobitError for what is no `Sampling`."""
+    """Raise IsobitError for a value that is not a `Sampling`."""
     if not isinstance(sampling, Sampling):
         raise IsobitError(f"sampling: expected Sampling(n=4, ...), got {sampling!r:.80}")
 
@@ -87,7 +89,7 @@ def check_sampling(sampling: object) -> None:
 def new_token_limit(
     where: str, length: int, max_new_tokens: int, max_positions: int, pages: PagePool
 ) -> int:
-    """How many tokens may follow a prompt of `length`, which messages call `where`. Raises
+    """Return how many tokens may follow a prompt of `length`, which messages call `where`. Raises
     IsobitError if it leaves no room for its answer."""
     check_context(where, length, max_positions)
     limit = min(max_new_tokens, max_positions - length)
@@ -102,7 +104,7 @@ def new_token_limit(
 
 
 def check_context(where: str, length: int, max_positions: int) -> None:
-    """Raises IsobitError for a prompt that fills the model's context."""
+    """Raise IsobitError for a prompt that fills the model's context."""
     if length >= max_positions:
         raise IsobitError(
             f"{where} has {length} tokens, but the model's context of {max_positions} takes at "

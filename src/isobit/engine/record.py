@@ -34,7 +34,7 @@ class Record:
         return len(self._free)
 
     def take(self, limit: int, ends: bool, watched: bool) -> int:
-        """A slot for a sequence that samples up to `limit` tokens."""
+        """Reserve and return a slot for a sequence that samples up to `limit` tokens."""
         if not self._free:
             size = self.num_slots
             for name in ("tokens", "logprobs", "generated", "limit", "ends", "watched"):
@@ -50,13 +50,13 @@ class Record:
         return slot
 
     def give_back(self, slot: int) -> None:
-        """The sequence is over."""
+        """Free the slot of a sequence that has ended."""
         self.top.pop(slot, None)
         self._free.append(slot)
 
     def write(self, slots: Ints, tokens: Ints, logprobs: NDArray[np.float32]) -> None:
-        """Each of these sequences, which are distinct, has drawn its next token; `generated` counts
-        it later."""
+        """Write the next token and log-probability of each of these sequences, which are distinct;
+        `generated` counts them later."""
         column = self.generated[slots]
         if column.size and column.max() >= self.tokens.shape[1]:
             self.tokens, self.logprobs = _doubled(self.tokens, 1), _doubled(self.logprobs, 1)
@@ -64,9 +64,9 @@ class Record:
         self.logprobs[slots, column] = logprobs
 
     def write_top(self, slot: int, top: Top) -> None:
-        """The likeliest tokens where the next one of a sequence is drawn."""
-        kept = self.top.setdefault(slot, [])
-        kept[int(self.generated[slot]) :] = [top]
+        """Write the likeliest tokens for the position at which a sequence's next token is drawn."""
+        likeliest = self.top.setdefault(slot, [])
+        likeliest[int(self.generated[slot]) :] = [top]
 
 
 def _doubled(array: NDArray, axis: int) -> NDArray:

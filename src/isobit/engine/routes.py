@@ -1,6 +1,6 @@
 """Which experts served the tokens in the cache, for router replay.
 
-Routes lie beside keys and values, one record a slot: shared, copied and computed again with them.
+Routes are stored like keys and values, one record a slot: shared, copied and recomputed with them.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ class RouteStore:
         self.pages = np.zeros((num_pages, page_size, layers, per_token), np.uint16)
 
     def write(self, slots: NDArray[np.int64], routes: NDArray[np.int64]) -> None:
-        """Take down a step: row r is in `slots[r]` and took `routes[r]`."""
+        """Store the experts of a step's rows: row r is in `slots[r]` and took `routes[r]`."""
         size = self.pages.shape[1]
         self.pages[slots // size, slots % size] = routes
 
@@ -22,5 +22,6 @@ class RouteStore:
         self.pages[target] = self.pages[source]
 
     def of(self, pages: list[int], count: int) -> NDArray[np.int32]:
-        """[count, layers, k] of the first `count` tokens of a sequence."""
+        """Return the experts [count, layers, k] of the first `count` tokens of a sequence with
+        these pages."""
         return self.pages[pages].reshape(-1, *self.pages.shape[2:])[:count].astype(np.int32)

@@ -38,7 +38,7 @@ class DecodeRows:
 
     @property
     def kinds(self) -> Kinds:
-        """Of the rows in use."""
+        """The kinds of draws that occur among the rows in use."""
         if self._kinds is None:
             self._kinds = kinds_of(self.settings[: self.count])
         return self._kinds
@@ -93,19 +93,22 @@ class DecodeRows:
             array[: self.count] = array[order]
 
     def with_drafts(self, count: int, drafts: Mapping[int, list[int]]) -> "DecodeRows":
-        """A table of the first `count` rows and, behind these, one row for each token that is
-        drafted for some of them: the row that it would be once it were sampled."""
-        of = np.repeat(np.array(list(drafts), np.int64), [len(each) for each in drafts.values()])
+        """Return a table of the first `count` rows, followed by one row for each token that is
+        drafted for some of them: the row as it would be after that token was sampled."""
+        of = np.repeat(
+            np.array(list(drafts), np.int64),
+            [len(tokens_of_row) for tokens_of_row in drafts.values()],
+        )
         further = [np.arange(1, len(tokens) + 1) for tokens in drafts.values()]
         which = np.concatenate([np.arange(count), of])
-        found = DecodeRows(which.size, self.page_size)
-        found.count = which.size
+        table = DecodeRows(which.size, self.page_size)
+        table.count = which.size
         for name in ("slot", "position", "num_slots", "table", "key", "settings", "token"):
-            setattr(found, name, getattr(self, name)[which])
-        found.token[count:] = np.concatenate([*drafts.values()])
-        found.position[count:] += np.concatenate(further)
-        found.key[count:, 3] += np.concatenate(further)
-        return found
+            setattr(table, name, getattr(self, name)[which])
+        table.token[count:] = np.concatenate([*drafts.values()])
+        table.position[count:] += np.concatenate(further)
+        table.key[count:, 3] += np.concatenate(further)
+        return table
 
     def _arrays(self) -> tuple[NDArray, ...]:
         return (
@@ -126,24 +129,24 @@ class DecodeRows:
         return int(np.flatnonzero(self.slot[: self.count] == slot)[0])
 
     def next_full(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of `rows`, those whose position after the next one has no slot yet."""
+        """Return those of `rows` whose position after the next one has no slot yet."""
         return rows[self.position[rows] + 1 >= self.num_slots[rows]]
 
     def full(self) -> NDArray[np.int64]:
-        """Rows whose next position has no slot yet."""
+        """Return the rows whose next position has no slot yet."""
         return (self.position[: self.count] >= self.num_slots[: self.count]).nonzero()[0]
 
     def slots(self, count: int) -> NDArray[np.int64]:
-        """The slots of the next keys and values of the first `count` rows."""
+        """Return the slots of the next keys and values of the first `count` rows."""
         return self.slots_at(self.row_start[:count], self.position[:count])
 
     def slots_at(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The slots of these positions of these rows."""
+        """Return the slots of `positions` of `rows`, one each."""
         page = self.table[rows, positions // self.page_size]
         return page * np.int64(self.page_size) + positions % self.page_size
 
     def advance(self, tokens: NDArray[np.int64]) -> None:
-        """The next inputs of the first rows are `tokens` [R], one position further."""
+        """Set the next inputs of the first rows to `tokens` [R], one position further."""
         self.token[: tokens.size] = tokens
         self.position[: tokens.size] += 1
         self.key[: tokens.size, 3] += 1

@@ -2,14 +2,14 @@
 
 Where decode steps are captured on a GPU (`graphs.py`), the next one is launched before the tokens
 of this one are read, so it does not wait for the host: a sequence that turns out to have ended, or was
-cancelled, is then computed once more, in pages that nobody else has written yet, and that token is
-dropped. What would need a page taken back is not launched ahead. Chunks of prompts are computed
-eagerly beside the decoding rows, behind what was launched: while Python launches their kernels, the
-GPU decodes. tests/engine/test_graphs.py and test_mixed_steps.py compare with the simple step, which
+cancelled, is then computed once more, in pages that no other sequence has written yet, and that token
+is dropped. What would need a page taken back is not launched ahead. Chunks of prompts are computed
+eagerly in the same step, behind what was launched: while Python launches their kernels, the GPU
+decodes. tests/engine/test_graphs.py and test_mixed_steps.py compare with the simple step, which
 is the definition.
 
 Drafts (`speculation.py`) are further rows of the step, one for each, which store their keys and
-values with all others before anybody attends to them. A draft that counts makes the token that was
+values with all others before any row attends to them. A draft that counts makes the token that was
 drawn behind it known too: `steps` gives these as steps that are computed already.
 """
 
@@ -48,9 +48,10 @@ class _Round:
 def _rounds(
     plan: StepPlan, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]
 ) -> list[_Round]:
-    """What was sampled behind drafts, as long as each draft is the token that was sampled in its
-    place: of all sequences what comes behind the first draft, behind the second, and so on."""
-    found: list[tuple[list[int], list[int]]] = []  # rows of the table, and draws
+    """Return the tokens sampled behind drafts, as long as each draft equals the token sampled in
+    its position: first those behind every sequence's first draft, then behind the second, and so
+    on."""
+    draws_by_round: list[tuple[list[int], list[int]]] = []  # rows of the table, and draws
     behind = plan.decode
     for row, drafted in plan.drafts.items():
         draw = row
@@ -58,12 +59,14 @@ def _rounds(
             if not counts(token, int(tokens[draw])):
                 break
             draw = behind + number
-            if number == len(found):
-                found.append(([], []))
-            found[number][0].append(row)
-            found[number][1].append(draw)
+            if number == len(draws_by_round):
+                draws_by_round.append(([], []))
+            draws_by_round[number][0].append(row)
+            draws_by_round[number][1].append(draw)
         behind += len(drafted)
-    return [_Round(plan.sampled[rows], tokens[draws], logprobs[draws]) for rows, draws in found]
+    return [
+        _Round(plan.sampled[rows], tokens[draws], logprobs[draws]) for rows, draws in draws_by_round
+    ]
 
 
 def _joined(left: Drawn, right: Drawn) -> Drawn:
@@ -71,7 +74,7 @@ def _joined(left: Drawn, right: Drawn) -> Drawn:
 
 
 def counts(draft: int, sampled: int) -> bool:
-    """Whether a draft counts: it is the token that was sampled in its place."""
+    """Return whether a draft counts: it is the token that was sampled in its position."""
     return draft == sampled
 
 
@@ -121,19 +124,19 @@ class Runner:
         if plan is None:  # nothing of a step that was launched ahead, if there was one, goes on
             plan = scheduler.plan()
             launch = None if plan.drafts else self._launch(plan)
-            places = scheduler.rows.row_start[: plan.decode]
+            order = scheduler.rows.row_start[: plan.decode]
         elif launch is not None:
-            places = launch.places(plan.sampled[: plan.decode])
+            order = launch.places(plan.sampled[: plan.decode])
         if plan.drafts:
             tokens, logprobs = self._with_drafts(plan)
         elif launch is None:
             tokens, logprobs = self._compute(plan)
         elif launch.is_done:
-            tokens, logprobs = launch.read(places)
+            tokens, logprobs = launch.read(order)
         else:
-            ahead = self._launch_ahead(plan, places)
+            ahead = self._launch_ahead(plan, order)
             prompts = self._compute(plan.prompts)
-            tokens, logprobs = _joined(launch.read(places), prompts)
+            tokens, logprobs = _joined(launch.read(order), prompts)
         if not np.isfinite(logprobs).all():
             self._counted = []
             self.model.transformer.ops["rollout"].raise_faults()  # names the tensor, if it was one
@@ -149,25 +152,27 @@ class Runner:
         return plan, tokens
 
     def steps(self) -> Iterator[tuple[StepPlan, NDArray[np.int64]]]:
-        """Compute the next step, as `run` does. When it is accounted for: of the sequences that go
-        on, those whose draft was the token that they have just sampled, as a step of their own that
-        is computed already; and so on."""
+        """Compute the next step, as `run` does, and yield it. Then, after the caller has accounted
+        for it, yield the sequences whose draft was the token that they have just sampled as a
+        further step, computed already; and so on."""
         self._counted = []  # a step that somebody's `on_token` broke off is computed again
         yield self.run()
         while self._counted:
-            found = self._counted.pop(0)
-            plan = self.scheduler.going(found.slots)
+            accepted = self._counted.pop(0)
+            plan = self.scheduler.going(accepted.slots)
             if plan is None:
                 continue
-            order = np.argsort(found.slots)
-            places = order[np.searchsorted(found.slots, plan.sampled, sorter=order)]
-            self.scheduler.record.write(plan.sampled, found.tokens[places], found.logprobs[places])
+            order = np.argsort(accepted.slots)
+            draws = order[np.searchsorted(accepted.slots, plan.sampled, sorter=order)]
+            self.scheduler.record.write(
+                plan.sampled, accepted.tokens[draws], accepted.logprobs[draws]
+            )
             self.scheduler.stats.num_accepted_tokens += plan.decode
-            yield plan, found.tokens[places]
+            yield plan, accepted.tokens[draws]
 
     def finish(self) -> None:
-        """No request is open: say what went wrong on the device, and count what padded rows have
-        written."""
+        """End the work when no request is open: raise faults of the device, and subtract what
+        padded rows have counted."""
         self.model.transformer.ops["rollout"].raise_faults()
         if self.graphs is not None:
             self.graphs.subtract_padding()
@@ -186,9 +191,9 @@ class Runner:
             self.routes.copy(*(list(pages) for pages in zip(*pairs)))
 
     def _with_drafts(self, plan: StepPlan) -> Drawn:
-        """As `_compute`, of each sampled sequence its next token; those behind drafts that count
-        are kept for `steps`. What is not finite behind a draft would not have been computed without
-        it: such a step is done again without drafts."""
+        """Return the next token and log-probability of each sampled sequence, as `_compute`; tokens
+        behind drafts that count are kept for `steps`. A number behind a draft that is not finite
+        would not have been computed without it: such a step is computed again without drafts."""
         try:
             launch = self._launch(plan)
             if launch is None:
@@ -207,7 +212,7 @@ class Runner:
         return tokens[next_ones], logprobs[next_ones]
 
     def _compute(self, plan: StepPlan) -> Drawn:
-        """Tokens and log-probabilities of the step's `draws`."""
+        """Return the tokens and log-probabilities of the step's `draws`."""
         if not plan.decode and not plan.chunks:
             return _NO_TOKENS
         transformer = self.model.transformer
@@ -232,14 +237,14 @@ class Runner:
         tokens, logprobs = draw(*drawn)
         if self.scheduler.num_with_top:
             sequences = [self.scheduler.at[slot] for slot in plan.draws.tolist()]
-            counts = [each.owner.request.sampling.top_logprobs for each in sequences]
+            counts = [sequence.owner.request.sampling.top_logprobs for sequence in sequences]
             for sequence, top in zip(sequences, top_of_draws(*drawn, counts)):
                 if top:
                     self.scheduler.record.write_top(sequence.slot, top)
         return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
     def _launch(self, plan: StepPlan) -> Launch | None:
-        """The step's decoding rows as a captured step, where they can be."""
+        """Launch the step's decoding rows as a captured step; None where they cannot be."""
         if (
             self.graphs is None
             or not self.graphs.serves(plan.decode + plan.num_drafted, len(plan.chunks))
@@ -252,9 +257,9 @@ class Runner:
         rows = plan.rows(self.scheduler.rows)
         return self.graphs.launch(rows, np.arange(count), adapters=numbers)
 
-    def _launch_ahead(self, plan: StepPlan, places: NDArray[np.int64]) -> Launch | None:
-        """The step after this one of the decoding rows, which stand at `places` of what is under
-        way, unless it takes a decision."""
+    def _launch_ahead(self, plan: StepPlan, launched_rows: NDArray[np.int64]) -> Launch | None:
+        """Launch the next step of the decoding rows, which are `launched_rows` of the step under
+        way; None where the scheduler has a decision to make first."""
         waits = self.scheduler.speculation is not None  # for the tokens
         if self.graphs is None or waits or not self.scheduler.may_be_captured:
             return None
@@ -262,4 +267,4 @@ class Runner:
         going = np.flatnonzero(record.generated[decoding] + 1 < record.limit[decoding])
         if not self.scheduler.look_ahead(plan, going):
             return None
-        return self.graphs.launch(self.scheduler.rows, going, places[going])
+        return self.graphs.launch(self.scheduler.rows, going, launched_rows[going])

@@ -2,7 +2,7 @@
 
 A row's token depends on its hidden state, its key (seed, prompt id, sample index, position) and its
 settings, and on nothing else: rows with different settings are drawn together.
-tests/engine/test_sampler.py compares rows alone, in a batch and beside rows with other settings,
+tests/engine/test_sampler.py compares rows alone, in a batch and next to rows with other settings,
 bit for bit. Left out: which tokens top-k, top-p and min-p keep (`kernels/sampling/filtering.py`),
 and the generator (`Ops.sample`).
 """
@@ -33,11 +33,11 @@ NEUTRAL = (1.0, 0.0, 1.0, 0.0)
 
 @dataclass(frozen=True)
 class Kinds:
-    """What occurs among some rows, as far as the operators depend on it: a captured step serves all
-    rows of its kinds.
+    """The kinds of draws among some rows, as far as the operators depend on them: a captured step
+    serves all rows of its kinds.
 
     `plain`, `filtered`, `greedy`: such rows. `unit`: every temperature is 1. `nucleus`: some top-p
-    is below 1. `most_k`: a power of two, at least every top-k; 0: there is none.
+    is below 1. `most_k`: a power of two, at least every top-k; 0 without top-k.
     """
 
     plain: bool
@@ -49,7 +49,7 @@ class Kinds:
 
 
 def kinds_of(settings: NDArray[np.float64]) -> Kinds:
-    """The kinds of rows with `settings` [R, 4]."""
+    """Return the kinds of rows with `settings` [R, 4]."""
     temperature, top_k, top_p, min_p = settings.T
     greedy, nucleus, most_k = temperature == 0, top_p < 1, int(top_k.max(initial=0))
     filtered = (top_k > 0) | nucleus | (min_p > 0)
@@ -65,9 +65,9 @@ def kinds_of(settings: NDArray[np.float64]) -> Kinds:
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """How R tokens are drawn: `keys` [R, 4] int64, `settings` [R, 4] float64, and the kinds of
-    these. Where some have a repetition penalty: `seen` [R, V] bool, the tokens in front of each,
-    and `penalty` [R] float32, 1 for the others."""
+    """The settings by which R tokens are drawn: `keys` [R, 4] int64, `settings` [R, 4] float64, and
+    their kinds. Where some have a repetition penalty: `seen` [R, V] bool, the tokens in front of
+    each, and `penalty` [R] float32, 1 for the rows without one."""
 
     keys: Tensor
     settings: Tensor
@@ -86,17 +86,18 @@ class Draws:
 
     @property
     def temperature(self) -> Temperature:
-        """Of a greedy row: 1, at which its log-probability is taken."""
+        """The temperature of each row; 1 for a greedy row, at which its log-probability is
+        taken."""
         if self.kinds.unit:
             return 1.0
         return torch.where(self.greedy, 1.0, self.settings[:, 0]).float()
 
     def split(self, rows: int) -> "list[Draws]":
-        parts = (self.keys, self.settings, self.seen, self.penalty)
-        each = zip(*(repeat(None) if x is None else x.split(rows) for x in parts))
+        tensors = (self.keys, self.settings, self.seen, self.penalty)
+        blocks = zip(*(repeat(None) if x is None else x.split(rows) for x in tensors))
         return [
             Draws(keys, settings, self.kinds, seen, penalty)
-            for keys, settings, seen, penalty in each
+            for keys, settings, seen, penalty in blocks
         ]
 
 
@@ -108,7 +109,7 @@ def draw(
     source: Tensor | None = None,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [R] int64 and log-probabilities [R] float32: draw r is from row `source[r]`, by
+    """Return tokens [R] int64 and log-probabilities [R] float32: draw r is from row `source[r]`, by
     default row r, of hidden [T, C] under the output head's weight [V, C], whose logits are capped
     by `cap`."""
     rows = max(1, LOGITS_AT_ONCE // weight.shape[0])
@@ -117,12 +118,13 @@ def draw(
         return _draw(hidden, weight, draws, ops, source, cap)
     hidden = hidden if source is None else hidden.index_select(0, source)
     pairs = zip(hidden.split(rows), draws.split(rows))
-    parts = [_draw(h, weight, d, ops, None, cap) for h, d in pairs]
-    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+    blocks = [_draw(h, weight, d, ops, None, cap) for h, d in pairs]
+    return torch.cat([block[0] for block in blocks]), torch.cat([block[1] for block in blocks])
 
 
 def _held(draws: Draws, cap: float | None) -> bool:
-    """Whether logits are held, because the head's own operators do not draw so."""
+    """Return whether logits are held in memory, because the head's fused operators cannot draw
+    so."""
     kinds = draws.kinds
     return kinds.greedy or kinds.filtered or draws.penalty is not None or cap is not None
 
@@ -144,9 +146,9 @@ def _draw(
         logits = filtering.penalize(logits, draws.seen, draws.penalty.unsqueeze(1))
     tokens = logits.argmax(-1)
     if kinds.plain or kinds.filtered:
-        kept = filtered_logits(logits, draws) if kinds.filtered else logits
-        tokens = torch.where(draws.greedy, tokens, ops.sample(kept, draws.keys, temperature))
-        logits = kept
+        allowed = filtered_logits(logits, draws) if kinds.filtered else logits
+        tokens = torch.where(draws.greedy, tokens, ops.sample(allowed, draws.keys, temperature))
+        logits = allowed
     if not ops.fused_head or cap is not None:
         return tokens, ops.token_logprobs(logits, tokens, temperature)[0]
     # the head's own operators have other bits than logits that are held, the learner's: for all but
@@ -161,9 +163,12 @@ def _draw(
             draws.greedy & ~penalized, ops.head_logprobs(rows, weight, tokens, 1.0)[0], logprobs
         )
     if kinds.plain:
-        other = draws.greedy | draws.filtered | penalized
-        (own, their) = ops.head_sample(rows, weight, draws.keys, temperature)
-        tokens, logprobs = torch.where(other, tokens, own), torch.where(other, logprobs, their)
+        not_plain = draws.greedy | draws.filtered | penalized
+        (head_tokens, head_logprobs) = ops.head_sample(rows, weight, draws.keys, temperature)
+        tokens, logprobs = (
+            torch.where(not_plain, tokens, head_tokens),
+            torch.where(not_plain, logprobs, head_logprobs),
+        )
     return tokens, logprobs
 
 
@@ -176,35 +181,37 @@ def top_of_draws(
     cap: float | None,
     counts: Sequence[int],
 ) -> list[Top]:
-    """Of draw r the counts[r] likeliest tokens under the distribution that it was drawn from;
-    arguments as of `draw`."""
-    found = list[Top]()
-    for row, (one, count) in enumerate(zip(draws.split(1), counts)):
+    """Return, for draw r, the counts[r] likeliest tokens under the distribution that it was drawn
+    from; the arguments are those of `draw`."""
+    likeliest = list[Top]()
+    for row, (single, count) in enumerate(zip(draws.split(1), counts)):
         if not count:
-            found.append([])
+            likeliest.append([])
             continue
-        own = hidden[row : row + 1] if source is None else hidden[source[row : row + 1]]
-        logits = logits_of(ops, own, weight, cap)
-        changed = bool(one.filtered & ~one.greedy) or cap is not None
-        if one.penalty is not None and one.seen is not None:
-            logits = filtering.penalize(logits, one.seen, one.penalty.unsqueeze(1))
-            changed |= bool(one.penalty != 1)
-        if bool(one.filtered & ~one.greedy):
-            logits = filtered_logits(logits, one)
-        found.append(
-            top_logprobs(own, weight, logits, one.temperature, count, ops, changed=changed)
+        row_hidden = hidden[row : row + 1] if source is None else hidden[source[row : row + 1]]
+        logits = logits_of(ops, row_hidden, weight, cap)
+        changed = bool(single.filtered & ~single.greedy) or cap is not None
+        if single.penalty is not None and single.seen is not None:
+            logits = filtering.penalize(logits, single.seen, single.penalty.unsqueeze(1))
+            changed |= bool(single.penalty != 1)
+        if bool(single.filtered & ~single.greedy):
+            logits = filtered_logits(logits, single)
+        likeliest.append(
+            top_logprobs(
+                row_hidden, weight, logits, single.temperature, count, ops, changed=changed
+            )
         )
-    return found
+    return likeliest
 
 
 def filtered_logits(logits: Tensor, draws: Draws) -> Tensor:
-    """Logits [R, V] with -inf where top-k, top-p or min-p leaves a token out; as many rows at a
-    time as the learner filters."""
+    """Return logits [R, V] with -inf where top-k, top-p or min-p leaves a token out; computed for
+    as many rows at a time as the learner filters."""
     rows = max(1, filtering.LOGITS_AT_ONCE // logits.shape[1])
-    found = torch.empty_like(logits)
-    for kept, part, each in zip(found.split(rows), logits.split(rows), draws.split(rows)):
-        kept.copy_(filtering.filter_logits(part, each.temperature, _limits(each)))
-    return found
+    filtered = torch.empty_like(logits)
+    for out, block, of_block in zip(filtered.split(rows), logits.split(rows), draws.split(rows)):
+        out.copy_(filtering.filter_logits(block, of_block.temperature, _limits(of_block)))
+    return filtered
 
 
 def _limits(draws: Draws) -> Limits:

@@ -246,9 +246,9 @@ class Scheduler:
         """Return, by decoding row, the tokens that are computed behind its next one, as far as the
         step has room for tokens, and pages are free that running sequences will not need soon."""
         rows = plan.decode + sum(chunk.stop - chunk.start for chunk in plan.chunks)
-        found = dict[int, list[int]]()
+        drafts = dict[int, list[int]]()
         if not speculation.looks(rows):
-            return found
+            return drafts
         left = self.record.limit[plan.sampled] - self.record.generated[plan.sampled] - 1
         for row, room in enumerate(left[: plan.decode].tolist()):
             sequence = self.at[int(self.rows.slot[row])]
@@ -258,16 +258,16 @@ class Scheduler:
             drafted = speculation.draft(sequence, self.record, room, rows)
             if not drafted:
                 continue
-            found[row] = drafted
+            drafts[row] = drafted
             rows += len(drafted)
             while self.rows.position[row] + len(drafted) >= self.rows.num_slots[row]:
                 self._add_pages(np.array([row]))
-        self.stats.num_drafts += len(found)
-        drafted_tokens = sum(map(len, found.values()))
+        self.stats.num_drafts += len(drafts)
+        drafted_tokens = sum(map(len, drafts.values()))
         self.stats.num_draft_tokens += drafted_tokens
         self.stats.decode_tokens += drafted_tokens
         self.stats.peak_pages = self.pages.peak_used
-        return found
+        return drafts
 
     def _slots_behind(self, row: int) -> int:
         """Return the number of positions behind a row's next one that may have a slot."""
@@ -287,7 +287,7 @@ class Scheduler:
             self.rows.num_slots[row] = needed[row]
 
     def preempt_all(self) -> None:
-        """Make all sequences wait; they are computed again, from pages that are full."""
+        """Make all sequences wait, to be computed again from their full pages."""
         for number in sorted(self.running, reverse=True):
             self._preempt(self.running[number])
 
@@ -320,8 +320,8 @@ class Scheduler:
         sequence.pages = []
 
     def _remember(self, sequence: Sequence) -> None:
-        """Remember a sequence's pages by its tokens with keys and values: all but the last one
-        sampled, or `computed` of them in the prefill."""
+        """Register a sequence's pages in the prefix cache, with its tokens that have keys and
+        values: all but the last one sampled, or the first `computed` of them during the prefill."""
         computed = sequence.computed if sequence in self.prefilling else self.length(sequence) - 1
         self.pages.remember(
             self._root(sequence), self.tokens(sequence, 0, computed), sequence.pages
@@ -342,7 +342,7 @@ class Scheduler:
             self.prefilling.remove(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
-        """End a sequence that is over, and its request with the last one."""
+        """End a sequence, and its request if it was the last one."""
         running = sequence.owner
         if sequence.slot >= 0:
             if self.speculation is not None:
@@ -384,10 +384,10 @@ class Scheduler:
         length = self.length(sequence)
         # at least one token is computed, for there is one to draw after it
         root, tokens = self._root(sequence), self.tokens(sequence, 0, length - 1)
-        found = self.pages.find(root, tokens)
-        needed = -(-length // self.page_size) - len(found)
-        if self._room(needed + self.pages.num_idle(found)):
-            return found, self.pages.find_part(root, tokens, found)
+        shared = self.pages.find(root, tokens)
+        needed = -(-length // self.page_size) - len(shared)
+        if self._room(needed + self.pages.num_idle(shared)):
+            return shared, self.pages.find_part(root, tokens, shared)
         self._refused = sequence.number, self.pages.changes
         return None
 
@@ -403,15 +403,15 @@ class Scheduler:
         admissible = self._admissible()
         if admissible is None:
             return None
-        found, part = admissible
+        shared, partial = admissible
         sequence = heappop(self.waiting)[1]
-        length, cached = self.length(sequence), len(found) * self.page_size
-        self.pages.share(found)
-        self.stats.shared_pages += len(found)
-        if part is not None:
-            self.pages.take_part(part[0])
-            found, cached = [*found, part[0]], cached + part[1]
-        sequence.pages = [*found, *self.pages.allocate(-(-length // self.page_size) - len(found))]
+        length, cached = self.length(sequence), len(shared) * self.page_size
+        self.pages.share(shared)
+        self.stats.shared_pages += len(shared)
+        if partial is not None:
+            self.pages.take_part(partial[0])
+            shared, cached = [*shared, partial[0]], cached + partial[1]
+        sequence.pages = [*shared, *self.pages.allocate(-(-length // self.page_size) - len(shared))]
         sequence.computed = cached
         if sequence.slot < 0:
             self._begin(sequence.owner)
@@ -433,8 +433,8 @@ class Scheduler:
             self.at[sequence.slot] = sequence
 
     def _prefilled(self, chunk: Chunk, tokens: list[int], done: list[bool]) -> None:
-        """Let a sequence whose tokens are all computed decode, and with it the samples that forked
-        from it."""
+        """Let a sequence whose tokens are all computed decode, together with the samples that
+        forked from it."""
         parent = chunk.sequence
         self.prefilling.remove(parent)
         self._remember(parent)

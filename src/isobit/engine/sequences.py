@@ -14,13 +14,15 @@ from isobit.engine.types import Request
 
 @dataclass
 class Stats:
-    """What was done since the engine had no open request. Tokens count what was computed: a
-    preempted sequence's are counted again, and those of prompts that were found in the cache are
-    not. `kv_clamped` of `kv_written` keys and values were clamped by calibrated scales, if somebody
-    asked the cache (`Engine.clamped`). Sequences were given drafts `num_drafts` times, of
-    `num_draft_tokens` in all, which are among those decoded; `num_accepted_tokens` of these were
-    what was sampled. `episodes` with an environment are over, and the tools that
-    these called took `tool_s` seconds, added up by the tool's name."""
+    """The counts of an engine since it had no open request.
+
+    Tokens count what was computed: a preempted sequence's are counted again, and those of prompts
+    that were in the cache are not. `kv_clamped` of `kv_written` keys and values were clamped by
+    calibrated scales, if `Engine.clamped` was read. Sequences were given drafts `num_drafts` times,
+    of `num_draft_tokens` in all, which are among those decoded; `num_accepted_tokens` of these
+    equal the sampled token. `episodes` with an environment are over, and the tools that these
+    called took `tool_s` seconds, by the tool's name.
+    """
 
     steps: int = 0
     prefill_tokens: int = 0
@@ -41,32 +43,30 @@ class Stats:
     tool_s: Mapping[str, float] = field(default_factory=dict)
 
 
-COUNTS = tuple(each.name for each in fields(Stats) if each.name != "tool_s")
+COUNTS = tuple(stat.name for stat in fields(Stats) if stat.name != "tool_s")
 """What of `Stats` is a number."""
 
 
 def summed(left: Stats, right: Stats) -> Stats:
-    """What was done on two occasions."""
+    """Return the sum of two engines' counts, or of one engine's at two times."""
     counts = {name: getattr(left, name) + getattr(right, name) for name in COUNTS}
     return Stats(**counts, tool_s=added_seconds(left.tool_s, right.tool_s))
 
 
 def added_seconds(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:
-    """Seconds by name, of both together."""
+    """Return the sum of two mappings of names to seconds."""
     return {name: left.get(name, 0.0) + right.get(name, 0.0) for name in {**left, **right}}
 
 
 def clamped_fraction(clamped: int, written: int) -> dict[str, float]:
-    """The metric of these counts; empty where nothing was counted."""
+    """Return the metric of the clamped fraction; empty where nothing was written."""
     return {"quant/kv_saturated_fraction": clamped / written} if written else {}
 
 
 @dataclass(eq=False)
 class RunningRequest:
-    """An open request: a prompt, and those of its samples that have not ended. They sample at most
-    `limit` tokens each.
-
-    `number`: of its first sequence. `where`: what to call it in a message."""
+    """An open request: a prompt, and those of its samples that have not ended, each of at most
+    `limit` new tokens. `number`: that of its first sequence; `where`: its name in messages."""
 
     request: Request
     where: str
@@ -124,8 +124,8 @@ class StepPlan:
 
     @property
     def draws(self) -> NDArray[np.int64]:
-        """The slot of each token that is drawn: of the decoding rows, behind each draft, and of the
-        chunks."""
+        """The slot of each token that is drawn: for the decoding rows, then behind each draft, then
+        for the chunks."""
         if not self.drafts:
             return self.sampled
         of = np.repeat(list(self.drafts), [len(tokens) for tokens in self.drafts.values()])
@@ -133,7 +133,7 @@ class StepPlan:
         return np.concatenate([decoding, decoding[of], chunks])
 
     def rows(self, table: DecodeRows) -> DecodeRows:
-        """The rows of the table that decode, and those of drafts."""
+        """Return the rows of the table that decode, followed by those of drafts."""
         return table.with_drafts(self.decode, self.drafts) if self.drafts else table
 
     @property
@@ -142,6 +142,6 @@ class StepPlan:
         return StepPlan(0, self.chunks, self.sampled[self.decode :])
 
     def parent_pages(self, sequence: Sequence) -> list[int]:
-        """The pages of a sample's prompt, which it draws its first token from and has yet to
-        share."""
+        """Return the pages of a sample's prompt, from which it draws its first token and which it
+        has yet to share."""
         return next(chunk.sequence.pages for chunk in self.chunks if sequence in chunk.samples)

@@ -66,8 +66,8 @@ def cannot_speculate(config: ModelConfig, precision: Precision, consistency: str
 
 @dataclass(eq=False)
 class _Texts:
-    """The texts that were said of one prompt, each with the place where it begins to be its own,
-    and an index over all while a sequence needs it."""
+    """The completions of one prompt, each with the position where its own tokens begin, and an
+    index over all of them while a sequence needs it."""
 
     said: deque[tuple[Tokens, int]] = field(default_factory=lambda: deque(maxlen=KEPT_TEXTS))
     index: Continuations | None = None
@@ -141,8 +141,8 @@ class Speculation:
             self._passed[kind] = 0 if pays else (self._passed[kind] + 1) % _LOOKED_AT
             return pays or not self._passed[kind]
 
-        greedy, place = request.sampling.greedy, followed.seen
-        for guess in followed.index.guesses(tail, key, greedy, place, worth):
+        greedy, position = request.sampling.greedy, followed.seen
+        for guess in followed.index.guesses(tail, key, greedy, position, worth):
             followed.expected.append(guess)
             if not pays:
                 break
@@ -153,19 +153,19 @@ class Speculation:
         return drafted
 
     def finish(self, sequence: Sequence, record: Record) -> None:
-        """Keep what a sequence that is over has said; later ones may repeat it."""
+        """Keep the tokens of a sequence that has ended; later sequences may repeat them."""
         followed = self._followed.pop(sequence, None)
         if not record.generated[sequence.slot]:
             return
-        texts, own = self._of(sequence), _known(sequence)
-        text = np.array(_tokens(sequence, record, max(own - LONGEST, 0)))
+        texts, known = self._of(sequence), _known(sequence)
+        text = np.array(_tokens(sequence, record, max(known - LONGEST, 0)))
         if texts.index is not None:
             same = followed is not None and followed.index is texts.index
-            seen = followed.seen if followed is not None and same else own
+            seen = followed.seen if followed is not None and same else known
             self._count(texts.index, _tokens(sequence, record, max(seen - LONGEST, 0)), seen)
-        before = texts.size
-        texts.said.append((text, min(own, LONGEST)))
-        self._kept += texts.size - before
+        earlier_size = texts.size
+        texts.said.append((text, min(known, LONGEST)))
+        self._kept += texts.size - earlier_size
         while self._kept > KEPT_TOKENS and len(self._texts) > 1:
             _, oldest = self._texts.popitem(last=False)
             self._kept -= oldest.size
@@ -183,8 +183,8 @@ class Speculation:
         return texts
 
     def _follow(self, sequence: Sequence, record: Record) -> _Followed:
-        """Count what a sequence has said since it was looked at, and learn which guesses were
-        right."""
+        """Count the tokens that a sequence has sampled since the last call, and learn which guesses
+        were right."""
         followed = self._followed.get(sequence)
         if followed is None:
             followed = self._followed[sequence] = _Followed(self._of(sequence))
@@ -207,13 +207,13 @@ class Speculation:
             return
         texts.index = Continuations()
         self._count(texts.index, _first_prompt(sequence), 0)
-        for text, own in texts.said:
-            self._count(texts.index, text, own)
-        for other in list(self._texts.values()):
+        for text, known in texts.said:
+            self._count(texts.index, text, known)
+        for texts_of_other in list(self._texts.values()):
             if self._indexed <= INDEXED_TOKENS:
                 return
-            if other is not texts:
-                self._forget_index(other)
+            if texts_of_other is not texts:
+                self._forget_index(texts_of_other)
 
     def _forget_index(self, texts: _Texts) -> None:
         if texts.index is not None:
@@ -222,9 +222,9 @@ class Speculation:
 
     def _count(self, index: Continuations, text: Tokens, known: int) -> None:
         """Add a text to an index that has counted its first `known` tokens already."""
-        before = index.size
+        earlier_size = index.size
         index.add(text, min(known, LONGEST))
-        self._indexed += index.size - before
+        self._indexed += index.size - earlier_size
 
     def _learn(self, expected: list[Guess], tokens: list[int]) -> None:
         """Record how often guesses of a kind are right, as far as a sequence followed them."""
@@ -246,12 +246,12 @@ def _first_prompt(sequence: Sequence) -> Tokens:
 
 
 def _known(sequence: Sequence) -> int:
-    """Count the tokens of a sequence that are those of its prompt, or of the completion that it
-    goes on from: earlier sequences have said them."""
-    before = sequence.owner.request.extends
-    if before is None:
+    """Return the number of a sequence's tokens that belong to its prompt, or to the completion that
+    it goes on from: earlier sequences had them already."""
+    extended = sequence.owner.request.extends
+    if extended is None:
         return sequence.owner.prompt.size
-    return len(before.prompt_token_ids) + len(before.token_ids)
+    return len(extended.prompt_token_ids) + len(extended.token_ids)
 
 
 def _tokens(sequence: Sequence, record: Record, start: int) -> Tokens:

@@ -2,8 +2,8 @@
 
 A stop string ends a sequence at the first token after which the decoded text contains it. Decoding
 all of a sequence at every token would cost quadratic time, so only a token whose own text could be
-the end of a stop string is looked at, and of what comes before it only as much as a stop string
-could reach; the whole text is decoded where that says yes. tests/engine/test_stopping.py compares
+the end of a stop string is looked at, with only as much in front of it as a stop string could reach;
+the whole text is decoded where that says yes. tests/engine/test_stopping.py compares
 with the quadratic definition.
 
 A completion's text has no special tokens. A stop string that spells one (`<|im_end|>`,
@@ -27,32 +27,32 @@ wrong."""
 
 
 class StopStrings:
-    """Finds the first of some strings in the decoded text of token ids."""
+    """A finder of the first of several strings in the decoded text of token ids."""
 
     def __init__(self, stop: tuple[str, ...], tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         spelling = tuple(text for text in stop if tokenizer.spells_special(text))
-        others = tuple(text for text in stop if text not in spelling)
-        kinds = ((others, False), (spelling, True))
+        plain = tuple(text for text in stop if text not in spelling)
+        kinds = ((plain, False), (spelling, True))
         self._finders = [
             _Finder(texts, tokenizer, vocab_size, special) for texts, special in kinds if texts
         ]
 
     def may_end(self, token: int) -> bool:
-        """Whether a token may complete a stop string."""
+        """Return whether a token may complete a stop string."""
         return any(finder.may_end(token) for finder in self._finders)
 
     def found(self, prompt: list[int], completion: list[int]) -> bool:
-        """Whether the text of a completion has a stop string in it, which its last token may have
-        completed."""
+        """Return whether the text of a completion contains a stop string that its last token may
+        have completed."""
         last = completion[-1]
         return any(
             finder.may_end(last) and finder.found(prompt, completion) for finder in self._finders
         )
 
     def cut(self, prompt: list[int], completion: list[int], text: str) -> str:
-        """The `text` of a completion, which has no special tokens, up to the first occurrence of a
-        stop string."""
+        """Return the `text` of a completion, which has no special tokens, up to the first
+        occurrence of a stop string."""
         return min((finder.cut(prompt, completion, text) for finder in self._finders), key=len)
 
 
@@ -74,7 +74,7 @@ class _Finder:
         self._lost = any(_LOST in text for text in stop)
 
     def may_end(self, token: int) -> bool:
-        """Whether a token may complete a stop string."""
+        """Return whether a token may complete a stop string."""
         if self._may_end[token] == _UNKNOWN:
             self._may_end[token] = self._state(token)
         return bool(self._may_end[token] == _MAYBE)
@@ -90,19 +90,19 @@ class _Finder:
         return not self._settled(completion) and self._holds(self._whole(prompt, completion))
 
     def cut(self, prompt: list[int], completion: list[int], text: str) -> str:
-        """The text up to the first string; where that is in the text with special tokens, what is
-        left of it without them."""
+        """Return the text up to the first stop string; where that is in the text with special
+        tokens, the same tokens decoded without them."""
         if not self._special:
             return cut(text, self.stop)
         whole = self._whole(prompt, completion)
-        place = len(cut(whole, self.stop))
-        if place == len(whole):
+        length = len(cut(whole, self.stop))
+        if length == len(whole):
             return text
-        count, before = len(completion), whole
-        while count and len(before) > place:
+        count, prefix = len(completion), whole
+        while count and len(prefix) > length:
             count -= 1
-            before = self._whole(prompt, completion[:count])
-        begun = whole[len(before) : place]  # of a token in whose text the string begins
+            prefix = self._whole(prompt, completion[:count])
+        begun = whole[len(prefix) : length]  # of a token in whose text the string begins
         if self._tokenizer.is_special(completion[count]):
             begun = ""
         return self._tokenizer.decode_completion(prompt, completion[:count]) + begun
@@ -114,9 +114,9 @@ class _Finder:
         return self._tokenizer.decode(ids, special=self._special)
 
     def _settled(self, completion: list[int]) -> bool:
-        """Whether the last tokens alone say that there is no stop string. They may begin inside a
-        character, and so lose all bytes up to the next token that is none; then a few more are
-        looked at."""
+        """Return whether the last tokens alone show that the text has no stop string. They may
+        begin inside a character, and so lose all bytes up to the next whole one; then a few more
+        tokens are decoded."""
         least = 4 * (self._longest + _UNSETTLED)  # four tokens may be one character
         for count in range(least, least + 4):
             last = completion[-count:]
@@ -128,7 +128,8 @@ class _Finder:
         return False
 
     def _reaches(self, last: list[int]) -> bool:
-        """Whether these tokens have all of a stop string that the very last of them completes."""
+        """Return whether these tokens reach far enough back to contain any stop string that the
+        last one may complete."""
         return len(self._decode(last[:-_UNSETTLED])) >= self._longest + _UNSETTLED
 
     def _holds(self, text: str) -> bool:
@@ -136,6 +137,6 @@ class _Finder:
 
 
 def cut(text: str, stop: tuple[str, ...]) -> str:
-    """The text up to the first occurrence of any of the stop strings."""
-    found = [position for position in (text.find(string) for string in stop) if position >= 0]
-    return text[: min(found)] if found else text
+    """Return the text up to the first occurrence of any of the stop strings."""
+    positions = [position for position in (text.find(string) for string in stop) if position >= 0]
+    return text[: min(positions)] if positions else text

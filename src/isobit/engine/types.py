@@ -111,7 +111,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class EngineSize:
-    """An engine's memory and batch."""
+    """The sizes of an engine: its KV cache, batch and captured steps."""
 
     kv_pages: Annotated[
         int | None, at_least(1), "pages of the KV cache; default: as many as one step needs"
@@ -210,7 +210,7 @@ class Completion:
 
     @property
     def sampled(self) -> list[bool]:
-        """The `completion_mask`, written out where it is None."""
+        """The `completion_mask`, with True for every token where the mask is left out."""
         return (
             [True] * len(self.token_ids) if self.completion_mask is None else self.completion_mask
         )

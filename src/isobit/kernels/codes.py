@@ -11,9 +11,8 @@ from torch import Tensor
 
 
 def decode(codes: Tensor, form: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """Values in `dtype` of `codes` (any shape): a tensor of the type `form` (FP8 or int8), or its
-    uint8 view. Always exact (`tests/kernels/test_ops.py`).
-    """
+    """Return values in `dtype` of `codes` (any shape): a tensor of the type `form` (FP8 or int8),
+    or its uint8 view. Always exact (`tests/kernels/test_ops.py`)."""
     if codes.ndim == 2 and not codes.is_contiguous() and codes.t().is_contiguous():
         return decode(codes.t(), form, dtype).t()
     index = codes.view(torch.uint8).flatten().int()

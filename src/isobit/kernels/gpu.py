@@ -91,7 +91,7 @@ def computed_by(ops: Ops) -> dict[str, str]:
 
 
 def refusal(gpu: Gpu) -> str | None:
-    """Why the backend does not run on this GPU, or None if it does."""
+    """Return why the backend does not run on this GPU, or None if it does."""
     if gpu.capability in ARCHITECTURES:
         return None
     known = ", ".join(
@@ -102,7 +102,7 @@ def refusal(gpu: Gpu) -> str | None:
 
 
 def triton_refusal() -> str | None:
-    """Why the installed Triton cannot be used, or None if it can."""
+    """Return why the installed Triton cannot be used, or None if it can."""
     try:
         release = version("triton")
     except PackageNotFoundError:

@@ -152,8 +152,8 @@ class Layout:
     def build(
         lengths: Sequence[int], contexts: Sequence[int], page_table: Tensor, page_size: int
     ) -> "Layout":
-        """Rows of sequences: `lengths[s]` new ones after `contexts[s]` stored ones, in pages
-        `page_table` [S, P]."""
+        """Build the layout of sequences: `lengths[s]` new rows after `contexts[s]` stored ones, in
+        pages `page_table` [S, P]."""
         length = torch.tensor(lengths, dtype=torch.int64)
         context = torch.tensor(contexts, dtype=torch.int64)
         row_start = torch.zeros(len(lengths) + 1, dtype=torch.int64)

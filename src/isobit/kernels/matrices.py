@@ -129,7 +129,7 @@ class Stacked:
 
     @staticmethod
     def of(matrices: Iterable[StoredWeight], count: int) -> "Stacked":
-        """Copies of `count` matrices, taken one after the other."""
+        """Copy `count` matrices, taken one after the other, into one storage."""
         stacked: Stacked | None = None
         for index, matrix in enumerate(matrices):
             if stacked is None:
@@ -188,19 +188,19 @@ class Stacked:
         return self.spec.block(self.shape[1:])
 
     def transpose(self) -> "Stacked":
-        """Every matrix transposed, over the same storage."""
+        """Return the matrices transposed, as views of the same storage."""
         scale = None if self.scale is None else self.scale.transpose(1, 2)
         return Stacked(
             self.data.transpose(1, 2), scale, None if self.spec is None else self.spec.transpose()
         )
 
     def map(self, change: Callable[[StoredWeight], Operand]) -> "Stacked":
-        """Every matrix changed, in a new storage."""
+        """Apply a function to every matrix and return the results in a new storage."""
         return Stacked.of((change(matrix) for matrix in self.experts), len(self.experts))
 
     def values(self, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
-        """Some rows and columns of every expert's packed codes, dequantized: float32 [E, rows,
-        columns]."""
+        """Return some rows and columns of every expert's packed codes, dequantized: float32 [E,
+        rows, columns]."""
         assert self.scale is not None
         assert self.common is not None
         start, stop, _ = columns.indices(self.shape[2])
@@ -213,7 +213,8 @@ class Stacked:
 
 
 def rows_of(operand: Operand, start: int, stop: int) -> Operand:
-    """Rows [start, stop) of an operand whose scales, if it has any, each belong to one row."""
+    """Return rows [start, stop) of an operand whose scales, if it has any, each belong to one
+    row."""
     if isinstance(operand, Tensor):
         return operand[start:stop]
     assert operand.block[0] == 1, "rows share scales"

@@ -30,9 +30,11 @@ most 7 from 0; or 1 / (1 + exp(-x)), which gates what attention gives."""
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """How queries and keys are computed from a projection's heads: `norms` [D] of queries and of
-    keys, if any, with `eps`; then rotation by the cosines and sines `tables`, each [positions, D /
-    2] float32."""
+    """The normalization and rotation of the query and key heads of a projection.
+
+    `norms` [D]: the weights of the RMS norms of queries and keys, if any, with `eps`; then rotation
+    by the cosines and sines `tables`, each [positions, D / 2] float32.
+    """
 
     norms: tuple[Tensor, Tensor] | None
     eps: float
@@ -313,7 +315,8 @@ class Ops(Protocol):
         these know by lse and out alone."""
 
     def sinks_backward(self, dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-        """Gradient [H] float32 of the sinks of `attention`; it repeats."""
+        """Return the gradient [H] float32 of the sinks of `attention`; the same bits in every
+        call."""
 
     def short_convolution(
         self,
@@ -331,8 +334,8 @@ class Ops(Protocol):
     def short_convolution_backward(
         self, dy: Tensor, x: Tensor, weight: Tensor, layout: Layout, bias: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """Return (gradient of x [T, C], of the weight [C, W] float32, and of the bias [C], if there
-        is one) of whole sequences; it repeats."""
+        """Return (gradient of x [T, C], of the weight [C, W] float32, then the bias's [C] if there
+        is a bias) of whole sequences; the same bits in every call."""
 
     def delta_rule(
         self,
@@ -363,7 +366,7 @@ class Ops(Protocol):
         """Return `gate_mul`, quantized: the bits of the two operators in turn."""
 
     def gate_mul_backward(self, activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
-        """Gradient of gate_up [T, 2I]."""
+        """Return the gradient of gate_up [T, 2I], in its type."""
 
     def gate_mul_backward_quantized(
         self, activation: Activation, dh: Tensor, gate_up: Tensor, spec: QuantSpec, name: str
@@ -371,8 +374,8 @@ class Ops(Protocol):
         """Return `gate_mul_backward`, by `quantize_both_ways`, bit for bit."""
 
     def embedding_backward(self, dy: Tensor, tokens: Tensor, count: int) -> Tensor:
-        """Gradient [count, C] float32 of a table whose rows `tokens` [T] have gradients dy [T, C];
-        it repeats."""
+        """Return the gradient [count, C] float32 of a table whose rows `tokens` [T] have gradients
+        dy [T, C]; the same bits in every call."""
 
     def square_sums(self, x: Tensor) -> Tensor:
         """Return for each row of x [R, C] float32 the sum of its squares, [R] float64. On a CPU the
@@ -397,8 +400,8 @@ class Ops(Protocol):
         operators of the head know of no cap."""
 
     def sample(self, logits: Tensor, keys: Tensor, temperature: Temperature) -> Tensor:
-        """Tokens [B] int64 from softmax(logits / temperature); keys [B, 4] int64: seed, prompt,
-        sample, position."""
+        """Draw tokens [B] int64 from softmax(logits / temperature); keys [B, 4] int64: seed,
+        prompt, sample, position."""
 
     def head_logprobs(
         self, hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float

@@ -1,5 +1,5 @@
-"""What is stored of earlier rows: keys and values of attention by slot (`KVStore`), and of linear
-attention the state after them by page (`StateStore`). Left out: who owns the pages
+"""The stores of earlier rows: attention's keys and values by slot (`KVStore`), and linear
+attention's state after these rows by page (`StateStore`). Left out: the ownership of pages
 (`isobit.engine`).
 """
 
@@ -157,7 +157,7 @@ class NoStore:
     nbytes: int = 0
 
     def by_page(self, page_size: int) -> list[Tensor]:
-        """Nothing belongs to pages."""
+        """Return no tensors: nothing of this store belongs to pages."""
         return []
 
 

@@ -154,7 +154,7 @@ def _over(both: FlowChanges, side: FlowChanges, without: Sequence[str]) -> FlowC
 
 
 def _asked(changes: FlowChanges, *prefixes: str) -> list[str]:
-    """Return the options with one of these prefixes that are given."""
+    """Return the options that are set and whose names begin with one of these prefixes."""
     names = [field.name for field in fields(changes) if field.name.startswith(prefixes)]
     return [name for name in names if getattr(changes, name) is not None]
 
@@ -211,7 +211,7 @@ def _calibration(precision: Precision, changes: PrecisionChanges) -> Calibration
 
 
 def _change_flow(flow: Flow, changes: FlowChanges, preset: str, linear: bool) -> Flow:
-    """Quantized operands as the options say; a plain operand stays plain."""
+    """Return a flow with quantized operands as the options say; a plain operand stays plain."""
     if (options := _asked(changes, "weight", "activation")) and not linear:
         raise IsobitError(
             f"precision.{options[0]}: preset {preset!r} quantizes no linear layer; start from an "
@@ -253,9 +253,12 @@ def _change_flow(flow: Flow, changes: FlowChanges, preset: str, linear: bool) ->
 
 
 def _kv_spec(name: str, before: QuantSpec | None, activation: QuantSpec | None) -> QuantSpec | None:
-    """Scales of E4M3 by token are those of an E4M3 cache before, else those of activations. A
+    """Return the format of a KV cache under the options.
+
+    Scales of E4M3 by token are those of an E4M3 cache before, else those of activations. A
     calibrated scale is a float32, and so is INT8's: its numbers have no exponent, so a power of two
-    would leave up to half of them unused."""
+    would leave up to half of them unused.
+    """
     if name == "bf16":
         return None
     number, granularity = _KV[name]

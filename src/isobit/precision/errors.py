@@ -27,9 +27,11 @@ class QuantStats:
 
 @dataclass(frozen=True, eq=False)
 class ErrorSums:
-    """The sums over `count` elements of a matrix: `counts` [2] float64, how many were clamped and
-    how many flushed; `squares` [2, blocks] float64, the sums of squares of values and of noise in
-    every 128 rows."""
+    """The quantization error of a matrix of `count` elements, as sums that can be added up.
+
+    `counts` [2] float64: elements clamped, elements flushed to zero. `squares` [2, blocks] float64:
+    for every 128 rows the sum of squares of the values, then of the noise.
+    """
 
     count: int
     counts: Tensor
@@ -63,19 +65,19 @@ class QuantTotals:
         ] = []  # per tensor [2, blocks] float64: sums of squares of values and of noise
 
     def add(self, found: ErrorSums) -> None:
-        """Take a matrix and its quantization into account."""
+        """Add the error sums of a matrix and its quantization."""
         self._counts.append(found.counts)
         self._squares.append(found.squares)
         self.count += found.count
 
     def merge(self, other: "QuantTotals") -> None:
-        """Add the figures of another."""
+        """Add the totals of another `QuantTotals`."""
         self.count += other.count
         self._counts += other._counts
         self._squares += other._squares
 
     def to_json(self) -> list[Any]:
-        """Return plain values."""
+        """Return the totals as a list that JSON can hold, which `from_json` reads."""
         if not self._counts:
             return [self.count, [0.0, 0.0], [[], []]]
         squares = torch.cat(self._squares, 1)
@@ -90,7 +92,7 @@ class QuantTotals:
 
     @staticmethod
     def from_json(values: Sequence[Any]) -> "QuantTotals":
-        """Return the inverse of `to_json`."""
+        """Return the totals that `to_json` wrote."""
         totals = QuantTotals()
         totals.count, counts, squares = values
         totals._counts = [torch.tensor(counts).double()]
@@ -107,7 +109,7 @@ class QuantTotals:
 
 
 def _block_squares(x: Tensor) -> Tensor:
-    """Sums of squares [blocks] float64 of blocks of 128 rows of x [R, C]."""
+    """Return the sums of squares [blocks] float64 of blocks of 128 rows of x [R, C]."""
     rows = torch.linalg.vector_norm(x, dim=1, dtype=torch.float64).square_()
     return torch.nn.functional.pad(rows, (0, -len(rows) % BLOCK)).view(-1, BLOCK).sum(1)
 

@@ -243,7 +243,7 @@ class Precision:
         return self.dgrad, self.wgrad
 
     def varies_with_batch(self) -> str | None:
-        """Why the bits of a row would depend on its batch, or None if they do not."""
+        """Return why the bits of a row would depend on its batch, or None if they do not."""
         for use, flow in (("rollout", self.rollout), ("learner", self.learner)):
             spec = flow.activation
             if spec is not None and spec.granularity in (
@@ -331,9 +331,9 @@ _ROLES = (
 _ENDS = ("bf16_first_layers", "bf16_last_layers")
 _IN_A_FLOW = tuple(field.name for field in fields(Flow) if field.name not in _ENDS)
 _OF_THE_WHOLE = tuple(
-    each.name
-    for each in fields(Precision)
-    if each.name not in ("name", "rollout", "learner", "calibration", "correction")
+    field.name
+    for field in fields(Precision)
+    if field.name not in ("name", "rollout", "learner", "calibration", "correction")
 )
 
 

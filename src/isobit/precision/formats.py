@@ -15,8 +15,8 @@ import torch
 
 @dataclass(frozen=True)
 class Format:
-    """A number format. `max` is the largest finite magnitude; `itemsize` is in bytes, as it is
-    stored here."""
+    """A number format. `max` is the largest finite magnitude; `itemsize` is the stored size in
+    bytes."""
 
     name: str
     dtype: torch.dtype

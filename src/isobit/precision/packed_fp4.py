@@ -48,7 +48,8 @@ class PackedFP4:
         return nbytes(*self.shape)
 
     def part(self, rows: slice = slice(None), columns: slice = slice(None)) -> QTensor:
-        """Some rows and columns, bounded by multiples of 16, as the quantizer gave them."""
+        """Return some rows and columns, bounded by multiples of 16, as the quantizer returned
+        them."""
         start, stop, _ = columns.indices(self.shape[1])
         codes = self.codes[rows, start // 2 : stop // 2]
         scales = self.scales[rows, start // GROUP : stop // GROUP]
@@ -66,20 +67,21 @@ def holds(spec: QuantSpec, shape: tuple[int, ...]) -> bool:
 
 
 def nbytes(rows: int, columns: int) -> int:
-    """Return the bytes of such a weight."""
+    """Return the bytes of a packed weight of this shape."""
     return rows * (columns // 2 + columns // GROUP) + 4
 
 
 def packed(quantized: QTensor, x: Tensor) -> PackedFP4:
-    """Return the same numbers two to a byte; `x` [R, C] is what was quantized."""
+    """Return the numbers of a quantized matrix packed two codes to a byte; `x` [R, C] holds the
+    values before quantization, from which the common scale is computed again."""
     assert holds(quantized.spec, quantized.shape)
     index = _nibble_of(quantized.data.device).index_select(
         0, quantized.data.view(torch.uint8).flatten().int()
     )
     pairs = index.view(quantized.shape[0], -1, 2)
     common = common_scale(block_amax(x, (1, GROUP)).amax().reshape(1), NVFP4)
-    found = (quantized.scale / common).clamp(2.0**-9, E4M3.max).to(E4M3.dtype)
-    scales = torch.where(found.float() * common == quantized.scale, found.view(torch.uint8), 0)
+    ratios = (quantized.scale / common).clamp(2.0**-9, E4M3.max).to(E4M3.dtype)
+    scales = torch.where(ratios.float() * common == quantized.scale, ratios.view(torch.uint8), 0)
     return PackedFP4(pairs[..., 0] | pairs[..., 1] << 4, scales, common)
 
 
@@ -90,7 +92,7 @@ def unpacked(codes: Tensor) -> Tensor:
 
 
 def unpacked_scales(scales: Tensor, common: Tensor) -> Tensor:
-    """Return float32 scales of E4M3 numbers, and of the common factor [1], or [..., 1]."""
+    """Return float32 scales: E4M3 numbers times the common factor, [1] or [..., 1]."""
     return torch.where(scales == 0, 1.0, scales.view(E4M3.dtype).float() * common)
 
 

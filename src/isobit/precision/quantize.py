@@ -1,7 +1,7 @@
 """The one quantizer: FP8, FP4 or INT8 codes with a scale per block, and back.
 
 For every block of a matrix: `scale = amax / max` (or that, rounded up to a power of two), `code =
-cast(clamp(x / scale, -max, max))`, `value = code * scale`. There is no floor under amax; an
+cast(clamp(x / scale, -max, max))`, `value = code * scale`. amax has no lower bound; an
 all-zero block has scale 1. Every other implementation (native, GPU) must return these bits;
 `tests/kernels` compares them.
 
@@ -49,7 +49,7 @@ _SMALLEST_SCALE = 2.0**-126
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """How a matrix is quantized: element format, which elements share a scale, and the scale's own
+    """The quantization of a matrix: element format, which elements share a scale, and the scale's
     format.
 
     `granularity` names the block as rows x columns; `row`, `column`, `tensor` are one block,
@@ -77,8 +77,8 @@ class QuantSpec:
             )
 
     def block(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Rows and columns of a full block of a matrix of this shape; a dimension below 128 is one
-        block."""
+        """Return (rows, columns) of a full block of a matrix of this shape; a dimension below 128
+        is one block."""
         rows, columns = max(shape[0], 1), max(shape[1], 1)
         whole = {"row": (1, columns), "column": (rows, 1), "tensor": (rows, columns)}
         if self.granularity in whole:
@@ -148,7 +148,7 @@ def expand_scale(scale: Tensor, block: tuple[int, int], shape: tuple[int, int]) 
 
 
 def scales(amax: Tensor, form: Format, scale_format: str) -> Tensor:
-    """Scales for blocks of these largest magnitudes (float32, same shape).
+    """Return scales for blocks of these largest magnitudes (float32, same shape).
 
     FP32: amax / max. UE8M0: 2 ** ceil(log2(amax / max)), taken from the bits of the quotient, so
     that it is exact. A quotient below the smallest normal float32 becomes that; a zero amax gives
@@ -164,7 +164,8 @@ def scales(amax: Tensor, form: Format, scale_format: str) -> Tensor:
 
 
 def block_amax(x: Tensor, block: tuple[int, int]) -> Tensor:
-    """Largest magnitude of each block of `x` [R, C], in float32; NaN and infinity propagate."""
+    """Return the largest magnitude of each block of `x` [R, C], in float32; NaN and infinity
+    propagate."""
     magnitude = x.float().abs()
     pad_rows, pad_columns = -x.shape[0] % block[0], -x.shape[1] % block[1]
     if pad_rows or pad_columns:
@@ -227,18 +228,20 @@ def quantize_part(x: Tensor, spec: QuantSpec, largest: float, name: str = "tenso
         return quantize_with_scale(x, scales(everything, spec.format, spec.scale), spec)
     assert spec.scale == "nvfp4", f"{spec}: rows are independent"
     amax = block_amax(x, spec.block((x.shape[0], x.shape[1])))
-    found = two_level_scales(torch.cat([amax, everything.expand(1, amax.shape[1])]), spec)[:-1]
-    return quantize_with_scale(x, found, spec)
+    block_scales = two_level_scales(torch.cat([amax, everything.expand(1, amax.shape[1])]), spec)[
+        :-1
+    ]
+    return quantize_with_scale(x, block_scales, spec)
 
 
 def largest_of(magnitudes: Iterable[float]) -> float:
-    """Return the largest, NaN if there is one."""
+    """Return the largest value of a tensor; NaN if it holds one."""
     numbers = list(magnitudes)
     return math.nan if any(map(math.isnan, numbers)) else max(numbers)
 
 
 def _cast(scaled: Tensor, form: Format) -> Tensor:
-    """Codes of values within the format's range, rounded to nearest, ties to even."""
+    """Return the codes of values within the format's range, rounded to nearest, ties to even."""
     if form is INT8:
         return scaled.round().to(form.dtype)
     if form is not E2M1:

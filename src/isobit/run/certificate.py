@@ -105,8 +105,9 @@ class Chain:
 
 
 def read_chain(path: Path) -> Chain | None:
-    """Return the chain in a file; None if there is no file. Its problems name the rows that are not
-    whole, that do not have the hash of their values, or that do not follow the row before."""
+    """Read the chain of a certificate; None without the file. The chain's problems name the rows
+    that are cut, whose hash is not that of their values, or that do not follow the row before
+    them."""
     rows: dict[int, Mapping[str, Any]] = {}
     problems: list[str] = []
     try:
@@ -117,20 +118,20 @@ def read_chain(path: Path) -> Chain | None:
         return Chain({}, (f"{path.name} cannot be read: {reason_of(error)}",))
     previous, expected = GENESIS, None
     for number, row in enumerate(_parsed(path), 1):
-        what = f"{path.name}, line {number}"
+        line = f"{path.name}, line {number}"
         if (problem := _wrong(row)) is not None:
-            problems.append(f"{what}: {problem}")
+            problems.append(f"{line}: {problem}")
             continue
         step = row["step"]
         if row["previous"] != previous:
             problems.append(
-                f"{what}: step {step} does not follow the row before it: a row was changed or "
+                f"{line}: step {step} does not follow the row before it: a row was changed or "
                 "is missing"
             )
         elif expected is not None and step != expected:
-            problems.append(f"{what}: step {step} stands where step {expected} belongs")
+            problems.append(f"{line}: step {step} stands where step {expected} belongs")
         if step in rows:
-            problems.append(f"{what}: step {step} is there twice")
+            problems.append(f"{line}: step {step} is there twice")
         rows[step], previous, expected = row, row["hash"], step + 1
     return Chain(rows, tuple(problems))
 

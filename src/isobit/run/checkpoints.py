@@ -73,9 +73,9 @@ def save(
     final = path_of(directory, step)
     replace(final, write, ranks=ranks)
     if ranks.rank == 0:
-        others = [path for path in all_checkpoints(directory) if path != final]
-        for old in others[
-            : max(len(others) - keep_last + 1, 0)
+        earlier = [path for path in all_checkpoints(directory) if path != final]
+        for old in earlier[
+            : max(len(earlier) - keep_last + 1, 0)
         ]:  # a negative end would count from the newest
             with suppress(OSError):  # that it stays harms nobody, and the next one tries again
                 shutil.rmtree(old.rename(directory / f"{_WRITING}{old.name}"))
@@ -83,12 +83,12 @@ def save(
 
 
 def path_of(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step is, or will be."""
+    """Return the folder of a step's checkpoint, which need not exist yet."""
     return directory / f"{_PREFIX}{step:06d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """How many steps had been learned."""
+    """Return the number of steps that had been learned at a checkpoint."""
     return int(checkpoint.name.removeprefix(_PREFIX))
 
 
@@ -108,7 +108,9 @@ def replace(
             lambda: {name: file_digest(temporary / name) for name in _share(sizes, ranks)}
         )
         digests = {
-            name: digest for each in ranks.all_gather_json(mine) for name, digest in each.items()
+            name: digest
+            for of_rank in ranks.all_gather_json(mine)
+            for name, digest in of_rank.items()
         }
         ranks.on_first(
             lambda: _put(temporary, {name: digests[name] for name in sizes}, final, replaced)
@@ -144,7 +146,7 @@ def _put(temporary: Path, manifest: Mapping[str, str], final: Path, replaced: Pa
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """The sizes of the files in a folder, by their paths in it."""
+    """Return the sizes of the files in a folder in bytes, by their paths in it."""
     return {
         str(p.relative_to(folder)): p.stat().st_size
         for p in sorted(folder.rglob("*"))
@@ -153,7 +155,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _share(sizes: Mapping[str, int], ranks: Ranks) -> list[str]:
-    """The files that this rank reads, so that all read about as much."""
+    """Return the files that this rank reads, so that all ranks read about as many bytes."""
     loads, mine = [0] * ranks.size, []
     for name, size in sorted(sizes.items(), key=lambda file: -file[1]):
         rank = loads.index(min(loads))
@@ -163,39 +165,39 @@ def _share(sizes: Mapping[str, int], ranks: Ranks) -> list[str]:
 
 
 def all_checkpoints(directory: Path) -> list[Path]:
-    """Finished checkpoints, oldest first."""
-    found = [
+    """Return the finished checkpoints in a directory, oldest first."""
+    folders = [
         p
         for p in directory.glob(f"{_PREFIX}*")
         if p.name.removeprefix(_PREFIX).isdecimal() and p.is_dir()
     ]
-    return sorted(found, key=step_of)
+    return sorted(folders, key=step_of)
 
 
 def newest(
     directory: Path, problem: Problem | None = None, ranks: Ranks = ONE
 ) -> tuple[Path, list[str]]:
-    """The newest checkpoint that is whole, and of which `problem` has none to tell, and a line for
-    every newer one. All ranks look, `problem` says on all what it says on one.
+    """Return (the newest whole checkpoint for which `problem` returns None, a line for every newer
+    one).
 
-    Changes nothing: the directory may be that of a run at work. Raises IsobitError if there is no
-    such checkpoint.
+    All ranks call this; what `problem` returns on one rank counts on all. Changes nothing: the
+    directory may be that of a run at work. Raises IsobitError if no checkpoint qualifies.
     """
     warnings: list[str] = []
     names = ranks.broadcast_result(lambda: [path.name for path in all_checkpoints(directory)])
     for path in (directory / name for name in reversed(names)):
-        found = damage(path, ranks) or (problem(path) if problem is not None else None)
-        if found is None:
+        fault = damage(path, ranks) or (problem(path) if problem is not None else None)
+        if fault is None:
             return path, warnings
-        warnings.append(f"checkpoint {path} is damaged ({found}); taking the one before it")
-    found = f"all {len(warnings)} are damaged: {warnings[0]}" if warnings else "there is none"
-    raise IsobitError(f"{directory}: no checkpoint to take: {found}")
+        warnings.append(f"checkpoint {path} is damaged ({fault}); taking the one before it")
+    reason = f"all {len(warnings)} are damaged: {warnings[0]}" if warnings else "there is none"
+    raise IsobitError(f"{directory}: no checkpoint to take: {reason}")
 
 
 def go_on_from(path: Path) -> None:
-    """For the run that goes on from a checkpoint: what interrupted writes left behind is removed,
-    and newer checkpoints, being damaged, are set aside, where no count of the newest ones finds
-    them."""
+    """Prepare the directory of a run that goes on from a checkpoint: remove what interrupted writes
+    left behind, and set newer checkpoints, which are damaged, aside, where no count of the newest
+    finds them."""
     remove_leftovers(path.parent)
     checkpoints = all_checkpoints(path.parent)
     for newer in checkpoints[checkpoints.index(path) + 1 :]:
@@ -218,18 +220,20 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def damage(path: Path, ranks: Ranks = ONE) -> str | None:
-    """What is wrong with a checkpoint, or None; the ranks share its files."""
-    manifest, sizes, found = ranks.broadcast_result(lambda: _manifest(path))
+    """Return what is wrong with a checkpoint's files, or None; the ranks share the files."""
+    manifest, sizes, fault = ranks.broadcast_result(lambda: _manifest(path))
     mine = {name: _mismatch(path / name, manifest[name]) for name in _share(sizes, ranks)}
     problems = {
-        name: problem for each in ranks.all_gather_json(mine) for name, problem in each.items()
+        name: problem
+        for of_rank in ranks.all_gather_json(mine)
+        for name, problem in of_rank.items()
     }
-    return found or next((problems[name] for name in manifest if problems[name] is not None), None)
+    return fault or next((problems[name] for name in manifest if problems[name] is not None), None)
 
 
 def _manifest(path: Path) -> tuple[dict[str, str], dict[str, int], str | None]:
-    """The manifest of a checkpoint, the sizes of its files, 0 where there is none, and what is
-    wrong with it."""
+    """Return (a checkpoint's manifest, the sizes of its files with 0 for missing ones, what is
+    wrong with the manifest or None)."""
     try:
         manifest = parse_json(read_bytes(path / _MANIFEST, _MOST_BYTES).decode("utf-8"))
         if not isinstance(manifest, dict) or not all(
@@ -254,7 +258,7 @@ def _manifest(path: Path) -> tuple[dict[str, str], dict[str, int], str | None]:
 
 
 def _inside(name: str) -> bool:
-    """Whether this is the path of a file in a checkpoint, at most a folder deep."""
+    """Return whether a name is the path of a file in a checkpoint, at most one folder deep."""
     return re.fullmatch(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]{0,200}", name) is not None
 
 
@@ -269,7 +273,7 @@ def _mismatch(path: Path, digest: str) -> str | None:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file. Raises OSError."""
+    """Return the SHA-256 of a file, in hexadecimal. Raises OSError."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):

@@ -49,18 +49,18 @@ def pack(rows: Iterable[Mapping[str, Any]], digest: "hashlib._Hash | None" = Non
     """Return the member of a step, the same bytes for the same rows; no bytes for no rows. `digest`
     is updated with the lines."""
     squeeze = zlib.compressobj(_LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)
-    parts, checksum, length = list[bytes](), 0, 0
+    chunks, checksum, length = list[bytes](), 0, 0
     for row in rows:
         line = (_encode(row) + "\n").encode(
             "utf-8", "backslashreplace"
         )  # half a surrogate pair as JSON's escape
         checksum, length = zlib.crc32(line, checksum), length + len(line)
-        parts.append(squeeze.compress(line))
+        chunks.append(squeeze.compress(line))
         if digest is not None:
             digest.update(line)
     if not length:
         return b""
-    body = b"".join([*parts, squeeze.flush()])
+    body = b"".join([*chunks, squeeze.flush()])
     size = _HEAD.size + len(body) + _TAIL.size
     head = _HEAD.pack(_MAGIC, 0, 0, _SYSTEM, 12, _FIELD, 8, size)
     return head + body + _TAIL.pack(checksum, length & 0xFFFFFFFF)
@@ -95,33 +95,33 @@ def _end(file: IO[bytes], start: int, size: int) -> int | None:
     is not whole. `size`: the bytes of the file."""
     file.seek(start)
     head = file.read(_HEAD.size)
-    said = start + int(_HEAD.unpack(head)[7]) if head.startswith(_PREFIX) else 0
-    if start + _HEAD.size < said <= size and (said == size or _begins(file, said, size)):
-        return said
-    place, kept = start + 1, b""
-    file.seek(place)
-    while part := file.read(
+    claimed = start + int(_HEAD.unpack(head)[7]) if head.startswith(_PREFIX) else 0
+    if start + _HEAD.size < claimed <= size and (claimed == size or _begins(file, claimed, size)):
+        return claimed
+    offset, overlap = start + 1, b""
+    file.seek(offset)
+    while chunk := file.read(
         1 << 20
     ):  # what it says is wrong, or what comes after it: the next that begins, anywhere
-        block = kept + part
+        block = overlap + chunk
         if (at := block.find(_PREFIX)) >= 0:
-            return said if start + _HEAD.size < said < place + at else place + at
-        kept = block[-len(_PREFIX) + 1 :]
-        place += len(block) - len(kept)
-    if said:
-        return said if start + _HEAD.size < said < size else None
+            return claimed if start + _HEAD.size < claimed < offset + at else offset + at
+        overlap = block[-len(_PREFIX) + 1 :]
+        offset += len(block) - len(overlap)
+    if claimed:
+        return claimed if start + _HEAD.size < claimed < size else None
     return size if start else None
 
 
-def _begins(file: IO[bytes], place: int, size: int) -> bool:
-    """Return whether a member begins at the byte `place`, or, at the end of the file, the beginning
-    of a member."""
-    file.seek(place)
-    found = file.read(len(_PREFIX))
+def _begins(file: IO[bytes], offset: int, size: int) -> bool:
+    """Return whether a member begins at the byte `offset`, or, at the end of the file, the
+    beginning of a member."""
+    file.seek(offset)
+    head = file.read(len(_PREFIX))
     return (
-        bool(found)
-        and _PREFIX.startswith(found)
-        and (len(found) == len(_PREFIX) or place + len(found) == size)
+        bool(head)
+        and _PREFIX.startswith(head)
+        and (len(head) == len(_PREFIX) or offset + len(head) == size)
     )
 
 
@@ -162,7 +162,7 @@ def lines(path: Path, member: Member) -> list[bytes]:
         packed = file.read(member.length)
     unpack = zlib.decompressobj(zlib.MAX_WBITS | 16)
     try:
-        found = unpack.decompress(packed, max(_MOST_RATIO * len(packed), 1 << 26))
+        text = unpack.decompress(packed, max(_MOST_RATIO * len(packed), 1 << 26))
     except zlib.error as error:
         raise IsobitError(f"{path}: damaged at byte {member.start}: {error}") from None
     if not _is_header(packed, len(packed)) or unpack.unused_data:
@@ -176,7 +176,7 @@ def lines(path: Path, member: Member) -> list[bytes]:
             else "it is cut off"
         )
         raise IsobitError(f"{path}: damaged at byte {member.start}: {reason}")
-    return found.split(b"\n")[:-1]
+    return text.split(b"\n")[:-1]
 
 
 def parse(line: bytes) -> dict[str, Any]:
@@ -206,15 +206,15 @@ def parse(line: bytes) -> dict[str, Any]:
 def conversation(messages: Iterable[Any]) -> str:
     """Return messages as text: for each a line that begins with its role; values that are not text,
     such as parts or calls of tools, as JSON."""
-    said = []
+    turns = []
     for message in messages:
         if not isinstance(message, Mapping):
             continue
         content, calls = message.get("content"), message.get("tool_calls")
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
         called = f" {json.dumps(calls, ensure_ascii=False)}" if calls else ""
-        said.append(f"{message.get('role')}: {text}{called}")
-    return "\n".join(said)
+        turns.append(f"{message.get('role')}: {text}{called}")
+    return "\n".join(turns)
 
 
 def is_reward(value: Any) -> bool:

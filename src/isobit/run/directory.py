@@ -186,28 +186,28 @@ class RunDirectory:
         which the run began are not known. Raises IsobitError if the run would go on with other
         bits: with another `backend`, order of sums, or format."""
         path = self.directory / MACHINE
-        before = object_in(path)
-        if before is None or "backend" not in before:
+        recorded = object_in(path)
+        if recorded is None or "backend" not in recorded:
             missing = (
                 []
-                if before is None
+                if recorded is None
                 else [f"warning: {path} cannot be read: what the run began on is not known"]
             )
             self.write_object(MACHINE, facts)
             return missing
-        if before["backend"] != facts["backend"]:
+        if recorded["backend"] != facts["backend"]:
             raise IsobitError(
-                f"run {self.directory} was computed by the {before['backend']} backend, and here "
+                f"run {self.directory} was computed by the {recorded['backend']} backend, and here "
                 f"it would go on by {facts['backend']}, which rounds in other places; resume it "
                 "where the former works"
             )
-        if before.get("order") != facts.get("order"):
+        if recorded.get("order") != facts.get("order"):
             raise IsobitError(
-                f"run {self.directory} added its products in the order {before.get('order')}, "
+                f"run {self.directory} added its products in the order {recorded.get('order')}, "
                 f"and here it would go on in {facts.get('order')}, with other bits; "
                 "resume it with the version of isobit that began it"
             )
-        formats, began = facts.get("formats", {}), before.get("formats", {})
+        formats, began = facts.get("formats", {}), recorded.get("formats", {})
         assert isinstance(formats, dict)
         for name, was in began.items() if isinstance(began, dict) else ():
             if formats.get(name, was) != was:
@@ -333,12 +333,12 @@ class FollowedDirectory(RunDirectory):
 def refuse_existing(directory: Path) -> None:
     """Raise IsobitError if the directory is occupied (`occupied`); the message for a run says how
     to go on with it."""
-    if what := occupied(directory):
+    if state := occupied(directory):
         again = (
-            f", or go on with it: isobit train --resume {directory}" if what == "is a run" else ""
+            f", or go on with it: isobit train --resume {directory}" if state == "is a run" else ""
         )
         raise IsobitError(
-            f"run directory {directory} exists and {what}; choose another (--out, or "
+            f"run directory {directory} exists and {state}; choose another (--out, or "
             f"run.dir=...){again}"
         )
 
@@ -366,8 +366,8 @@ def occupied(directory: Path) -> str | None:
 
 def _learned_nothing(directory: Path) -> bool:
     """Return whether a run on which no process works has no step, and no checkpoint of a step."""
-    found = (path.name for path in (directory / CHECKPOINTS).glob("step-*"))
-    if in_use(directory) or any(name != "step-000000" for name in found):
+    names = (path.name for path in (directory / CHECKPOINTS).glob("step-*"))
+    if in_use(directory) or any(name != "step-000000" for name in names):
         return False
     path, completions_ = directory / METRICS, directory / COMPLETIONS
     if exists(completions_) and completions_.stat().st_size:
@@ -397,12 +397,12 @@ def object_in(path: Path) -> dict[str, Any] | None:
     """Return the JSON object in a file: an empty one if the file holds something else or cannot be
     read; None without a file."""
     try:
-        found = parse_json(read_bytes(path, _MOST_BYTES).decode("utf-8"))
+        value = parse_json(read_bytes(path, _MOST_BYTES).decode("utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError, BadJson):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _open_at(path: Path, offset: int) -> IO[bytes]:

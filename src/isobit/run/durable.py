@@ -16,16 +16,16 @@ from isobit.errors import IsobitError, brief
 def check_new_file(path: Path, option: str) -> None:
     """Raise IsobitError if no file can be written at a path, which an `option` names; called before
     the contents of the file are computed."""
-    said = f"{option} {brief(path, 300)}"
+    label = f"{option} {brief(path, 300)}"
     if path.is_dir():
-        raise IsobitError(f"{said}: a directory; give the name of a file in it")
+        raise IsobitError(f"{label}: a directory; give the name of a file in it")
     if path.is_symlink() or _is_special(path):
-        what = "a link" if path.is_symlink() else "a device or a pipe"
-        raise IsobitError(f"{said}: {what}, which the file would replace; give another name")
+        kind = "a link" if path.is_symlink() else "a device or a pipe"
+        raise IsobitError(f"{label}: {kind}, which the file would replace; give another name")
     if not path.parent.is_dir():
-        raise IsobitError(f"{said}: there is no directory {brief(path.parent, 300)}")
+        raise IsobitError(f"{label}: there is no directory {brief(path.parent, 300)}")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise IsobitError(f"{said}: the directory {brief(path.parent, 300)} cannot be written to")
+        raise IsobitError(f"{label}: the directory {brief(path.parent, 300)} cannot be written to")
 
 
 def _is_special(path: Path) -> bool:
@@ -41,18 +41,18 @@ def _is_special(path: Path) -> bool:
 def check_new_folder(path: Path, option: str) -> None:
     """Raise IsobitError unless a path, which an `option` names, is free: it does not exist, or is
     an empty directory, which is replaced."""
-    said = f"{option} {brief(path, 300)}"
+    label = f"{option} {brief(path, 300)}"
     if path.is_symlink():
-        raise IsobitError(f"{said}: a link; give the directory itself")
+        raise IsobitError(f"{label}: a link; give the directory itself")
     if path.exists() and not path.is_dir():
-        what = "a device" if _is_special(path) else "a file"
-        raise IsobitError(f"{brief(path, 300)} is {what}; choose another directory ({option})")
+        kind = "a device" if _is_special(path) else "a file"
+        raise IsobitError(f"{brief(path, 300)} is {kind}; choose another directory ({option})")
     if path.exists() and any(path.iterdir()):
         raise IsobitError(
             f"{brief(path, 300)} exists and is not empty; choose another directory ({option})"
         )
     if path.name in ("", ".."):
-        raise IsobitError(f"{said}: give the directory by a name of its own")
+        raise IsobitError(f"{label}: give the directory by a name of its own")
 
 
 def flush(path: Path) -> None:
@@ -79,8 +79,8 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
         lost = path.is_symlink() and not path.exists()
         # asked again: another process may have made it meanwhile
         if lost or (path.exists() and not path.is_dir()):
-            what = f"a link to {os.readlink(path)}, which is not there" if lost else "a file"
-            raise NotADirectoryError(errno.ENOTDIR, f"{brief(path, 300)} is {what}")
+            obstacle = f"a link to {os.readlink(path)}, which is not there" if lost else "a file"
+            raise NotADirectoryError(errno.ENOTDIR, f"{brief(path, 300)} is {obstacle}")
         make_directory(path.parent, mode)
         path.mkdir(mode, exist_ok=True)
         flush(path.parent)

@@ -27,9 +27,9 @@ def ends(directory: Path, state: Mapping[str, Any]) -> tuple[dict[str, int], lis
     """Return the byte at which each file is cut when a run goes on from a checkpoint, and lines
     about what the files have lost since. `state`: the checkpoint's, with the values of
     `RunDirectory.written`, the `step`, and `unrecorded` if its metrics are not recorded yet."""
-    found, lost = NOTHING_WRITTEN | state["offsets"], list[str]()
+    offsets, lost = NOTHING_WRITTEN | state["offsets"], list[str]()
     last = state["step"] - (state.get("unrecorded") is not None)
-    found[METRICS], rows = kept_until(directory / METRICS, last)
+    offsets[METRICS], rows = kept_until(directory / METRICS, last)
     if rows < state["rows"]:
         lost.append(f"{METRICS} has {rows:,} rows up to step {last}, and had {state['rows']:,}")
     for name, offset in state["offsets"].items():
@@ -37,13 +37,13 @@ def ends(directory: Path, state: Mapping[str, Any]) -> tuple[dict[str, int], lis
         size = path.stat().st_size if path.is_file() else 0
         if size < offset:
             packed = name in (COMPLETIONS, HELD_OUT)
-            found[name] = completions.end(path) if packed else end_of_lines(path)
+            offsets[name] = completions.end(path) if packed else end_of_lines(path)
             lost.append(f"{name} has {size:,} bytes, and had {offset:,} at step {state['step']}")
     metrics = directory / METRICS
     recorded = read_jsonl(metrics, lambda line: None) if exists(metrics) else ()
     lost += [] if (line := _other_metrics(metrics, recorded)) is None else [line]
-    lost += damaged_steps(directory / COMPLETIONS, found[COMPLETIONS])
-    return found, [
+    lost += damaged_steps(directory / COMPLETIONS, offsets[COMPLETIONS])
+    return offsets, [
         f"{directory}: {line}; the run goes on, and its weights are sound" for line in lost
     ]
 
@@ -53,24 +53,26 @@ def damaged_steps(path: Path, until: int) -> list[str]:
     line if all can. The newest `_UNPACKED` bytes are unpacked, which finds a changed bit; of
     earlier steps only the headers are read, since unpacking all steps of a long run would take
     hours; `isobit verify` does that."""
-    members = list(takewhile(lambda one: one.start < until, completions.members(path)))
-    found, last = list[str](), -1
+    members = list(takewhile(lambda member: member.start < until, completions.members(path)))
+    damaged, last = list[str](), -1
     for number, member in enumerate(members):
         newest = until - member.start <= _UNPACKED
         if completions.has_its_header(path, member) and not (
             newest and _step_of(path, member) is None
         ):
             continue
-        if found and last == number - 1:
-            found.append("the next")
+        if damaged and last == number - 1:
+            damaged.append("the next")
         else:
-            sound = (_step_of(path, one) for one in reversed(members[:number]))
-            found.append(f"step {next((one for one in sound if one is not None), 0) + 1}")
+            sound = (_step_of(path, earlier) for earlier in reversed(members[:number]))
+            damaged.append(
+                f"step {next((earlier for earlier in sound if earlier is not None), 0) + 1}"
+            )
         last = number
-    if not found:
+    if not damaged:
         return []
-    more = f" and {len(found) - 3:,} more" if len(found) > 3 else ""
-    return [f"{path.name}: completions are damaged, of {', '.join(found[:3])}{more}"]
+    more = f" and {len(damaged) - 3:,} more" if len(damaged) > 3 else ""
+    return [f"{path.name}: completions are damaged, of {', '.join(damaged[:3])}{more}"]
 
 
 def _step_of(path: Path, member: completions.Member) -> int | None:
@@ -113,30 +115,30 @@ def cut_short(directory: Path) -> str | None:
 
 
 def _other_metrics(path: Path, rows: Iterable[Mapping[str, Any]]) -> str | None:
-    found = {int(row["step"]): certificate.of_metrics(row) for row in rows}
-    return _another(path, found, "metrics")
+    hashes = {int(row["step"]): certificate.of_metrics(row) for row in rows}
+    return _another(path, hashes, "metrics")
 
 
 def other_completions(directory: Path) -> str | None:
     """Return a line if the completions of a run are not those of its certificate; else None."""
-    path, found = directory / COMPLETIONS, dict[int, str]()
+    path, hashes = directory / COMPLETIONS, dict[int, str]()
     for member in completions.members(path):
         with suppress(IsobitError, IndexError):  # reading a damaged step raises elsewhere
             lines = completions.lines(path, member)
-            found[int(completions.parse(lines[0])["step"])] = certificate.of_rollouts(lines)
-    return _another(path, found, "rollouts")
+            hashes[int(completions.parse(lines[0])["step"])] = certificate.of_rollouts(lines)
+    return _another(path, hashes, "rollouts")
 
 
-def _another(path: Path, found: Mapping[int, str], what: str) -> str | None:
-    """Return a line about the first step whose hash in `found` is not that of the certificate; None
-    if there is no such step. `what`: the name of the hash in a row of the certificate."""
+def _another(path: Path, hashes: Mapping[int, str], column: str) -> str | None:
+    """Return a line about the first step whose hash is not that in the certificate; None if all
+    agree. `column`: the name of the hash in a row of the certificate."""
     chain = certificate.read_chain(path.parent / CERTIFICATE)
-    held = {} if chain is None else {step: row[what] for step, row in chain.rows.items() if step}
-    other = next((step for step in found if step in held and held[step] != found[step]), None)
-    if other is None:
+    held = {} if chain is None else {step: row[column] for step, row in chain.rows.items() if step}
+    differing = next((step for step in hashes if step in held and held[step] != hashes[step]), None)
+    if differing is None:
         return None
     return (
-        f"{path}: what it has of step {other} is not what was recorded ({CERTIFICATE}); isobit "
+        f"{path}: what it has of step {differing} is not what was recorded ({CERTIFICATE}); isobit "
         f"verify {path.parent} says what else is not"
     )
 

@@ -21,11 +21,11 @@ def check_format(run: Path) -> None:
             "cannot read it: use the isobit that began it, or begin a new run with its config.yaml"
         )
     try:
-        found = read_bytes(path, 64).decode("ascii").strip()
+        version = read_bytes(path, 64).decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise IsobitError(f"{path}: cannot be read: {reason_of(error)}") from None
-    if found != str(FORMAT_NOW):
+    if version != str(FORMAT_NOW):
         raise IsobitError(
-            f"run {run} has format {brief(found)}, and this isobit reads format {FORMAT_NOW}: "
+            f"run {run} has format {brief(version)}, and this isobit reads format {FORMAT_NOW}: "
             "use the version that began it"
         )

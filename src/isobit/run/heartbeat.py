@@ -24,12 +24,13 @@ _KINDS = {"rank": int, "host": str, "step": int, "phase": str, "since": float, "
 
 
 def log_path(run: Path, rank: int) -> Path:
-    """What a rank prints, unless it has the screen."""
+    """Return the file for the printed lines of a rank that has no screen."""
     return run / LOGS / f"rank-{rank:05d}.log"
 
 
 class Heartbeat:
-    """That of one rank of `size`; `step()` is the step it has done."""
+    """The sign of life of one rank of `size`: a file with its step and phase. `step()` returns the
+    last finished step."""
 
     def __init__(self, run: Path, rank: int, size: int, step: Callable[[], int]) -> None:
         self._path, self._rank, self._step = run / LOGS / f"rank-{rank:05d}.json", rank, step
@@ -38,8 +39,8 @@ class Heartbeat:
             self._path.parent.mkdir(exist_ok=True)
 
     def beat(self, phase: str) -> None:
-        """A phase has begun, which may be the one before once more: of such, few are written. A
-        disk that does not take it is no reason to end the run."""
+        """Write that a phase has begun; a phase that repeats is written at most every `_EVERY_S`
+        seconds. A disk that cannot take the file does not end the run."""
         now = time.monotonic()
         if not self._active or (phase == self._phase and now - self._written < _EVERY_S):
             return
@@ -60,17 +61,17 @@ class Heartbeat:
 
 
 def beats(run: Path) -> list[dict[str, Any]]:
-    """The newest of every rank, by rank; none for a run of one process. A file that says something
-    else is none."""
-    found = []
+    """Return the newest sign of life of every rank, by rank; empty for a run of one process. Files
+    with other contents are left out."""
+    newest = []
     for path in sorted((run / LOGS).glob("rank-*.json"))[:_MOST_RANKS]:
         with suppress(OSError, UnicodeDecodeError, BadJson):
             beat = parse_json(read_bytes(path, _MOST_BYTES).decode("utf-8"))
             if isinstance(beat, dict) and all(
                 _is(beat.get(name), kind) for name, kind in _KINDS.items()
             ):
-                found.append(beat)
-    return found
+                newest.append(beat)
+    return newest
 
 
 def _is(value: Any, kind: type) -> bool:

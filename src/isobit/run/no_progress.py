@@ -16,11 +16,11 @@ PATIENCE = 20
 
 @dataclass(frozen=True)
 class NoProgress:
-    """`steps`: so many in a row, the newest among them, taught nothing; `taught`: whether any step
-    taught something.
+    """The newest steps of a run in which nothing was learned.
 
-    `lowest` and `highest` mean reward of these steps, `deviation` the largest within one; without
-    any scored, infinite.
+    `steps`: their number, in a row; `taught`: whether any step of the run had a gradient. `lowest`
+    and `highest`: mean rewards among them; `deviation`: the largest within one step; infinite
+    without a scored step.
     """
 
     steps: int = 0
@@ -30,8 +30,8 @@ class NoProgress:
     deviation: float = 0.0
 
     def after(self, row: Mapping[str, float | None]) -> "NoProgress":
-        """With one more row of metrics. NaN and None are alike: a file has null where a run had
-        NaN."""
+        """Return the state after one more row of metrics. NaN and None are alike: a file has null
+        where a run had NaN."""
         alike = row.get("groups/zero_spread_fraction")
         if alike is None:  # the evaluation before the first step
             return self
@@ -46,14 +46,14 @@ class NoProgress:
 
     @property
     def line(self) -> str | None:
-        """What is to be said of a run that goes on, in one line."""
+        """The warning for a run that goes on, in one line; None before `PATIENCE` such steps."""
         if self.steps < PATIENCE:
             return None
         return f"{self._what()} for {self.steps} steps{self._why()}: nothing is learned"
 
     @property
     def verdict(self) -> str | None:
-        """What is to be said of a run that has ended; None of one that learned to the end, or
+        """The closing line for a run that has ended; None for a run that learned to the end, or
         paused for few steps."""
         if not self.steps or (self.taught and self.steps < PATIENCE):
             return None
@@ -77,14 +77,14 @@ class NoProgress:
 
 @dataclass(frozen=True)
 class CutOff:
-    """`steps`: so many in a row, the newest among them, in which every completion ran to the length
-    limit; `ended`: whether any completion of the run ended before it."""
+    """The newest steps of a run in which every completion ran to the length limit. `steps`: their
+    number, in a row; `ended`: whether any completion of the run ended before the limit."""
 
     steps: int = 0
     ended: bool = False
 
     def after(self, row: Mapping[str, float | None]) -> "CutOff":
-        """With one more row of metrics."""
+        """Return the state after one more row of metrics."""
         cut = row.get("length/truncated_fraction")
         if cut is None or cut != cut:
             return self
@@ -92,12 +92,13 @@ class CutOff:
 
     @property
     def line(self) -> str | None:
-        """What is to be said of a run that goes on, in one line."""
+        """The warning for a run that goes on, in one line; None before `PATIENCE` such steps."""
         return self._what(f"for {self.steps} steps") if self.steps >= PATIENCE else None
 
     @property
     def verdict(self) -> str | None:
-        """What is to be said of a run that has ended."""
+        """The closing line for a run that has ended; None where completions ended, or few steps
+        were cut off."""
         if not self.steps or (self.ended and self.steps < PATIENCE):
             return None
         return self._what(f"in the last {self.steps} steps" if self.ended else "in every step")

@@ -1,4 +1,4 @@
-"""A stderr that a command outlives: what cannot be written there is lost, and whoever wrote it goes
+"""A stderr that a command outlives: what cannot be written there is lost, and the writing code goes
 on. The disk of its log may be full, or the reader of its pipe gone; what counts is in the run's
 files.
 
@@ -12,7 +12,8 @@ from typing import Any, TextIO, cast
 
 
 class _Outlived:
-    """In everything else the stream that it stands for."""
+    """A text stream whose write errors are ignored; its other attributes are those of the wrapped
+    stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -36,15 +37,15 @@ class _Outlived:
 
 @contextmanager
 def outlived_stderr() -> Iterator[None]:
-    """Inside, nothing that is written on stderr raises. Without a stderr nothing is done."""
-    before = sys.stderr
-    if before is None or isinstance(before, _Outlived):
+    """Ignore errors of writing on stderr inside this context. Without a stderr nothing is done."""
+    stream = sys.stderr
+    if stream is None or isinstance(stream, _Outlived):
         yield
         return
-    mine = _Outlived(before)
+    mine = _Outlived(stream)
     sys.stderr = cast(TextIO, mine)
     try:
         yield
     finally:
         if sys.stderr is cast(TextIO, mine):
-            sys.stderr = before
+            sys.stderr = stream

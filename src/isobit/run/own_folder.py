@@ -16,7 +16,7 @@ _MOST_LINKS = 40  # as Linux follows
 
 def replaceable(path: Path) -> Path | None:
     """Return the first step on the way to `path` that another user may replace, links followed;
-    None if there is no such step. The last step may be missing. Raises OSError if another step is
+    None if every step is safe. The last step may be missing. Raises OSError if another step is
     missing, and for links in a circle."""
     trusted = {0, os.getuid(), os.stat("/").st_uid}
     at, links = Path("/"), 0
@@ -28,15 +28,15 @@ def replaceable(path: Path) -> Path | None:
             continue
         step = at / name
         try:
-            found = step.lstat()
+            status = step.lstat()
         except FileNotFoundError:
             if steps:
                 raise
-            found = folder
+            status = folder
         shared = folder.st_mode & stat.S_IWOTH and not folder.st_mode & stat.S_ISVTX
-        if shared or folder.st_uid not in trusted or found.st_uid not in trusted:
+        if shared or folder.st_uid not in trusted or status.st_uid not in trusted:
             return step
-        if not stat.S_ISLNK(found.st_mode):
+        if not stat.S_ISLNK(status.st_mode):
             at = step
             continue
         links += 1

@@ -1,8 +1,8 @@
-"""A folder that nobody else may enter, in which the ranks of one machine meet, and say at their end
-what was wrong.
+"""A folder that no other user may enter, in which the ranks of one machine meet and leave the error
+that ended them.
 
-Whoever starts them makes it (mode 0700), and they know it by their environment. Keys are files,
-written whole; counts are added up under a lock. Left out: who reads what (`isobit.distributed`).
+The process that starts them makes it (mode 0700) and names it in their environment. Keys are files,
+written whole; counts are added up under a lock. Left out: the meaning of keys (`isobit.distributed`).
 """
 
 import fcntl
@@ -23,45 +23,46 @@ _COUNTED = 64
 
 @dataclass(frozen=True)
 class PrivateFolder:
-    """Texts by key, for processes of one user."""
+    """A folder of texts by key, for processes of one user."""
 
     path: Path
 
     @staticmethod
     def given() -> "PrivateFolder | None":
-        """That of this rank; None where another launcher has started it, or none."""
+        """Return this rank's folder; None where another launcher started the rank, or none."""
         path = os.environ.get(_VARIABLE)
         return PrivateFolder(Path(path)) if path else None
 
     @property
     def environment(self) -> dict[str, str]:
-        """By which a process that is started knows it."""
+        """Return the environment variable that names this folder to a started process."""
         return {_VARIABLE: str(self.path)}
 
     def set(self, key: str, text: str) -> None:
-        """Whoever reads a key finds this text whole, or the one before."""
+        """Set a key's text, whole: a reader finds this text or the one before."""
         partial = self.path / f"{secrets.token_hex(8)}.partial"
         partial.write_text(text)
         os.replace(partial, self.path / key)
 
     def get(self, key: str) -> str | None:
-        """None where nobody has set it."""
+        """Return the text of a key, or None for a key that is not set."""
         try:
             return (self.path / key).read_text()
         except FileNotFoundError:
             return None
 
     def add(self, name: str) -> int:
-        """How often this was called with a name before, of the last names in use."""
+        """Count a call under a name and return how many came before it; only the last `_COUNTED`
+        names are remembered."""
         with (self.path / "counts").open("a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
             counts: dict[str, int] = json.loads(file.read() or "{}")
-            before = counts.pop(name, 0)
-            counts[name] = before + 1
+            earlier = counts.pop(name, 0)
+            counts[name] = earlier + 1
             file.truncate(0)
             file.write(json.dumps(dict(list(counts.items())[-_COUNTED:])))
-        return before
+        return earlier
 
 
 @dataclass(frozen=True)
@@ -78,17 +79,18 @@ class LastWords:
 
     @property
     def told(self) -> bool:
-        """Whether it only repeats what another rank has said."""
+        """Whether the error only repeats that of another rank."""
         return self.of_another and re.match(r"rank \d+: ", self.text) is not None
 
 
 def say(folder: PrivateFolder, rank: int, error: IsobitError, of_another: bool) -> None:
-    """Leave the error that ends a rank to whoever has started it, who prints one line for all."""
+    """Leave the error that ends a rank in the folder, for the launcher, which prints one line for
+    all."""
     words = [str(error), error.exit_code, error.shared, of_another, time.monotonic()]
     folder.set(f"said-{rank}", json.dumps(words))
 
 
 def said(folder: PrivateFolder, ranks: int) -> list[LastWords]:
-    """What the ranks have left, by rank."""
-    found = [(rank, folder.get(f"said-{rank}")) for rank in range(ranks)]
-    return [LastWords(rank, *json.loads(text)) for rank, text in found if text is not None]
+    """Return the errors that the ranks have left, by rank."""
+    texts = [(rank, folder.get(f"said-{rank}")) for rank in range(ranks)]
+    return [LastWords(rank, *json.loads(text)) for rank, text in texts if text is not None]

@@ -1,10 +1,10 @@
-"""Rows of a run's JSONL files, as they may have become: what cannot be read costs its row, and one
-line says so.
+"""Rows of a run's JSONL files, which may be damaged: a line that cannot be read is left out, and one
+warning counts them.
 
 A file may be a stranger's, cut by a full disk, or edited. A row of metrics is an object with a
-`step` and numbers; text, lists, garbage, bytes that are no UTF-8 and lines without end are none.
+`step` and numbers; text, lists, garbage, bytes other than UTF-8 and lines without end are not.
 Readers go on after them, so a log never stands in the way of weights that are sound. Half a line at
-the end is that of a run that was killed, and is not said.
+the end is that of a run that was killed, and is not counted.
 """
 
 import math
@@ -25,46 +25,46 @@ Say = Callable[[str], None]
 
 
 class BadRow(Exception):
-    """Why a line is no row."""
+    """Raised for a line that is not a row; the message is the reason."""
 
 
 def warn(line: str) -> None:
-    """On stderr, as the command says what it leaves out."""
+    """Print a warning on stderr, as commands do about rows that they leave out."""
     print(f"isobit: {IsobitError(line)}", file=sys.stderr)
 
 
 def metric_row(line: bytes) -> dict[str, float | None]:
-    """A line of metrics.jsonl; numbers that are not finite become None. Raises BadRow."""
+    """Read a line of metrics.jsonl; numbers that are not finite become None. Raises BadRow."""
     row = _object(line)
     check_step(row)
     return {name: _number(name, value) for name, value in row.items()}
 
 
 def quantization_row(line: bytes) -> dict[str, Any]:
-    """A line of quantization.jsonl: figures by tensor, each a list over the layers. Raises
+    """Read a line of quantization.jsonl: figures by tensor, each a list over the layers. Raises
     BadRow."""
     row = _object(line)
     check_step(row)
     tensors = row.get("tensors")
     if not isinstance(tensors, dict):
         raise BadRow("tensors is no object")
-    found = {}
+    lists = {}
     for tensor, figures in tensors.items():
         if not isinstance(figures, dict) or not all(
             isinstance(values, list) for values in figures.values()
         ):
             raise BadRow(f"{brief(tensor)} has no figures")
-        found[tensor] = {
+        lists[tensor] = {
             name: [_number(name, value) for value in values] for name, values in figures.items()
         }
-    return {"step": row["step"], "tensors": found}
+    return {"step": row["step"], "tensors": lists}
 
 
 def read_rows(
     path: Path, parse: Callable[[bytes], dict[str, Any]], say: Say = warn
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a file that are rows; `say` is given a line about the others, at the end. Raises
-    IsobitError where there is no file, or none that may be read."""
+    """Yield the rows of a file; lines that are not rows are counted in one line to `say`, at the
+    end. Raises IsobitError for a file that is missing or may not be read."""
     lost, first = 0, ""
     for number, (line, _) in enumerate(_lines(path), 1):
         try:
@@ -78,35 +78,35 @@ def read_rows(
 
 
 def kept_until(path: Path, step: int) -> tuple[int, int]:
-    """(bytes, rows) of a metrics.jsonl up to its last row of a step that is not after `step`; (0,
+    """Return (bytes, rows) of a metrics.jsonl up to its last row whose step is at most `step`; (0,
     0) without a file."""
-    end = rows = found = 0
+    end = rows = rows_kept = 0
     if not exists(path):
         return 0, 0
-    for line, place in _lines(path):
+    for line, offset in _lines(path):
         try:
             row = metric_row(line)
         except BadRow:
             continue
         rows += 1
         if (row["step"] or 0) <= step:
-            end, found = place, rows
-    return end, found
+            end, rows_kept = offset, rows
+    return end, rows_kept
 
 
 def end_of_lines(path: Path) -> int:
-    """Where the last whole line of a file ends; 0 without a file."""
-    return max((place for _, place in _lines(path)), default=0) if exists(path) else 0
+    """Return the byte at which the last whole line of a file ends; 0 without a file."""
+    return max((offset for _, offset in _lines(path)), default=0) if exists(path) else 0
 
 
 def next_line(file: IO[bytes]) -> bytes | None:
-    """The next whole line of an open file; None at its end, or where it is not whole yet: the place
-    stays. Of a line that is longer than any row its newline alone is returned."""
+    """Read the next whole line of an open file; None at its end, or where the line is not whole
+    yet: the position stays. For a line longer than any row only its newline is returned."""
     start = file.tell()
-    line = part = file.readline(LONGEST)
-    while len(part) == LONGEST and not part.endswith(b"\n"):
-        line = part = file.readline(LONGEST)
-        if part.endswith(b"\n"):
+    line = chunk = file.readline(LONGEST)
+    while len(chunk) == LONGEST and not chunk.endswith(b"\n"):
+        line = chunk = file.readline(LONGEST)
+        if chunk.endswith(b"\n"):
             line = b"\n"
     if line.endswith(b"\n"):
         return line
@@ -115,7 +115,7 @@ def next_line(file: IO[bytes]) -> bytes | None:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Every whole line, and where it ends."""
+    """Yield every whole line of a file, with the byte at which it ends."""
     try:
         check_readable(path)
         with path.open("rb") as file:
@@ -127,14 +127,14 @@ def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
 
 def _object(line: bytes) -> dict[str, Any]:
     try:
-        found = parse_json(line.decode("utf-8"))
+        value = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError:
         raise BadRow("not UTF-8 text") from None
     except BadJson as error:
         raise BadRow(f"not valid JSON: {error.reason}") from None
-    if not isinstance(found, dict):
-        raise BadRow(f"not an object: {brief(found, 60)}")
-    return found
+    if not isinstance(value, dict):
+        raise BadRow(f"not an object: {brief(value, 60)}")
+    return value
 
 
 def check_step(row: dict[str, Any]) -> None:

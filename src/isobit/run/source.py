@@ -16,28 +16,30 @@ _SUFFIXES = {".py", ".cpp", ".h"}
 
 @cache
 def source_digest(root: Path = Path(isobit.__file__).parent) -> str:
-    """SHA-256 over every file in Python and C++, by its path and its bytes."""
-    found = hashlib.sha256()
+    """Return the SHA-256, in hexadecimal, over every Python and C++ file under `root`, by path and
+    bytes."""
+    digest = hashlib.sha256()
     for path in sorted(root.rglob("*")):
         if path.suffix in _SUFFIXES and path.is_file():
             data = path.read_bytes()
-            found.update(f"{path.relative_to(root).as_posix()} {len(data)}\n".encode() + data)
-    return found.hexdigest()
+            digest.update(f"{path.relative_to(root).as_posix()} {len(data)}\n".encode() + data)
+    return digest.hexdigest()
 
 
 @cache
 def code_digest(root: Path) -> str:
-    """SHA-256 over the syntax of every Python file under `root`: comments, layout and texts that
-    stand alone, as docstrings do, change nothing."""
-    found = hashlib.sha256()
+    """Return the SHA-256, in hexadecimal, over the syntax of every Python file under `root`:
+    comments, layout and docstrings change nothing."""
+    digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         tree = _Bare().visit(ast.parse(path.read_bytes()))
-        found.update(f"{path.relative_to(root).as_posix()} {ast.dump(tree)}\n".encode())
-    return found.hexdigest()
+        digest.update(f"{path.relative_to(root).as_posix()} {ast.dump(tree)}\n".encode())
+    return digest.hexdigest()
 
 
 class _Bare(ast.NodeTransformer):
-    """Leaves out texts that are statements."""
+    """A transformer of syntax trees that removes strings that are statements, such as
+    docstrings."""
 
     def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
         text = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

@@ -13,9 +13,9 @@ def folder_of_user(variable: str, *inside: str) -> Path:
     """Return the folder that the environment variable `variable` names; without it, the folder
     `inside` the home directory. If that can be neither written nor made, as in a container whose
     system does not know the user, return the folder `inside` this user's folder under the temporary
-    directory. Raises IsobitError if there is no temporary directory either."""
-    if given := os.environ.get(variable):
-        return Path(given)
+    directory. Raises IsobitError without a temporary directory either."""
+    if path := os.environ.get(variable):
+        return Path(path)
     folder = in_home(*inside)
     return folder if folder is not None and writable(folder) else in_temporary(variable, *inside)
 
@@ -31,7 +31,7 @@ def in_home(*inside: str) -> Path | None:
 
 def in_temporary(variable: str, *inside: str) -> Path:
     """Return the folder `inside` this user's folder under the temporary directory. Raises
-    IsobitError, which names `variable`, if there is no temporary directory."""
+    IsobitError, which names `variable`, without a temporary directory."""
     try:
         return Path(tempfile.gettempdir(), f"isobit-{os.getuid()}", *inside)
     except OSError:
@@ -54,9 +54,9 @@ def writable(folder: Path) -> bool:
 def number_in(variable: str) -> int:
     """Return the whole number in an environment variable; 0 if the variable is not set. Raises
     IsobitError for a value that is not a whole number."""
-    given = os.environ.get(variable) or "0"
-    if not given.isascii() or not given.isdecimal():
+    digits = os.environ.get(variable) or "0"
+    if not digits.isascii() or not digits.isdecimal():
         raise IsobitError(
-            f"{variable}={brief(given)!r} in the environment: expected a whole number"
+            f"{variable}={brief(digits)!r} in the environment: expected a whole number"
         )
-    return int(given)
+    return int(digits)

@@ -294,15 +294,12 @@ def test_the_entropys_gradient_is_the_references(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_are_the_references(
-    dtype: torch.dtype, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_the_references(dtype: torch.dtype, temperature: float) -> None:
     """Element by element: a gradient of a logit is off by its probability's relative error and four
     roundings, and in BF16 by a unit, 2^-8, where the two sides round apart; what the products make
     of that is the bound."""
     hidden, weight, tokens = operands(dtype)
     dlogprobs = draw(5, T, dtype=torch.float32)
-    monkeypatch.setattr(head, "LOGITS_AT_ONCE", 40 * V)  # two chunks of rows
     dy, x, targets = on_device(dlogprobs, hidden, tokens)
     on_head = head_on_device(weight)
     found = both(head.head_backward(PRODUCTS, dy, x, on_head, targets, temperature))

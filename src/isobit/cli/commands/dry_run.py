@@ -34,7 +34,12 @@ from isobit.training.running.cautions import supervised_cautions
 from isobit.training.session.assembly import open_parts
 from isobit.training.session.cautions import cautions
 from isobit.training.sft.initial import described_model
-from isobit.training.sft.parts import check_evaluation, lessons_of, load_supervised
+from isobit.training.sft.parts import (
+    check_evaluation,
+    lessons_of,
+    load_supervised,
+    unread_columns,
+)
 from isobit.training.sft.parts import open_parts as open_supervised_parts
 
 Say = Callable[[str], None]
@@ -84,8 +89,9 @@ def supervised_dry_run(config: SftConfig, say: Say) -> None:
         f"{loss}\n{ops.why}; consistency: {config.consistency}"
     )
     trained = f"{config.optimizer.masters}, {config.optimizer.state}"
-    for line in supervised_cautions(config, lessons.train):
-        say(line)
+    for line in (*supervised_cautions(config, lessons.train), unread_columns(config, task)):
+        if line is not None:
+            say(line)
     say(f"\n{precision.table(model.config.num_layers, trained)}")
     job = lessons.job(config, model.config, this_machine(ops, config.ranks))
     say(f"\n{_memory(job)}")
@@ -113,6 +119,8 @@ def _say_without_weights(
     config = in_steps(config, len(fitted.task.train))
     ops, precision = get_ops(config.backend, config.consistency), precision_from(config.precision)
     say(_heading(config, precision, model, fitted.task, ops))
+    if (line := processes.unread_columns(config, fitted.task.train.examples)) is not None:
+        say(line)
     trained = f"{config.optimizer.masters}, {config.optimizer.state}"
     say(precision.table(model.config.num_layers, trained))
     longest = len(encode_prompt(fitted.longest, model, tools))

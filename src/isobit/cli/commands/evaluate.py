@@ -8,7 +8,7 @@ line: so a run's checkpoint is evaluated as training evaluated it. Left out: wha
 import gc
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from isobit.model import Model, TextRules
 from isobit.model.hub.checkpoint import model_folder
 from isobit.options.declare import plain
 from isobit.run import directory as runs
-from isobit.tasks.builtin import Task, load_task
+from isobit.tasks.builtin import Task
 from isobit.training.adapting import text_rules
 from isobit.training.rollouts.lengths import (
     encode_prompt,
@@ -44,6 +44,7 @@ from isobit.training.session.assembly import (
     held_out_scorer,
     reward_models,
     sized_engine,
+    task_of,
 )
 from isobit.training.session.conversing import open_dialogue
 
@@ -144,7 +145,7 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
         name: runs.model_directory(path, request.best) for name, path in request.adapters.items()
     }
     saved = {path: read_result(path) for path in sides if is_saved(path)}
-    task, plan = load_task(replace(config.task, seed=config.seed)), evaluation_plan(config)
+    task, plan = task_of(config), evaluation_plan(config)
     if (
         run is not None and config.task.too_long == "drop"
     ):  # what training left out is left out here
@@ -167,6 +168,9 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
         pool = processes.rewards
         pool.check_columns(examples[0].columns)
         pool.check_rows((example.place, example.columns) for example in examples)
+        unread = None if request.completions else processes.unread_columns(config, examples)
+        if unread is not None:
+            print(printable(unread), file=sys.stderr)
         if request.completions is not None:
             if config.environment.used:
                 raise IsobitError(

@@ -18,8 +18,8 @@ from isobit.engine.types import Completion, Request, Sampling
 
 
 class FleetEngine:
-    """A batch of a fleet with the methods of an engine, under the weights that were sent last: about
-    so many `groups` of so many `completions`. Raises as `Fleet.generate`."""
+    """A batch of a fleet with the methods of an engine, under the weights that were sent last:
+    about `groups` groups of about `completions` completions. Raises as `Fleet.generate`."""
 
     def __init__(
         self, fleet: Fleet, groups: int, completions: int, note: Callable[[str], None]
@@ -37,13 +37,14 @@ class FleetEngine:
 
     @property
     def stats(self) -> Stats:
-        """What was done since the first request that found none open."""
+        """The statistics since the first request that found none open."""
         pairs = [(name, getattr(self._batch.stats, name)) for name in COUNTS]
         return Stats(**{name: now - getattr(self._before, name) for name, now in pairs})
 
     @property
     def clamped(self) -> tuple[int, int]:
-        """Keys and values that a calibrated scale clamped since then, and of how many."""
+        """The number of keys and values that a calibrated scale clamped since then, and the number
+        written."""
         return self.stats.kv_clamped, self.stats.kv_written
 
     def submit(
@@ -80,22 +81,24 @@ class FleetEngine:
         return request
 
     def step(self) -> list[tuple[Request, Completion]]:
-        """The completions that are finished next; none, if that takes a while."""
+        """Return the completions that are finished next; empty if that takes a while."""
         if not self._open:
             return []
-        found: list[tuple[Request, Completion]] = []
+        finished: list[tuple[Request, Completion]] = []
         for index in self._fleet.advance(self._batch):
             request = self._open.pop(index, None)
             if request is not None:
                 del self._indices[request]
-                before = request.extends
+                extended = request.extends
                 done, self._batch.done[index] = self._batch.done[index], []
                 self._batch.requests[index][
                     "prompt"
                 ] = []  # a turn's tokens, which nobody asks again
-                for one in done:
-                    found.append((request, one if before is None else joined(before, one)))
-        return found
+                for completion in done:
+                    finished.append(
+                        (request, completion if extended is None else joined(extended, completion))
+                    )
+        return finished
 
     def cancel(self, request: Request) -> None:
         """Drop a request: engines that have it are told with their next call."""

@@ -93,7 +93,9 @@ class Cluster:
     def _fit(self, node: Mapping[str, float]) -> int:
         """Return the number of engines that a machine has room for."""
         wanted = {"CPU": self.cpus, "GPU": self.gpus}
-        return min(int(node.get(kind, 0.0) / each + 1e-9) for kind, each in wanted.items() if each)
+        return min(
+            int(node.get(kind, 0.0) / needed + 1e-9) for kind, needed in wanted.items() if needed
+        )
 
     def _wanted(self, engines: int) -> str:
         cpus = f"{engines * self.cpus:g} CPUs"
@@ -124,12 +126,12 @@ def start_ray(ray: Any, **options: Any) -> str:
     """Start Ray on this machine, for this process alone; return the folder of its sockets and logs,
     which the caller removes when Ray ends. Raises IsobitError for a Ray that would listen to
     others."""
-    place, folder = (
+    parent, folder = (
         os.environ.get("RAY_TMPDIR", "/tmp"),
         "",
     )  # not TMPDIR: the names of sockets must be short
     try:
-        folder = tempfile.mkdtemp(prefix="isobit-", dir=place)
+        folder = tempfile.mkdtemp(prefix="isobit-", dir=parent)
         with _closed_to_others():
             ray.init(address="local", include_dashboard=False, _temp_dir=f"{folder}/ray", **options)
             addresses = {node["NodeManagerAddress"] for node in ray.nodes()}
@@ -143,7 +145,7 @@ def start_ray(ray: Any, **options: Any) -> str:
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError):
             raise IsobitError(
-                f"fleet: Ray does not start in {place} (RAY_TMPDIR): {error}"
+                f"fleet: Ray does not start in {parent} (RAY_TMPDIR): {error}"
             ) from None
         raise
     return folder
@@ -155,7 +157,7 @@ def _closed_to_others() -> Iterator[None]:
     address."""
     ray_constants: Any = import_module("ray._private.ray_constants")
     raylet: Any = import_module("ray._raylet")
-    before = {name: os.environ.get(name) for name in _TOKEN}
+    saved = {name: os.environ.get(name) for name in _TOKEN}
     cluster = ray_constants.ENABLE_RAY_CLUSTER
     try:
         os.environ |= _TOKEN
@@ -167,7 +169,7 @@ def _closed_to_others() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = cluster
-        for name, value in before.items():
+        for name, value in saved.items():
             os.environ.pop(name, None)
             os.environ |= {} if value is None else {name: value}
 
@@ -182,8 +184,8 @@ def _absent(cluster: str, why: str) -> IsobitError:
 
 def _require_listener(cluster: str) -> None:
     """Raise IsobitError if nothing answers at an address: Ray itself would try for minutes."""
-    found = re.fullmatch(r"\[?([^\[\]/]+?)\]?:(\d+)", cluster)
-    if found is None:
+    match = re.fullmatch(r"\[?([^\[\]/]+?)\]?:(\d+)", cluster)
+    if match is None:
         if cluster != "auto":
             raise IsobitError(
                 f"fleet.cluster: expected auto or HOST:PORT, got {cluster!r}; Ray's client "
@@ -194,7 +196,7 @@ def _require_listener(cluster: str) -> None:
 
     async def reach() -> None:
         _, writer = await asyncio.wait_for(
-            asyncio.open_connection(found[1], int(found[2])), _ANSWERS_S
+            asyncio.open_connection(match[1], int(match[2])), _ANSWERS_S
         )
         writer.close()
 
@@ -207,14 +209,14 @@ def _require_listener(cluster: str) -> None:
 @contextmanager
 def _own_signals() -> Iterator[None]:
     """Keep the run's own signal handlers: Ray sets one of SIGTERM."""
-    before = {
+    handlers = {
         number: signal.getsignal(number)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     }
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             with suppress(ValueError):  # not in the main thread, where Ray sets none either
                 signal.signal(number, handler)
 
@@ -227,19 +229,19 @@ def _other_gpus(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    before = os.environ.get(name)
+    visible = os.environ.get(name)
     seen = (
-        before.split(",")
-        if before is not None
+        visible.split(",")
+        if visible is not None
         else [str(i) for i in range(torch.cuda.device_count())]
     )
     first = torch.cuda.current_device()
     learner = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    os.environ[name] = ",".join(each for index, each in enumerate(seen) if index not in learner)
+    os.environ[name] = ",".join(gpu for index, gpu in enumerate(seen) if index not in learner)
     try:
         yield
     finally:
-        if before is None:
+        if visible is None:
             del os.environ[name]
         else:
-            os.environ[name] = before
+            os.environ[name] = visible

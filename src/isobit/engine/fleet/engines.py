@@ -34,7 +34,7 @@ class EngineActor:
 
     @staticmethod
     def start(ray: Any, number: int, description: bytes, cpus: float, gpus: float) -> "EngineActor":
-        """A new process; nothing waits for it."""
+        """Start an engine's process; returns at once."""
         kind = ray.remote(
             num_cpus=cpus,
             num_gpus=gpus,
@@ -58,23 +58,23 @@ class EngineActor:
             self._call("receive", weights.manifest(), dict(weights.references))
 
     def ready(self, weights: wire.Weights) -> bool:
-        """Whether it can be given groups now."""
+        """Return whether the engine can be given groups now."""
         return self.opened and self.version == weights.version and not self.calls
 
     def advance(
         self, batch: int, version: int, drop: list[int], groups: list[dict[str, Any]]
     ) -> None:
-        """Go on sampling."""
+        """Send the engine its new groups and those to drop, and let it go on sampling."""
         work = {"batch": batch, "version": version, "drop": drop, "groups": groups}
         self._call("advance", wire.to_bytes(work))
 
     def restarting(self) -> None:
-        """Its process died; Ray makes another, which begins with nothing."""
+        """Reset the state after the process died; Ray starts another, without weights."""
         self.opened, self.version, self.open, self.calls = False, None, [], {}
         self.again = time.monotonic() + _RETRY_S
 
     def kill(self) -> None:
-        """End its process for good."""
+        """End the engine's process for good."""
         self.ray.kill(self.actor)
 
     def _call(self, kind: str, *arguments: Any) -> None:

@@ -106,27 +106,27 @@ class Fleet:
             self.add()
 
     def add(self) -> int:
-        """Start one more engine, which takes part as soon as it is there; return its number."""
+        """Start one more engine, which takes part once it has opened; return its number."""
         with self._lock:
             number, self._started = self._started, self._started + 1
-            one = EngineActor.start(
+            engine = EngineActor.start(
                 self._ray, number, self._description, self._cluster.cpus, self._cluster.gpus
             )
-            self._engines.append(one)
+            self._engines.append(engine)
         return number
 
     def remove(self, number: int) -> None:
         """End an engine; its groups go to other engines."""
         with self._lock:
-            for one in [one for one in self._engines if one.number == number]:
-                self._engines.remove(one)
-                one.kill()
+            for engine in [engine for engine in self._engines if engine.number == number]:
+                self._engines.remove(engine)
+                engine.kill()
                 self._reason = f"engine {number} was removed"
 
     @property
     def numbers(self) -> list[int]:
         """The numbers of the engines that take part, or will."""
-        return [one.number for one in self._engines]
+        return [engine.number for engine in self._engines]
 
     def send(self) -> None:
         """Put the present weights into Ray's object store, where engines fetch them when they have
@@ -179,8 +179,8 @@ class Fleet:
         assert self._weights is not None, "weights are sent before"
         self.note, self._silence = note or self.note, _Silence()
         with self._lock:
-            for one in self._engines:
-                one.open = []  # what is still sampled for the second time goes with this batch
+            for engine in self._engines:
+                engine.open = []  # what is still sampled for the second time goes with this batch
         room = self._room(groups, completions) * completions
         batch = self._last = Batch(self._last.number + 1, [], room)
         return batch
@@ -191,9 +191,9 @@ class Fleet:
         with self._lock:
             engines = list(self._engines)
         self._ask(engines, batch)
-        found = self._replies(engines, batch)
-        self._require_engines(self._silence.after(sum(one.replies for one in engines)))
-        return found
+        finished = self._replies(engines, batch)
+        self._require_engines(self._silence.after(sum(engine.replies for engine in engines)))
+        return finished
 
     @property
     def stats(self) -> Stats:
@@ -209,8 +209,8 @@ class Fleet:
         """End all engines, and Ray if it was started here."""
         self.stop()
         with self._lock:
-            for one in self._engines:
-                one.kill()
+            for engine in self._engines:
+                engine.kill()
             self._engines.clear()
         self._finalize()
 
@@ -224,28 +224,30 @@ class Fleet:
         """Give each engine that is ready its next work: new groups within its room, and which of
         its groups are done elsewhere."""
         assert self._weights is not None
-        held = Counter(index for one in engines for index in one.open)
+        held = Counter(index for engine in engines for index in engine.open)
         batch.held_now(held)
-        for one in engines:
-            one.go_on(self._weights)
-            if not one.ready(self._weights):
+        for engine in engines:
+            engine.go_on(self._weights)
+            if not engine.ready(self._weights):
                 continue
-            drop = [index for index in one.open if index in batch.done]  # another engine was faster
-            kept = [index for index in one.open if index not in batch.done]
-            new, held_here = list[int](), batch.completions(kept)
+            # another engine was faster with these
+            drop = [index for index in engine.open if index in batch.done]
+            remaining = [index for index in engine.open if index not in batch.done]
+            new, held_here = list[int](), batch.completions(remaining)
             while (index := batch.free()) is not None:
                 if held_here and held_here + batch.completions([index]) > batch.room:
                     break
                 new.append(batch.take(index))
                 held_here += batch.completions(new[-1:])
-            if not kept and not new:  # nothing is left: help with a group that one other engine has
+            # nothing is left: help with a group that one other engine has
+            if not remaining and not new:
                 new = [
                     index for index, count in held.items() if count == 1 and index not in batch.done
                 ][:1]
             held.update(new)
-            one.open = kept + new
-            if one.open or drop:
-                one.advance(
+            engine.open = remaining + new
+            if engine.open or drop:
+                engine.advance(
                     batch.number,
                     self._weights.version,
                     drop,
@@ -255,75 +257,78 @@ class Fleet:
     def _replies(self, engines: Sequence[EngineActor], batch: Batch) -> list[int]:
         """Return the groups that are finished, once there is any reply; note the engines that come
         and go."""
-        asked = {reference: one for one in engines for reference in one.calls}
-        if not asked:
+        engine_of = {reference: engine for engine in engines for reference in engine.calls}
+        if not engine_of:
             time.sleep(_WAIT_S)
             return []
-        self._ray.wait(list(asked), timeout=_WAIT_S)
-        ready, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=0)
+        self._ray.wait(list(engine_of), timeout=_WAIT_S)
+        ready, _ = self._ray.wait(list(engine_of), num_returns=len(engine_of), timeout=0)
         finished = list[int]()
         for reference in ready:
-            one, errors = asked[reference], self._ray.exceptions
-            kind = one.calls.pop(reference, None)
+            engine, errors = engine_of[reference], self._ray.exceptions
+            kind = engine.calls.pop(reference, None)
             try:
                 reply = wire.from_bytes(self._ray.get(reference))
             except (errors.ActorUnavailableError, errors.OutOfMemoryError):
-                if one.opened:
-                    self.note(f"{one} died; its groups go to others until it is back")
-                one.restarting()
+                if engine.opened:
+                    self.note(f"{engine} died; its groups go to others until it is back")
+                engine.restarting()
             except errors.RayError as error:
-                self._lost(one, _last_line(error))
+                self._lost(engine, _last_line(error))
             else:
-                one.replies += 1
+                engine.replies += 1
                 if kind is not None:
-                    finished += self._take(one, kind, reply, batch)
+                    finished += self._take(engine, kind, reply, batch)
         return finished
 
-    def _take(self, one: EngineActor, kind: str, reply: dict[str, Any], batch: Batch) -> list[int]:
+    def _take(
+        self, engine: EngineActor, kind: str, reply: dict[str, Any], batch: Batch
+    ) -> list[int]:
         """Handle one reply of an engine, and return the groups that it finishes."""
         if "refused" in reply:
-            raise RunFailed(f"{one}: {reply['refused']}")
+            raise RunFailed(f"{engine}: {reply['refused']}")
         if "error" in reply:
-            self._lost(one, reply["error"])
+            self._lost(engine, reply["error"])
         elif kind == "open":
-            one.host = f"{reply['host']} (process {reply['pid']})"
-            found = reply["facts"]
-            other = [
-                f"{name} {found.get(name)}, not {v}"
+            engine.host = f"{reply['host']} (process {reply['pid']})"
+            facts = reply["facts"]
+            differing = [
+                f"{name} {facts.get(name)}, not {v}"
                 for name, v in self._facts.items()
-                if found.get(name) != v
+                if facts.get(name) != v
             ]
-            if other:
+            if differing:
                 self._lost(
-                    one, f"it might compute other bits than the learner: it has {', '.join(other)}"
+                    engine,
+                    f"it might compute other bits than the learner: it has {', '.join(differing)}",
                 )
             else:
-                one.opened = True
+                engine.opened = True
         elif kind == "receive":
-            one.version = reply["version"]
+            engine.version = reply["version"]
         elif reply["batch"] == batch.number:
-            return self._finished(one, reply, batch)
+            return self._finished(engine, reply, batch)
         return []
 
-    def _finished(self, one: EngineActor, reply: dict[str, Any], batch: Batch) -> list[int]:
+    def _finished(self, engine: EngineActor, reply: dict[str, Any], batch: Batch) -> list[int]:
         for name, count in reply["counts"].items():
             setattr(batch.stats, name, getattr(batch.stats, name) + count)
-        found = {int(index): group for index, group in reply["done"].items()}
-        one.open = [index for index in one.open if index not in found]
-        new = [index for index in found if index not in batch.done]
+        groups = {int(index): group for index, group in reply["done"].items()}
+        engine.open = [index for index in engine.open if index not in groups]
+        new = [index for index in groups if index not in batch.done]
         for index in new:
-            batch.done[index] = [wire.completion_of(values) for values in found[index]]
+            batch.done[index] = [wire.completion_of(values) for values in groups[index]]
         return new
 
-    def _lost(self, one: EngineActor, reason: str) -> None:
+    def _lost(self, engine: EngineActor, reason: str) -> None:
         """Remove an engine that is gone for good."""
         with self._lock:
-            if one in self._engines:
-                self._engines.remove(one)
-                one.kill()
-                self._reason = f"{one}: {reason}"
-        one.restarting()
-        self.note(f"{one} is lost: {reason}")
+            if engine in self._engines:
+                self._engines.remove(engine)
+                engine.kill()
+                self._reason = f"{engine}: {reason}"
+        engine.restarting()
+        self.note(f"{engine} is lost: {reason}")
 
     def _require_engines(self, silence: float) -> None:
         """Raise RunFailed if the fleet is closed, has no engine, or none has answered for too
@@ -334,16 +339,16 @@ class Fleet:
             raise RunFailed(f"fleet: no engine is left; the last one was {self._reason}")
         if silence <= self.settings.deadline_s:
             return
-        said = (
+        problem = (
             f"fleet: none of {len(self._engines)} engines has answered for "
             f"{self.settings.deadline_s:g} s"
         )
-        silent = [str(one) for one in self._engines if one.opened]
+        silent = [str(engine) for engine in self._engines if engine.opened]
         if silent:
-            raise RunFailed(f"{said} (fleet.deadline_s): {listed(silent)}")
+            raise RunFailed(f"{problem} (fleet.deadline_s): {listed(silent)}")
         free = self._ray.available_resources()
         room = ", ".join(f"{free.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
-        raise RunFailed(f"{said} (fleet.deadline_s), nor begun; the cluster has {room} free")
+        raise RunFailed(f"{problem} (fleet.deadline_s), nor begun; the cluster has {room} free")
 
 
 class _Silence:

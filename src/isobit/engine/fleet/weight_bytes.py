@@ -21,13 +21,13 @@ from isobit.model.weights.sync import poison
 
 
 def weight_bytes(transformer: Transformer) -> dict[str, Tensor]:
-    """Copies [bytes] uint8 on the CPU: `layers.0`, `layers.1`, ..., and the ends under their own
-    names."""
+    """Copy the rollout's working weights to the CPU, as [bytes] uint8 by layer: `layers.0`,
+    `layers.1`, ..., then embedding, last norm and head under their names."""
     return {
-        part: torch.cat(
+        block: torch.cat(
             [as_bytes(tensor) for operand in operands for tensor in tensors_of(operand)]
         ).cpu()
-        for part, operands in _parts(transformer).items()
+        for block, operands in _parts(transformer).items()
     }
 
 
@@ -35,32 +35,33 @@ def take_weights(transformer: Transformer, buffers: Mapping[str, Tensor], versio
     """Overwrite the rollout's working weights by those of a version, and compare each tensor with
     what was sent. Raises RunFailed, naming the buffer, for one of another size, or that is not in
     the storage afterwards."""
-    parts = _parts(transformer)
-    if parts.keys() != buffers.keys():
+    blocks = _parts(transformer)
+    if blocks.keys() != buffers.keys():
         raise RunFailed(
-            f"weights of {len(buffers)} buffers arrived, where the model has {len(parts)}"
+            f"weights of {len(buffers)} buffers arrived, where the model has {len(blocks)}"
         )
-    for part, operands in parts.items():
+    for block, operands in blocks.items():
         stored = [as_bytes(tensor) for operand in operands for tensor in tensors_of(operand)]
-        sizes = [len(each) for each in stored]
-        if sum(sizes) != len(buffers[part]):
+        sizes = [len(tensor_bytes) for tensor_bytes in stored]
+        if sum(sizes) != len(buffers[block]):
             raise RunFailed(
-                f"{part} arrived with {len(buffers[part]):,} bytes, where the model has "
+                f"{block} arrived with {len(buffers[block]):,} bytes, where the model has "
                 f"{sum(sizes):,}"
             )
         for operand in operands:
             poison(operand)
-        for into, sent in zip(stored, buffers[part].split(sizes)):
+        for into, sent in zip(stored, buffers[block].split(sizes)):
             into.copy_(sent)
             if not torch.equal(into, sent.to(into.device)):
-                raise RunFailed(f"{part} is not in memory as it was written")
+                raise RunFailed(f"{block} is not in memory as it was written")
     transformer.received(version)
 
 
 def _parts(transformer: Transformer) -> dict[str, list[StoredWeight]]:
-    """What travels together: a layer; the embedding, the last norm and the head alone."""
-    found: dict[str, list[StoredWeight]] = {}
+    """Group the rollout's tensors into the blocks that are sent as one buffer: each layer; the
+    embedding, the last norm and the head alone."""
+    blocks: dict[str, list[StoredWeight]] = {}
     tensors = transformer.rollout_tensors()
-    for part, group in groupby(tensors, lambda named: part_of(named[0])):
-        found.setdefault(part, []).extend(operand for _, operand in group)
-    return found
+    for block, group in groupby(tensors, lambda named: part_of(named[0])):
+        blocks.setdefault(block, []).extend(operand for _, operand in group)
+    return blocks

@@ -1,9 +1,9 @@
-"""What travels between a run and its engines: bytes only. Requests, results and facts are JSON,
+"""The messages between a run and its engines: bytes only. Requests, results and facts are JSON,
 weights are buffers.
 
 Log-probabilities are float32 widened to Python floats, whose JSON reads back as the same float.
-Weights have a SHA-256 of each buffer, which the receiver computes again. Left out: who sends what
-to whom (`fleet.py`).
+Weights have a SHA-256 of each buffer, which the receiver computes again. Left out: when each is sent
+(`fleet.py`).
 """
 
 import hashlib
@@ -37,36 +37,37 @@ class Weights:
     references: Mapping[str, Any]
 
     def manifest(self) -> bytes:
-        """All but the references."""
+        """Return everything but the references, as JSON."""
         return to_bytes({"version": self.version, "digests": self.digests, "scales": self.scales})
 
 
 def to_bytes(value: Any) -> bytes:
-    """Plain values as JSON."""
+    """Encode plain values as JSON."""
     return json.dumps(value).encode()
 
 
 def from_bytes(data: bytes) -> Any:
-    """The inverse of `to_bytes`."""
+    """Decode what `to_bytes` encoded."""
     return json.loads(data)
 
 
 def digest(buffer: Any) -> str:
-    """SHA-256 of an array's bytes."""
+    """Return the SHA-256 of an array's bytes, in hexadecimal."""
     return hashlib.sha256(buffer).hexdigest()
 
 
 def check_digest(name: str, buffer: Any, expected: str, version: int) -> None:
     """Raise RunFailed if a buffer is not what was sent."""
-    if (found := digest(buffer)) != expected:
+    if (computed := digest(buffer)) != expected:
         raise RunFailed(
             f"{name} of version {version} of the weights arrived with other bytes: SHA-256 "
-            f"{found[:12]}..., sent was {expected[:12]}..."
+            f"{computed[:12]}..., sent was {expected[:12]}..."
         )
 
 
 def facts(model: Model) -> dict[str, str]:
-    """What can change a bit, of the process that asks: an engine must have the learner's."""
+    """Return what can change a bit in this process: versions, device, source. An engine's facts
+    must equal the learner's."""
     return computed_by(model.ops) | {
         "device": model.ops.device.type,
         "isobit's source": source_digest(),
@@ -76,9 +77,12 @@ def facts(model: Model) -> dict[str, str]:
 def describe(
     engine: Engine, sequences: int, max_new_tokens: int, size: EngineSize, check_memory: bool
 ) -> bytes:
-    """All that makes an engine like this one in another process, but for its weights. `sequences`
-    at a time, of at most `max_new_tokens` new tokens. `check_memory`: it compares its weights with
-    what arrived before it gives groups."""
+    """Return a description, as JSON, from which another process makes an engine like this one;
+    without its weights.
+
+    The engine samples `sequences` at a time, of at most `max_new_tokens` new tokens.
+    `check_memory`: it compares its weights with what arrived before it returns groups.
+    """
     model = engine.model
     tokenizer = model.tokenizer
     assert precision_from(model.precision.name) == model.precision
@@ -102,44 +106,44 @@ def describe(
 
 
 def described_engine(description: bytes) -> Engine:
-    """The engine of a description, whose weights are NaN until they arrive."""
-    given = from_bytes(description)
-    config = ModelConfig.from_hf(given["config"], "the model's config")
+    """Make the engine of a description, whose weights are NaN until they arrive."""
+    spec = from_bytes(description)
+    config = ModelConfig.from_hf(spec["config"], "the model's config")
     tokenizer = Tokenizer(
-        FastTokenizer.from_str(given["tokenizer"]), given["settings"], given["eos_ids"], None
+        FastTokenizer.from_str(spec["tokenizer"]), spec["settings"], spec["eos_ids"], None
     )
-    ops = get_ops(given["backend"], given["consistency"])
-    model = Model(Transformer(config, precision_from(given["precision"]), ops, None), tokenizer)
-    longest = [[0] * max(given["longest_prompt"], 1)]
-    size = EngineSize(**given["size"])
+    ops = get_ops(spec["backend"], spec["consistency"])
+    model = Model(Transformer(config, precision_from(spec["precision"]), ops, None), tokenizer)
+    longest = [[0] * max(spec["longest_prompt"], 1)]
+    size = EngineSize(**spec["size"])
     engine = Engine.sized_for(
         model,
         longest,
-        given["sequences"],
-        given["max_new_tokens"],
+        spec["sequences"],
+        spec["max_new_tokens"],
         size,
-        record_routes=given["record_routes"],
+        record_routes=spec["record_routes"],
     )
-    if given["check_memory"]:
+    if spec["check_memory"]:
         model.transformer.checksums.begin()
     return engine
 
 
 def scales_to_plain(scales: KVScales | None) -> list[list[float]] | None:
-    """Calibrated scales as numbers, float32 widened."""
+    """Return calibrated scales as lists of numbers, float32 widened."""
     return None if scales is None else scales.values.tolist()
 
 
 def scales_from_plain(values: list[list[float]] | None, version: int) -> KVScales | None:
-    """The inverse of `scales_to_plain`."""
+    """Return the scales from what `scales_to_plain` returned."""
     return None if values is None else KVScales(torch.tensor(values, dtype=torch.float32), version)
 
 
 def request(
     index: int, prompt: Sequence[int], prompt_id: int, sampling: Sampling, sample_index: int = 0
 ) -> dict[str, Any]:
-    """A group that is to be sampled, whose samples begin at `sample_index`: `index` names it within
-    its batch."""
+    """Return a group that is to be sampled as plain values: `index` names it within its batch, its
+    samples begin at `sample_index`."""
     return {
         "index": index,
         "prompt": list(prompt),
@@ -150,20 +154,24 @@ def request(
 
 
 def sampling_of(values: Mapping[str, Any]) -> Sampling:
-    """The settings of a request."""
+    """Return the sampling settings of a request from plain values."""
     return Sampling(
         **{**values, "stop": tuple(values["stop"]), "stop_tokens": tuple(values["stop_tokens"])}
     )
 
 
 def completion_of(values: Mapping[str, Any]) -> Completion:
-    """A completion from its fields."""
+    """Return a completion from its fields as plain values."""
     top = values.get("top_logprobs")
-    pairs = None if top is None else [[(token, value) for token, value in each] for each in top]
+    pairs = (
+        None
+        if top is None
+        else [[(token, value) for token, value in likeliest] for likeliest in top]
+    )
     forks = tuple(values.get("forks", ()))
     return Completion(**{**values, "top_logprobs": pairs, "forks": forks})
 
 
 def _fields(kind: type, value: Any) -> dict[str, Any]:
-    """The fields that `kind` declares; a config's section may have more."""
-    return {each.name: getattr(value, each.name) for each in fields(kind)}
+    """Return the values of the fields that `kind` declares; a config's section may have more."""
+    return {field.name: getattr(value, field.name) for field in fields(kind)}

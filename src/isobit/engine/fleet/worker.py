@@ -39,7 +39,7 @@ class Worker:
         self._open: OpenGroups
 
     def open(self) -> bytes:
-        """Make the engine; what it is computed by, and where it runs."""
+        """Make the engine. Return by what it is computed, and where it runs."""
         self._engine = wire.described_engine(self._description)
         self._open = OpenGroups(self._engine)
         return wire.to_bytes(
@@ -50,12 +50,12 @@ class Worker:
         """Fetch the weights of a version, and compare each buffer with its digest; nothing is
         overwritten yet."""
         ray = import_ray()
-        given = wire.from_bytes(manifest)
-        version, buffers = given["version"], dict[str, Tensor]()
+        message = wire.from_bytes(manifest)
+        version, buffers = message["version"], dict[str, Tensor]()
         try:
             for name, reference in references.items():
                 array = ray.get(reference)
-                wire.check_digest(name, array, given["digests"][name], version)
+                wire.check_digest(name, array, message["digests"][name], version)
                 with (
                     warnings.catch_warnings()
                 ):  # the object store's memory is read-only, and is only read
@@ -63,18 +63,18 @@ class Worker:
                     buffers[name] = torch.from_numpy(array)
         except IsobitError as error:
             return wire.to_bytes({"error": str(error)})
-        self._arrived = {version: (buffers, given["scales"])}
+        self._arrived = {version: (buffers, message["scales"])}
         return wire.to_bytes({"version": version})
 
     def advance(self, work: bytes) -> bytes:
         """Take what is new, drop what others have sampled, and sample until a group is finished:
         `done` are the groups by index, each a list of completions as their fields. `error`: this
         engine is broken; `refused`: any would refuse."""
-        given = wire.from_bytes(work)
+        message = wire.from_bytes(work)
         try:
-            self._begin(given["batch"], given["version"])
-            self._open.drop(set(given["drop"]))
-            for new in given["groups"]:
+            self._begin(message["batch"], message["version"])
+            self._open.drop(set(message["drop"]))
+            for new in message["groups"]:
                 request = self._engine.submit(
                     new["prompt"],
                     wire.sampling_of(new["sampling"]),
@@ -82,7 +82,7 @@ class Worker:
                     new["sample_index"],
                 )
                 self._open.add(new["index"], request)
-            before = self._counts()
+            earlier = self._counts()
             done = self._run()
             if done:
                 self._engine.model.transformer.checksums.compare()
@@ -90,11 +90,11 @@ class Worker:
             return wire.to_bytes(
                 {"error" if isinstance(error, RunFailed) else "refused": str(error)}
             )
-        counts = {name: count - before[name] for name, count in self._counts().items()}
+        counts = {name: count - earlier[name] for name, count in self._counts().items()}
         return wire.to_bytes({"batch": self._batch, "done": done, "counts": counts})
 
     def _begin(self, batch: int, version: int) -> None:
-        """Groups of an older batch are of no use any more; the weights become those of
+        """Begin work on a batch: drop the groups of older ones, and load the weights of
         `version`."""
         if batch == self._batch:
             return
@@ -108,7 +108,7 @@ class Worker:
         assert transformer.weights_version == version
 
     def _counts(self) -> dict[str, int]:
-        """Of what `Fleet.stats` adds up."""
+        """Return the counts that `Fleet.stats` adds up."""
         stats, (clamped, written) = self._engine.stats, self._engine.clamped
         names = (
             "preemptions",
@@ -121,8 +121,11 @@ class Worker:
         return counted | {"kv_clamped": clamped, "kv_written": written}
 
     def _run(self) -> dict[int, list[dict[str, Any]]]:
-        """Steps until a group is finished, nothing is open, or the time is up."""
+        """Compute steps until a group is finished, no group is open, or the time slice is over."""
         end, done = time.monotonic() + _SLICE_S, dict[int, list[dict[str, Any]]]()
         while self._open and not done and time.monotonic() < end:
-            done = {index: [vars(each) for each in group] for index, group in self._open.step()}
+            done = {
+                index: [vars(completion) for completion in group]
+                for index, group in self._open.step()
+            }
         return done

@@ -1,7 +1,7 @@
 """Causal grouped-query attention over stored keys and values, forward and backward, in float64 with
 one rounding.
 
-A row at position p attends to keys 0 to p of its own sequence, or to the last `window` of these,
+A row at position p attends to keys 0 to p of the same sequence, or to the last `window` of these,
 wherever their pages are. Rows are taken in *pieces*, at most 256 consecutive rows of a sequence;
 pieces of like size are batched and padded, and a padded key has probability exactly 0. The forward
 is the same for decoding, chunked prefill and the learner's packed rows; the backward takes packed
@@ -121,8 +121,8 @@ def _mix(
 
 
 def _highest(scores: Tensor, sink: Tensor | None) -> Tensor:
-    """Return the peak of the scores over the last dimension, which is kept, and of sinks that
-    broadcast with it."""
+    """Return the largest score along the last dimension (kept, with size 1), or the attention
+    sink's score where that is larger."""
     peak = scores.amax(-1, keepdim=True)
     return peak if sink is None else torch.maximum(peak, sink)
 
@@ -203,8 +203,8 @@ def attention_backward(
     scale: float,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients from recomputed probabilities (Dao et al. 2022, section 3.1): dS = P·(dP - Σ
-    dO·O)."""
+    """Compute `Ops.attention_backward` from recomputed probabilities (Dao et al. 2022, section
+    3.1): dS = P·(dP - Σ dO·O)."""
     assert_whole(layout)
     dq = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     dk = torch.zeros(
@@ -260,12 +260,9 @@ def _pieces(layout: Layout) -> Iterator[_Piece]:
 def _batches(
     layout: Layout, num_heads: int, store: KVStore, dtype: torch.dtype, window: int | None
 ) -> Iterator["_Batch"]:
-    """Pieces whose rows and keys are alike within a factor of two, in batches of bounded memory, to
-    compute in `dtype`.
-
-    The order of the pieces of one sequence, and so of the sums in `add_to_keys`, depends on that
-    sequence alone.
-    """
+    """Yield pieces whose rows and keys are alike within a factor of two, in batches of bounded
+    memory, to compute in `dtype`. The order of the pieces of one sequence, and so of the sums in
+    `add_to_keys`, depends on that sequence alone."""
     kv_heads, dim = store.k.shape[1:]
 
     def likeness(piece: _Piece) -> tuple[int, int]:
@@ -313,12 +310,13 @@ class _Batch:
             self.visible &= (key > position - window) | ~self.valid.unsqueeze(-1)
 
     def read(self, store: KVStore) -> tuple[Tensor, Tensor]:
-        """Keys and values [S, KV, K, D]."""
+        """Return the keys and values [S, KV, K, D] of the batch's sequences."""
         keys, values = store.gather(self.slots)
         return keys.to(self.dtype).transpose(1, 2), values.to(self.dtype).transpose(1, 2)
 
     def gather(self, rows: Tensor, padding: float | None = None) -> Tensor:
-        """Rows [T, H, D] as [S, KV, G·R, D]; padded rows repeat the first one, or are `padding`."""
+        """Return rows [T, H, D] as [S, KV, G·R, D]; padded rows repeat the first one, or are
+        `padding`."""
         picked = rows[self.rows].to(self.dtype)
         if padding is not None:
             picked.masked_fill_(~self.valid[:, :, None, None], padding)

@@ -34,7 +34,8 @@ def to_e4m3(weights: Tensor) -> Tensor:
 
 
 def weigh(shifted: Tensor, probabilities: Format | None) -> tuple[Tensor, Tensor]:
-    """Return (w, w as it meets the values) of score - peak, which is overwritten."""
+    """Return (weights w = exp(score - peak), w as rounded for the product with the values).
+    Overwrites its input."""
     if probabilities is E4M3 and shifted.dtype == torch.float64:
         rounded = _values(shifted.device)[_codes(shifted)]
         return shifted.exp_(), rounded
@@ -66,8 +67,8 @@ def lane_sum(x: Tensor) -> Tensor:
 
 @cache
 def boundaries() -> Tensor:
-    """For each code up to that of 2^8 but the last: the least float64 number whose exp, which is
-    never a tie, is nearer to the next one."""
+    """Return, for each code up to that of 2^8 but the last, the least float64 number whose exp,
+    which is never a tie, is nearer to the next code."""
     values = _values(torch.device("cpu")).tolist()
     edges = []
     with localcontext() as context:

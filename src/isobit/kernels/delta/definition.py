@@ -237,20 +237,20 @@ def through_parts(
             strength = gates_leaf.float()[:, : heads.value_heads].sigmoid()
         else:
             soft = strength = soft.clamp(min=heads.least_step)
-        parts = Parts(q, k, v, torch.exp(-decay.exp() * soft), strength)
-    detached = Parts(*(tensor.detach().contiguous() for tensor in parts))
+        inputs = Parts(q, k, v, torch.exp(-decay.exp() * soft), strength)
+    detached = Parts(*(tensor.detach().contiguous() for tensor in inputs))
     dout = dout.float().contiguous()
     gradients = backward(detached, dout)
     if heads.skip is None:
-        return torch.autograd.grad(list(parts), leaves, list(gradients))
+        return torch.autograd.grad(list(inputs), leaves, list(gradients))
     gradients = gradients._replace(v=gradients.v + heads.skip[:, None] * dout)
     dskip = (dout * detached.v).sum((0, 2))
-    return (*torch.autograd.grad(list(parts), leaves, list(gradients)), dskip)
+    return (*torch.autograd.grad(list(inputs), leaves, list(gradients)), dskip)
 
 
 def _backward(parts: Parts, dout: Tensor, layout: Layout, corrects: bool = True) -> Parts:
-    """Gradients of the parts: back through the tokens, over the states after each, which are kept
-    for one sequence."""
+    """Return the gradients of the recurrence's inputs: back through the tokens, over the state
+    after each token, which are held for one sequence."""
     group = parts.v.shape[1] // parts.k.shape[1]
     q, k = (x.repeat_interleave(group, 1) for x in (parts.q, parts.k))
     dq = torch.zeros_like(q)

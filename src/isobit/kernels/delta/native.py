@@ -127,7 +127,8 @@ def delta_rule_backward(
 def backward(
     ops: NativeBase, parts: delta.Parts, dout: Tensor, layout: Layout, corrects: bool = True
 ) -> delta.Parts:
-    """Gradients of the parts; value heads that share a key head are added in ascending order."""
+    """Return the gradients of the recurrence's inputs; value heads that share a key head are added
+    in ascending order."""
     (rows, key_heads, key_dim), (_, value_heads, value_dim) = parts.k.shape, parts.v.shape
     assert rows == layout.num_rows
     assert all(x.is_contiguous() and x.dtype == torch.float32 for x in (*parts, dout))

@@ -31,7 +31,7 @@ def route(
 
 
 def ordered_sum(x: Tensor) -> Tensor:
-    """Sums of the rows of x [T, k], k >= 1, in ascending order of the columns: [T]."""
+    """Return sums of the rows of x [T, k], k >= 1, in ascending order of the columns: [T]."""
     total = x[:, 0]
     for column in x.unbind(1)[1:]:
         total = total + column

@@ -67,7 +67,8 @@ def head_backward_kept(
 def _gradient(
     ops: NativeBase, dlogprobs: Tensor, logits: Tensor, tokens: Tensor, temperature: float
 ) -> Tensor:
-    """By the logits [T, V], BF16, in the first half of the memory of each of their rows."""
+    """Compute the gradient [T, V] BF16 of the tokens' log-probabilities by the logits; it takes the
+    first half of the memory of each row of logits, which is overwritten."""
     assert logits.is_contiguous()
     rows, count = logits.shape
     assert not rows or (int(tokens.min()) >= 0 and int(tokens.max()) < count)

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from isobit.kernels.matrices import Prepared, values
 from isobit.kernels.ops import Ops, Temperature
-from isobit.kernels.product.triton.library import STEP
 from isobit.kernels.product.triton.plan import FEW_ROWS
 from isobit.kernels.sampling.triton import (
     CHUNK,
@@ -52,9 +51,6 @@ VOCABULARY_TILE = {torch.bfloat16: 128, torch.float32: 64}
 """Rows of the weight in a tile, a part of the vocabulary: for any number of hidden rows, since it
 decides bits."""
 
-LOGITS_AT_ONCE = 2**28
-"""Logits that the backward holds at a time (1 GiB)."""
-
 
 @triton.jit(
     do_not_specialize=["num_rows", "race"],
@@ -73,7 +69,7 @@ def _head_tiles(
     UNIT: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a tile [BLOCK_V tokens, BLOCK_T rows] and stage one of them. UNIT: every
+    """Return logits of a tile [BLOCK_V tokens, BLOCK_T rows] and stage one of them. UNIT: every
     temperature is 1."""
     block = tl.program_id(1)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -223,8 +219,8 @@ def logits_gradient(
     dtype: torch.dtype,
     dentropy: Tensor | None = None,
 ) -> Tensor:
-    """Gradient [T, V] in `dtype` of logits [T, V] float32, of that of the tokens' log-probabilities
-    [T] float32 and, where there is one, that of the entropies [T] float32."""
+    """Compute the gradient [T, V] in `dtype` of logits [T, V] float32 from those of the tokens'
+    log-probabilities [T] float32 and, if there are any, of the entropies [T] float32."""
     rows, vocabulary = logits.shape
     logits, tokens = logits.contiguous(), tokens.contiguous()
     _, entropy, norm = summarize_logits(logits, tokens, temperature, False).merge(tokens)
@@ -251,26 +247,18 @@ def head_backward(
     into: Tensor | None = None,
     trained: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `Ops.head_backward`, tile by tile of the vocabulary.
-
-    Rows are taken so many at a time that their logits fill a gibibyte at most; as a multiple of
-    what a library multiplies, which would leave the rest of each part to another kernel.
-    """
+    """Compute `Ops.head_backward`, tile by tile of the vocabulary. The logits of all rows are in
+    memory at once: a caller decides how many these are (`head_rows`)."""
     weight = values(weight)
-    dhidden, dweight = torch.empty_like(hidden), into
-    size = max(1, LOGITS_AT_ONCE // weight.shape[0])
-    size -= size % STEP if size > STEP else 0
-    for start in range(0, hidden.shape[0], size):
-        rows = slice(start, start + size)
-        logits = ops.product(hidden[rows], weight, None, torch.float32)
-        inputs = (dlogprobs[rows], logits, tokens[rows], temperature, hidden.dtype)
-        dlogits = logits_gradient(*inputs, None if dentropy is None else dentropy[rows])
-        dhidden[rows] = ops.gradient_product(dlogits, weight.t(), hidden.dtype)
-        if trained:
-            dweight = ops.gradient_product(dlogits.t(), hidden[rows].t(), torch.float32, dweight)
-    if trained and dweight is None:
-        dweight = torch.zeros(weight.shape, device=weight.device)
-    return dhidden, dweight
+    if not len(hidden):
+        empty = torch.zeros(weight.shape, device=weight.device) if trained else None
+        return torch.empty_like(hidden), into if into is not None else empty
+    logits = ops.product(hidden, weight, None, torch.float32)
+    dlogits = logits_gradient(dlogprobs, logits, tokens, temperature, hidden.dtype, dentropy)
+    dhidden = ops.gradient_product(dlogits, weight.t(), hidden.dtype)
+    if not trained:
+        return dhidden, into
+    return dhidden, ops.gradient_product(dlogits.t(), hidden.t(), torch.float32, into)
 
 
 def embedding_backward(dy: Tensor, tokens: Tensor, count: int) -> Tensor:

@@ -40,7 +40,7 @@ def kv_write(store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
 
 
 def _write_calibrated(rows: Tensor, scale: Tensor, spec: QuantSpec, counts: Tensor) -> Tensor:
-    """Codes of the rows under a calibrated scale; counts the elements that it clamps."""
+    """Store the codes of rows under a calibrated scale, and count the elements that it clamps."""
     flat = rows.reshape(-1, rows.shape[-1])
     if not torch.isfinite(flat).all():
         raise NonFiniteError(nonfinite_message("keys and values", spec))

@@ -8,7 +8,7 @@ activation(gate) before it meets up, the probabilities before P·V, and the logi
 their scaled blocks of 128 in float32. All of it is in docs/numerics.md, in section 5.
 
 Quantization, rotary embedding, cache writes, linear attention and sampling are the same in both
-engines: the learner's operators compute them. Only the rollout uses these operators, so there is no
+engines: the learner's operators compute them. Only the rollout uses these operators, so none has a
 backward; under float32 nothing is rounded to BF16.
 """
 
@@ -116,8 +116,8 @@ def head_sample(
 def drawn(
     ops: Ops, logits: Tensor, keys: Tensor, temperature: Temperature
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and their log-probabilities, without the entropy that `token_logprobs` computes
-    besides."""
+    """Draw tokens, and return them with their log-probabilities, without the entropy that
+    `token_logprobs` computes in addition."""
     tokens = ops.sample(logits, keys, temperature)
     return tokens, _of_tokens(torch.log_softmax(scaled(logits, temperature), -1), tokens)
 

@@ -1,4 +1,4 @@
-"""The product of a weight and what adapters of low rank add to it, each to its own rows.
+"""The product with a weight, plus the low-rank products of adapters, each on its own rows.
 
 For factors A [r, K] and B [hi - lo, r] of rows `lo` to `hi` of a weight, of a row x [K]:
 

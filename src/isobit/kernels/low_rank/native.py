@@ -1,6 +1,6 @@
-"""A product and what adapters of low rank add to it, in C++: one call for all, where the adapters'
-products are in the order of `bitwise`; the weight's too, if it is. Elsewhere, and of factors in
-float32, the definition."""
+"""The product with a weight plus low-rank adapters in C++: one call for all of them where the
+adapters' products are summed in the order of `bitwise`; the weight's product is part of the call if
+it is, too. Other orders and float32 factors are left to the definition."""
 
 import ctypes
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""What several adapters of low rank add to a product, on a GPU: two launches, however many they are.
+"""The low-rank products of several adapters on a GPU: two launches, whatever their number.
 
-The sums are those of `definition.py`, and so are the bits (tests/kernels/triton/test_low_rank.py).
+Sums and bits equal those of `definition.py` (tests/kernels/triton/test_low_rank.py).
 `shrink` makes A · x of all rows: a program has some rows of one adapter, which it reads from a
 table of tiles, as it reads where that adapter's factors stand. `expand` rounds that to BF16,
 multiplies it by B, then by the scale, and adds it to the rows' totals, each a float32 operation. A
@@ -50,8 +50,12 @@ _HEIGHTS = (16, 32)
 
 @dataclass(frozen=True, eq=False)
 class AddressedFactors(Factors):
-    """Factors that kernels find by address: `record` [parts, _FIELDS] int64 on the device; the most
-    of their ranks, of their rows, and of chunks of K; whether all ranks are multiples of 8."""
+    """Low-rank factors that kernels find by address.
+
+    `record` [parts, _FIELDS] int64 on the device; then, over all factors, the largest `rank`, the
+    largest number of `rows` and the largest number of chunks of K (`splits`); `eights`: whether
+    every rank is a multiple of 8.
+    """
 
     record: Tensor
     rank: int

@@ -108,6 +108,6 @@ class Arena:
 
 
 def _extent(x: Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
+    """Return the bytes from a tensor's first element to the end of its last."""
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride()))
     return (last + 1) * x.element_size()

@@ -73,7 +73,8 @@ def product_arguments(
 def nibble_arguments(
     left: Tensor, right: PackedFP4, bias: Tensor | None, result: Tensor
 ) -> ProductArguments:
-    """Return the arguments of a product whose right is read as it is stored, with its scales."""
+    """Return the arguments of a product whose right operand is read in its stored form: FP4 codes
+    two to a byte, with their scales."""
     assert all(tensor.is_contiguous() for tensor in right.tensors)
     arguments = product_arguments(left, right.codes, right.codes, bias, result)
     arguments.small_scales, arguments.common = right.scales.data_ptr(), right.common.data_ptr()
@@ -245,8 +246,8 @@ def declare(lib: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def compare_structs(lib: ctypes.CDLL) -> None:
-    """Raises IsobitError where a struct's size or a field's name, offset or size differs between
-    the two languages."""
+    """Raise IsobitError where a struct's size or a field's name, offset or size differs between the
+    two languages."""
     for name, struct in _STRUCTS.items():
         ours, theirs = _layout(struct), _layout_of(lib, name)
         if ours != theirs:
@@ -261,7 +262,8 @@ def compare_structs(lib: ctypes.CDLL) -> None:
 
 
 def _layout(struct: type[ctypes.Structure]) -> dict[str, tuple[int, int]]:
-    """Offset and size of each field in bytes, and under `size` those of the whole."""
+    """Return the offset and size of each field in bytes, and under `size` those of the whole
+    struct."""
     fields = {name: getattr(struct, name) for name, *_ in struct._fields_}
     return {name: (field.offset, field.size) for name, field in fields.items()} | {
         "size": (0, ctypes.sizeof(struct))

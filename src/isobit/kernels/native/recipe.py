@@ -82,8 +82,8 @@ class BuildFailed(Exception):
 
 
 def compiler() -> str:
-    """Path of the C++ compiler: $CXX if set, else the first of g++, c++, clang++ that exists.
-    Raises BuildFailed."""
+    """Return the path of the C++ compiler: $CXX if set, else the first of g++, c++, clang++ that
+    exists. Raises BuildFailed."""
     named = os.environ.get("CXX")
     for name in (named,) if named else _COMPILERS:
         path = shutil.which(name)
@@ -97,8 +97,8 @@ def compiler() -> str:
 
 
 def digest(*further: str, sources: Path = HERE) -> str:
-    """Names a library after what it is made of: all files, the flags that never change, and what
-    else is given."""
+    """Hash what a library is made of, which names it: all files, the flags that never change, and
+    `further` texts."""
     digester = hashlib.sha256()
     for name in (*SOURCES, *HEADERS):
         digester.update((sources / name).read_bytes())
@@ -143,9 +143,9 @@ def compile_library(
     """Write the library `path`, whole or not at all: several processes may do it at once. Compilers
     run in parallel on all processors, since each takes up to 0.3 GB.
 
-    `general` are flags of the files that are compiled for one kind of processor only; those of
-    `_PATHS` have their own, and of `general` only what names no processor. `everywhere` holds in
-    all commands. Raises BuildFailed.
+    `general`: flags of the files that are compiled for one kind of processor only. Files of
+    `_PATHS` have their own flags, plus those flags of `general` that name no processor.
+    `everywhere`: flags of all commands. Raises BuildFailed.
     """
     general = list(general)
     plain = [flag for flag in general if not flag.startswith(("-march=", "-mcpu=", "-mtune="))]

@@ -1,7 +1,7 @@
 """Records what a function does with tensors of the CPU, and does it again without the function.
 
-Calls of C++ operators are taken down as they are made, with their arguments, and made again from
-one call (`replay.cpp`), and so are plain copies of tensors and of rows. What else PyTorch computes
+Calls of C++ operators are recorded with their arguments and made again from one call
+(`replay.cpp`); plain copies of tensors or rows likewise. Everything else that PyTorch computes
 is computed again by PyTorch, into the same memory; views and allocations are not repeated, since
 memory keeps its addresses (`arena.py`). So a function that goes the same way each time, and whose
 inputs change in place, gives the bits that it would give anew (`tests/kernels/test_recording.py`).
@@ -43,7 +43,8 @@ class Recording:
     or None."""
 
     def __init__(self, function: Callable[[], None], library: ctypes.CDLL, arena: Arena) -> None:
-        """Calls `function`, which must write its results into tensors of its caller."""
+        """Call `function`, which must write its results into tensors of its caller, and record what
+        it does."""
         self._function = function
         recorder = _Recorder(library, arena)
         with _RECORDING, recorder.hooked(), recorder:
@@ -78,7 +79,7 @@ class _Recorder(TorchFunctionMode):
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Inside, calls of the library's operators are seen."""
+        """Record the calls of the library's operators inside this context."""
         functions = [getattr(self._library, name) for name in OPERATORS]
         _THREAD.recorder = self
         for function in functions:
@@ -241,14 +242,15 @@ def _storage(x: Tensor) -> int:
     return id(x) if x.is_mkldnn else x.untyped_storage().data_ptr()
 
 
-def tensors_of(found: Any) -> list[Tensor]:
-    """Return all tensors in nested lists, tuples and mappings."""
-    if isinstance(found, Tensor):
-        return [found]
-    if isinstance(found, Mapping):
-        found = list(found.values())
-    if isinstance(found, (list, tuple)):
-        return [x for item in found for x in tensors_of(item)]
+def tensors_of(nested: Any) -> list[Tensor]:
+    """Return all tensors in nested lists, tuples and mappings, depth first; other values are
+    skipped."""
+    if isinstance(nested, Tensor):
+        return [nested]
+    if isinstance(nested, Mapping):
+        nested = list(nested.values())
+    if isinstance(nested, (list, tuple)):
+        return [x for item in nested for x in tensors_of(item)]
     return []
 
 

@@ -42,7 +42,8 @@ def rms_norm(
 def rms_norm_backward(
     dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """With n = s · rstd: ds = rstd · (dy·w - n · mean(dy·w·n)), dw = Σ_rows dy·n."""
+    """Compute `Ops.rms_norm_backward`. With n = s · rstd: ds = rstd · (dy·w - n · mean(dy·w·n)), dw
+    = Σ_rows dy·n."""
     normed = summed.float() * rstd.unsqueeze(-1)
     scaled = dy.float() * weight.float()
     ds = rstd.unsqueeze(-1) * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
@@ -82,7 +83,8 @@ def gated_backward(
 
 
 def bounded(activation: Activation, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gate and up in float32: of gpt-oss's gates at most 7, and at most 7 from 0 and 1 more."""
+    """Return gate and up in float32, bounded as gpt-oss's: the gate to at most 7, `up` to ±7, and 1
+    is added to `up`."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     if activation != "swiglu_clamped":
         return gate, up

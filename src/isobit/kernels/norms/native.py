@@ -23,7 +23,7 @@ from isobit.precision import QTensor, QuantSpec, nonfinite_message
 
 @cache
 def check_rows() -> None:
-    """Raises IsobitError where the library's float32 row operators differ from scalar ones."""
+    """Raise IsobitError where the library's float32 row operators differ from scalar ones."""
     lib = library()
     if different := differing(lib, "rows32", lib.isobit_rows32_self_test):
         raise IsobitError(
@@ -161,8 +161,8 @@ def _alike(x: Tensor, weight: Tensor, other: Tensor | None) -> bool:
 
 
 def _block_of_row(spec: QuantSpec, rows: int, columns: int) -> int | None:
-    """Columns of a block where C++ quantizes a row as soon as it has it, to E4M3 with scales of its
-    own; else None."""
+    """Return the columns of a block where C++ quantizes a row as soon as it is computed, to E4M3
+    with scales of the row alone; else None."""
     if not has_scales(spec) or rows * columns == 0:
         return None
     high, wide = spec.block((rows, columns))

@@ -97,7 +97,7 @@ def _row_scales(operand: QTensor) -> Tensor:
 
 
 def prepare(weight: Operand, into: Prepared | None = None) -> Prepared:
-    """`Ops.prepare` of a backend that packs nothing."""
+    """Compute `Ops.prepare` of a backend that packs nothing."""
     return weight
 
 

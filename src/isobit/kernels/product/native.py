@@ -142,7 +142,7 @@ def _nibble_product(
 
 
 def _pack(ops: NativeBase, b: Tensor, into: Tensor | None = None) -> Tensor:
-    """Panels [N / 16][K][16] of a matrix [N, K]."""
+    """Pack a matrix [N, K] into panels [N / 16][K][16]."""
     columns, inner = b.shape
     panels = torch.empty(-(-columns // 16) * inner * 16, dtype=b.dtype) if into is None else into
     ops.lib.isobit_pack(
@@ -158,8 +158,8 @@ def _pack(ops: NativeBase, b: Tensor, into: Tensor | None = None) -> Tensor:
 
 
 def _fast_prepare(ops: NativeBase, weight: Operand, kept: Packed | None) -> Prepared:
-    """With BF16 values where the weight is quantized, and with oneDNN's blocked layout, which saves
-    a quarter of the time of decoding."""
+    """Prepare a weight as BF16 values where it is quantized, and in oneDNN's blocked layout, which
+    saves a quarter of the time of decoding."""
     matrix = dequantize(ops, weight) if isinstance(weight, QTensor) else weight
     if matrix.dtype != torch.bfloat16 or (matrix is weight and not _ONEDNN_PACKS):
         return weight

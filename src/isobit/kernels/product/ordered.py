@@ -58,7 +58,7 @@ def computes(a: Operand, b: StoredWeight) -> bool:
 
 
 def rounded(weight: QTensor | PackedFP4) -> Tensor:
-    """Codes times scales, rounded to float32 and then to BF16, without subnormal numbers."""
+    """Return codes times scales, rounded to float32 and then to BF16, without subnormal numbers."""
     matrix = weight.part() if isinstance(weight, PackedFP4) else weight
     if matrix.scale.min() >= 2 * _SMALLEST:  # the smallest code is 0.5
         return matrix.dequantize().bfloat16()

@@ -148,9 +148,10 @@ class OrderedProducts:
         into: Tensor | None = None,
         from_zero: bool = False,
     ) -> Tensor:
-        """Return the sum over `pairs` of a [M, K] · b [N, K]ᵀ, all BF16, in their order, [M, N]
-        float32: the bits of `product` and of additions to the first one's result. `into`: the sum
-        is added to it; `from_zero`: to 0, as with an `into` of zeros."""
+        """Return the sum over `pairs` of a [M, K] · b [N, K]ᵀ, all BF16, in the order of `pairs`,
+        [M, N] float32. Its bits are those of `product`, each result added to the first one's.
+        `into`: the sum is added to it; `from_zero`: the sum begins at 0, as with an `into` of
+        zeros."""
         assert all(x.dtype == torch.bfloat16 for pair in pairs for x in pair)
         shape = pairs[0][0].shape[0], pairs[0][1].shape[0]
         result = torch.empty(shape) if into is None else into
@@ -282,7 +283,8 @@ class OrderedProducts:
         return few and b.dtype == torch.bfloat16 and b.stride(0) == 1 and b.shape[0] % _PANEL == 0
 
     def _pack(self, b: Tensor, into: Tensor | None = None) -> Tensor:
-        """Panels of 16 rows of a matrix [N, K], with zeros up to whole panels and 32 columns."""
+        """Pack a matrix [N, K] into panels of 16 rows, with zeros up to whole panels and 32
+        columns."""
         columns, inner = b.shape
         panels = torch.empty(_packed_size(b), dtype=b.dtype) if into is None else into
         self._lib.isobit_ordered_pack(
@@ -303,7 +305,7 @@ def _plain(bias: Tensor | None) -> Tensor | None:
 
 
 def _halves(a: Tensor) -> Tensor:
-    """Up to 8 rows of A [r, K], as low_rank.h has them: [K / 64][16][2][8][2]."""
+    """Pack up to 8 rows of A [r, K] in the layout of low_rank.h: [K / 64][16][2][8][2]."""
     if not len(a):
         return a.flatten()
     ranks, blocks = _PANEL // 2, 2 * _DEPTH
@@ -313,13 +315,13 @@ def _halves(a: Tensor) -> Tensor:
 
 
 def _pairs(b: Tensor) -> Tensor:
-    """B [N, r] in panels [N / 16][r / 2][16][2], with zeros up to whole panels and pairs."""
+    """Pack B [N, r] into panels [N / 16][r / 2][16][2], with zeros up to whole panels and pairs."""
     whole = functional.pad(b, (0, b.shape[1] % 2, 0, -len(b) % _PANEL))
     return whole.view(-1, _PANEL, whole.shape[1] // 2, 2).transpose(1, 2).flatten()
 
 
 def _packed_size(b: Tensor) -> int:
-    """Elements of a matrix's panels."""
+    """Return the number of elements in a matrix's panels."""
     columns, inner = b.shape
     return -(-columns // _PANEL) * _PANEL * -(-inner // _DEPTH) * _DEPTH
 

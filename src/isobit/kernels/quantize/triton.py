@@ -46,8 +46,8 @@ def largest(x, axis: tl.constexpr):
 
 @triton.jit
 def scale_or_flag(bits, flag_ptr, UE8M0: tl.constexpr):
-    """Scales (float32) of blocks whose `largest` is given; the flag is set where that is not
-    finite."""
+    """Return the float32 scales of blocks whose `largest` magnitude is given; set the flag where
+    that is not finite."""
     tl.store(flag_ptr + bits * 0, 1, mask=bits >= INFINITY)
     return block_scale(bits.to(tl.float32, bitcast=True), UE8M0)
 
@@ -74,8 +74,8 @@ def _by_rows(
     x, scale_ptr, flag_ptr, row, across, rows, ACROSS: tl.constexpr, BESIDE: tl.constexpr,
     UE8M0: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a tile that is a block of 128 columns, number `across` of ACROSS, with a scale for
-    each row, which is stored."""
+    """Return codes of a tile that is a block of 128 columns, number `across` of ACROSS, with a
+    scale for each row, which is stored."""
     scale = scale_or_flag(largest(x, 1), flag_ptr, UE8M0)
     if BESIDE:
         at = tl.cast(rows, tl.int64) * across + row
@@ -90,8 +90,8 @@ def _by_columns(
     x, scale_ptr, flag_ptr, column, down, blocks, COLUMNS: tl.constexpr, FLAT: tl.constexpr,
     UE8M0: tl.constexpr,
 ):  # fmt: skip
-    """Codes of a tile that is a block of 128 rows, number `down` of `blocks`, with a scale for each
-    column; scales are stored [COLUMNS, blocks] where FLAT, else [blocks, COLUMNS]."""
+    """Return codes of a tile that is a block of 128 rows, number `down` of `blocks`, with a scale
+    for each column; scales are stored [COLUMNS, blocks] where FLAT, else [blocks, COLUMNS]."""
     scale = scale_or_flag(largest(x, 0), flag_ptr, UE8M0)
     at = column.to(tl.int64) * blocks + down if FLAT else down.to(tl.int64) * COLUMNS + column
     tl.store(scale_ptr + at, scale, mask=column < COLUMNS)
@@ -127,8 +127,8 @@ def _tiles(
     BESIDE: tl.constexpr, UE8M0: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute the scales and codes of a tile [HIGH, WIDE]; `old_ptr` are the scales of an `x` that
-    is codes itself, with strides `old_row` and `old_step`. BESIDE: the result's scales as `empty`
-    has them for many rows.
+    is codes itself, with strides `old_row` and `old_step`. BESIDE: the scales' layout is that of
+    `empty` for many rows, all rows of one block next to each other.
 
     `pitch` is the row stride of the result: COLUMNS, or of a transposed one the number of rows,
     rounded up to 16, on which wide stores depend; the padding is written, as zeros.

@@ -60,7 +60,7 @@ def block_sum(x: Tensor) -> Tensor:
 
 
 def total(values: Tensor) -> float:
-    """Compute the `block_sum` of all values in float64, without a gradient."""
+    """Return the `block_sum` of all values, computed in float64 without a gradient."""
     return float(block_sum(values.detach().double()))
 
 

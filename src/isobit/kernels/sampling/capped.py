@@ -25,8 +25,8 @@ def cap_logits(logits: Tensor, cap: float) -> Tensor:
 
 
 def logits_of(ops: Ops, hidden: Tensor, weight: Prepared, cap: float | None) -> Tensor:
-    """Logits [T, V] float32 of hidden rows [T, C] under the head's weight [V, C], capped where the
-    model caps them."""
+    """Return logits [T, V] float32 of hidden rows [T, C] under the head's weight [V, C], capped
+    where the model caps them."""
     logits = ops.product(hidden, weight, None, torch.float32)
     return logits if cap is None else ops.cap_logits(logits, cap)
 

@@ -76,15 +76,15 @@ def slopes(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
 
 
 def penalize(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
-    """Logits [R, V] float32 of tokens that were `seen` [R, V], divided by the row's `penalty` [R,
-    1] float32 where they are positive and multiplied by it elsewhere (Keskar et al. 2019, as
-    transformers and vLLM have it)."""
+    """Return logits [R, V] float32 in which those of tokens that were `seen` [R, V] are divided by
+    the row's `penalty` [R, 1] float32 where they are positive and multiplied by it elsewhere
+    (Keskar et al. 2019, as transformers and vLLM have it)."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def filter_logits(logits: Tensor, temperature: Temperature, limits: Limits) -> Tensor:
-    """Logits [R, V] float32, with -inf for the tokens outside the support. Ties at the edge of
-    top-k stay in."""
+    """Return logits [R, V] float32, with -inf for the tokens outside the support. Ties at the edge
+    of top-k stay in."""
     scaled = logits / (temperature.unsqueeze(1) if isinstance(temperature, Tensor) else temperature)
     size = scaled.shape[-1]
     if limits.most_k > 0:

@@ -277,7 +277,7 @@ def token_logprobs(
 
 
 def sample(logits: Tensor, keys: Tensor, temperature: Temperature) -> Tensor:
-    """Tokens [B] int64 from softmax(logits / temperature), logits [B, V] float32, keys [B, 4]
+    """Draw tokens [B] int64 from softmax(logits / temperature), logits [B, V] float32, keys [B, 4]
     int64."""
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     summarize_logits(logits, keys.contiguous(), temperature, True).merge(tokens)

@@ -99,7 +99,8 @@ def _does_not_fit(kernel: Any, error: Exception) -> str | None:
 
 @contextmanager
 def record_launches() -> Iterator[list[KernelLaunch]]:
-    """Inside, launches are added to the list instead of run; outputs stay unwritten."""
+    """Collect launches in the list inside this context instead of running them; outputs stay
+    unwritten."""
     global _recorded
     previous, _recorded = _recorded, []
     try:

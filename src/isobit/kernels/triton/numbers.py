@@ -111,7 +111,7 @@ def to_int8(x):
 
 @triton.jit
 def from_codes(codes):
-    """Codes to float32, exactly: INT8 as int8, E4M3 as uint8."""
+    """Convert codes to float32, exactly: INT8 as int8, E4M3 as uint8."""
     if codes.dtype == tl.int8:
         return codes.to(tl.float32)
     else:
@@ -243,7 +243,8 @@ def block_scale(amax, UE8M0: tl.constexpr, form: tl.constexpr = tl.uint8):
 
 @triton.jit
 def quantize_block(x, scale, form: tl.constexpr = tl.uint8):
-    """Codes of float32 `x` under scales that broadcast to it: E4M3 as uint8, or INT8 as int8."""
+    """Return the codes of float32 `x` under scales that broadcast to it: E4M3 as uint8, or INT8 as
+    int8."""
     scaled = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     if form == tl.int8:
         return to_int8(tl.minimum(tl.maximum(scaled, -127.0), 127.0))

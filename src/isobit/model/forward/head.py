@@ -28,6 +28,8 @@ from isobit.kernels.sampling.filtering import (
 from isobit.model.forward.accumulate_grad import added_to, tied_gradient
 from isobit.model.weights.stored import Weight
 
+LIBRARY_ROWS = 512
+"""Of an operand's rows a library of products is given a multiple of these (`library.STEP`)."""
 _ALL: Filtering = (0, 1.0, 0.0, 1.0)
 """Of logits that are held, and not filtered."""
 
@@ -61,9 +63,12 @@ def head_logprobs(
 
 
 def head_rows(vocab_size: int, host: bool) -> int:
-    """Rows of logits at a time: on a CPU (`host`) few enough for its caches, on a GPU 1 GiB of them,
-    but 256, since each chunk of the backward adds to a gradient as large as the head."""
-    return max(256, (1 << (22 if host else 28)) // vocab_size)
+    """Return the rows of logits at a time: on a CPU (`host`) few enough for its caches; on a GPU
+    1 GiB of them, in multiples of what a library multiplies, since each part of the backward adds
+    to a gradient as large as the head, and a library would leave the rest of a part to another
+    kernel; at least 256."""
+    rows = max(256, (1 << (22 if host else 28)) // vocab_size)
+    return rows - rows % LIBRARY_ROWS if not host and rows > LIBRARY_ROWS else rows
 
 
 def most_kept(tokens: int, hidden_size: int) -> int:

@@ -14,8 +14,8 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 @dataclass(frozen=True)
 class Axis:
-    """Values from `low` to `high` on pixels from `start` to `end`; logarithmic with a row for
-    zeros, if `zeros`, and with names at powers of two, if `doubling`."""
+    """A mapping of values from `low` to `high` to pixels from `start` to `end`; logarithmic with a
+    row for zeros, if `zeros`, and with labels at powers of two, if `doubling`."""
 
     low: float
     high: float
@@ -47,7 +47,7 @@ class Axis:
         return self.lowest + share * (self.end - self.lowest)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Values to name, and their names."""
+        """Return the values to label on the axis, with their labels."""
         if not self.log:
             return [(value, label(value)) for value in nice_values(self.low, self.high)]
         if self.doubling:
@@ -62,14 +62,14 @@ class Axis:
         return [*named, (0.0, "0")] if self.zeros else named
 
     def data(self) -> dict[str, float | bool]:
-        """Return what a script needs to place a point."""
+        """Return the values by which a script places a point on the axis."""
         ends = {"low": self.low, "high": self.high, "start": self.lowest, "end": self.end}
         return {**ends, "log": self.log, "zero": self.start}
 
 
 def linear_axis(values: Sequence[float], start: float, end: float, fraction: bool = False) -> Axis:
-    """From a little below the lowest to a little above the highest; from 0 where no value is far
-    above the others."""
+    """Return an axis from a little below the lowest to a little above the highest value; from 0
+    where no value is far above the others."""
     if fraction:
         return Axis(0.0, 1.0, start, end)
     low, high = min(values), max(values)
@@ -80,7 +80,7 @@ def linear_axis(values: Sequence[float], start: float, end: float, fraction: boo
 
 
 def log_axis(values: Sequence[float], start: float, end: float) -> Axis:
-    """Whole decades around the positive values; 10⁻⁸ to 1 if all are zero."""
+    """Return an axis of whole decades around the positive values; 10⁻⁸ to 1 if all are zero."""
     positive = [v for v in values if v > 0]
     first = math.floor(math.log10(min(positive))) if positive else -8
     last = math.ceil(math.log10(max(positive))) if positive else 0
@@ -90,13 +90,13 @@ def log_axis(values: Sequence[float], start: float, end: float) -> Axis:
 
 
 def doubling_axis(values: Sequence[float], start: float, end: float) -> Axis:
-    """Powers of two, each as far from the next."""
+    """Return an axis of powers of two at equal distances."""
     low = min(values)
     return Axis(low, max(*values, 2 * low), start, end, log=True, doubling=True)
 
 
 def nice_values(low: float, high: float, most: int = 5) -> list[float]:
-    """Round values inside [low, high], at most `most`."""
+    """Return at most `most` round values inside [low, high]."""
     span = high - low
     unit = 10.0 ** math.floor(math.log10(span))
     steps = (unit * factor for factor in (0.1, 0.2, 0.25, 0.5, 1, 2, 2.5, 5, 10))
@@ -115,12 +115,12 @@ def label(value: float) -> str:
 
 
 def power_of_ten(power: int) -> str:
-    """Return 10⁻³, in characters."""
+    """Return a power of ten as text: 1 to 1000 in digits, others such as 10⁻³."""
     return str(10**power) if 0 <= power <= 3 else "10" + str(power).translate(_SUPERSCRIPTS)
 
 
 def power_text(value: float) -> str:
-    """Return a small number: 2.5·10⁻⁶."""
+    """Return a small number as text, such as 2.5·10⁻⁶."""
     mantissa, power = f"{value:.1e}".split("e")
     exact = power_of_ten(int(power))
     return exact if mantissa == "1.0" else f"{float(mantissa):g}·{exact}"

@@ -2,8 +2,8 @@
 the script that shows them on hover.
 
 Colours are classes, so that a chart follows the page's theme; without the script it stands as it
-is. A long series is thinned and smoothed (`series.py`); a logarithmic axis gives exact zeros a row
-of their own (`axes.py`).
+is. A long series is thinned and smoothed (`series.py`); a logarithmic axis gives exact zeros a
+separate row (`axes.py`).
 """
 
 from collections.abc import Sequence
@@ -132,7 +132,7 @@ _Shown = tuple[list[float], list[float]]
 def _lines(
     drawn: Sequence[_Drawn], across: Axis, fraction: bool
 ) -> tuple[Axis, list[str], list[_Shown]]:
-    """Every line thinned; where it is long, faint, with its running mean over it."""
+    """Draw every line thinned; a long one faint, under its running mean."""
     fits = all(0 <= v <= 1 for d in drawn for v in d.line.values)
     smooth = [
         d.line.smoothed() if smoothing_width(len(d.line.values)) > 1 else d.line.thinned()
@@ -165,7 +165,7 @@ def _lines(
 
 
 def _logarithmic(drawn: Sequence[_Drawn], across: Axis) -> tuple[Axis, list[str], list[_Shown]]:
-    """Positive values as lines, exact zeros as dots in their row."""
+    """Draw positive values as lines, exact zeros as dots in a separate row."""
     up = log_axis([v for d in drawn for v in d.line.values], _BOTTOM, _TOP)
     marks, shown = [], []
     for d in drawn:
@@ -211,7 +211,7 @@ def _zeros(line: Line, color: str, across: Axis, up: Axis, long: bool) -> str:
 
 
 def _stacked(drawn: Sequence[_Drawn], across: Axis) -> tuple[Axis, list[str], list[_Shown]]:
-    """Areas on top of each other; a step where a line has no value counts 0 for it."""
+    """Draw areas on top of each other; a step without a value counts 0 for a line."""
     every = sorted({s for d in drawn for s in d.line.steps})
     tables = [dict(zip(d.line.steps, d.line.values)) for d in drawn]
     columns = [list(accumulate(table.get(s, 0.0) for table in tables)) for s in every]
@@ -271,7 +271,7 @@ def _path(steps: Sequence[float], values: Sequence[float], across: Axis, up: Axi
 
 
 def _dots(steps: Sequence[float], values: Sequence[float], across: Axis, up: Axis) -> str:
-    """Segments of no length, which round ends make dots."""
+    """Return the path of segments of no length, which round ends make dots."""
     return "".join(f"M{across.at(s):.1f} {up.at(v):.1f}h0" for s, v in zip(steps, values))
 
 

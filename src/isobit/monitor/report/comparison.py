@@ -109,7 +109,8 @@ def _read(name: str, paths: Sequence[Path]) -> FlowRuns:
 
 
 def _mean_rows(runs: Sequence[MetricRows]) -> MetricRows:
-    """Per step, the mean over the runs that have the metric, and the lowest and highest of them."""
+    """Return, for each step, the mean over the runs that have the metric, with their lowest and
+    highest."""
     gathered: dict[float, dict[str, list[float]]] = {}
     for metric in {*CURVES, *(name for panel in PANELS for name in panel.metrics)}:
         for rows in runs:
@@ -224,7 +225,7 @@ def _cells(columns: Sequence[tuple[str, Cell]], flows: Sequence[FlowRuns]) -> li
 
 
 def _values(flow: FlowRuns) -> dict[str, list[float]]:
-    """Return what the tables are made of, one number per run."""
+    """Return the numbers that the tables are made of, one per run."""
     wanted = {
         "reward": ("reward/mean", "end"),
         "accuracy": ("accuracy/held_out", "last"),

@@ -10,7 +10,8 @@ from isobit.errors import IsobitError
 
 
 def flattened(text: str, where: str) -> dict[str, str]:
-    """Dotted keys to values as text. Raises IsobitError if the text is not a mapping in YAML."""
+    """Return a YAML mapping as dotted keys to values as text. Raises IsobitError for a text that is
+    not a mapping in YAML."""
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError:

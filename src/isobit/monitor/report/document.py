@@ -21,13 +21,13 @@ _ESCAPES = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
 
 
 def escaped(value: str) -> str:
-    """For HTML, without control characters other than line breaks and tabs."""
+    """Escape text for HTML, and drop control characters other than line breaks and tabs."""
     return html.escape("".join(c for c in value if c in "\n\t" or (c.isprintable() or c == " ")))
 
 
 def embedded(data: Any, name: str = "") -> str:
-    """Data for the script, as an element that a browser does not run; `name` is its id. Not finite
-    numbers are null."""
+    """Embed data for the script as an element that a browser does not run; `name` is its id.
+    Numbers that are not finite are null."""
     text = json.dumps(
         _finite(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False
     ).translate(_ESCAPES)

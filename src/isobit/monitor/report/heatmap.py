@@ -29,8 +29,8 @@ Data = dict[str, Any]
 
 
 def heat_maps(records: Sequence[Mapping[str, Any]]) -> Data | None:
-    """For the page: steps, tensors and, per figure, `low` and `high` of its scale and `cells`
-    [record][tensor][layer]; None without records. Records are thinned evenly where they are
+    """Return the page's data: steps, tensors and, per figure, `low` and `high` of its scale and
+    `cells` [record][tensor][layer]; None without records. Records are thinned evenly where they are
     many."""
     if not records:
         return None
@@ -83,8 +83,8 @@ def shade(value: float | None, low: float, high: float, log: bool) -> int:
 
 
 def _scale(figure: str, values: Sequence[float]) -> Data:
-    """Relative errors are within a factor of 1.5 of each other where nothing is wrong: the scale is
-    at least that."""
+    """Return a figure's colour scale, `low` to `high`, and whether it is logarithmic. That of
+    relative errors spans at least a factor of 1.5, by which they differ where nothing is wrong."""
     if figure == "relative_error":
         low = min(values, default=0.0)
         return {"low": low, "high": max(max(values, default=0.0), 1.5 * low, 1e-9), "log": False}
@@ -123,6 +123,7 @@ _KINDS = ("", " input", " input (WGrad)", " gradient", " gradient (WGrad)")
 
 
 def _order(name: str) -> tuple[int, str]:
-    """Weights, activations, gradients; each as a token meets them."""
+    """Return the sort key of a tensor's name: weights, activations, gradients; each as a token
+    meets them."""
     known = [layer + kind for kind in _KINDS for layer in _LAYERS]
     return (known.index(name) if name in known else len(known), name)

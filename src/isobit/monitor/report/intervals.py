@@ -36,8 +36,8 @@ class Estimate:
 
 
 def proportion(correct: int, total: int) -> Estimate:
-    """Fraction correct with Wilson's score interval (Wilson 1927): honest at 0, at 1, and for few
-    prompts."""
+    """Return the fraction correct with Wilson's score interval (Wilson 1927): honest at 0, at 1,
+    and for few prompts."""
     assert 0 <= correct <= total
     assert total > 0
     fraction = correct / total
@@ -89,8 +89,8 @@ def student_quantile(degrees: int, level: float = 0.95) -> float:
 
 
 def _student_within(angle: float, degrees: int) -> float:
-    """P(|t| <= sqrt(degrees) · tan(angle)), a finite sum (Abramowitz & Stegun 1964, 26.7.3 and
-    26.7.4)."""
+    """Return P(|t| <= sqrt(degrees) · tan(angle)), a finite sum (Abramowitz & Stegun 1964, 26.7.3
+    and 26.7.4)."""
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = degrees % 2
     total, term = 0.0, cosine if odd else 1.0
@@ -101,11 +101,9 @@ def _student_within(angle: float, degrees: int) -> float:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate, from `num_samples` of which `num_correct` pass, that one of `k` passes.
-
-    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1), as a product that does
-    not overflow.
-    """
+    """Estimate without bias, from `num_samples` of which `num_correct` pass, that one of `k`
+    passes. 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1), as a product that
+    does not overflow."""
     assert 1 <= k <= num_samples
     if num_samples - num_correct < k:
         return 1.0
@@ -116,9 +114,9 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def bootstrap_mean(values: Sequence[float], resamples: int = 2000) -> Estimate:
-    """Mean over prompts with the percentile bootstrap's 95 % interval (Efron 1979), under a fixed
-    seed, so that it repeats. Values that are all equal give an interval without width, and few
-    prompts one that is too narrow."""
+    """Return the mean over prompts with the percentile bootstrap's 95 % interval (Efron 1979),
+    under a fixed seed, so that it repeats. Values that are all equal give an interval without
+    width, and few prompts one that is too narrow."""
     array = np.asarray(values, dtype=np.float64)
     assert array.size > 0
     generator = np.random.Generator(np.random.Philox(key=0))

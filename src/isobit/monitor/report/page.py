@@ -195,7 +195,7 @@ def _mismatch(series: Sequence[Series]) -> str:
 
 
 def _each(runs: Sequence[_Run], make: Callable[[_Run], str]) -> str:
-    """Return a part per run, named where there are several."""
+    """Return a section of HTML per run, named where there are several runs."""
     contents = [(escaped(run.name), content) for run in runs if (content := make(run))]
     if len(runs) == 1:
         return "".join(content for _, content in contents)

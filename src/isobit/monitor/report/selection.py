@@ -1,6 +1,6 @@
 """The completions that a page shows: their choice, within a byte budget, and their tokens.
 
-If not all fit, a page shows steps evenly spread from first to last, and of each step the best
+If not all fit, a page shows steps evenly spread from first to last; for each step the best
 completion, the worst, and others evenly spread. Token texts come from the tokenizer of the run's
 newest checkpoint; without a tokenizer a completion is shown without tokens.
 """
@@ -73,7 +73,7 @@ def coarse_to_fine(items: Sequence[int]) -> Iterator[int]:
 
 
 def _places(rollouts: RolloutIndex, budget: int) -> list[int]:
-    """Return the places of rows, those to be shown first at the front."""
+    """Return the indices of rows, those to be shown first at the front."""
     if not rollouts.steps:
         return []
     # a row of the page takes about half of its line in the file, unpacked
@@ -150,7 +150,7 @@ def _text(row: Mapping[str, Any]) -> str:
 
 
 def _happened(episode: Any) -> str | None:
-    """Return the numbers of turns and of tool calls of an episode, in words; None for a value that
+    """Describe an episode as text: its number of turns, then of tool calls; None for a value that
     is not a recorded episode."""
     if not isinstance(episode, dict) or type(turns := episode.get("turns")) is not int:
         return None
@@ -172,7 +172,7 @@ def _shortened(text: str, most: int) -> str:
 
 
 class _Numbered:
-    """Different texts, each with a number."""
+    """Distinct texts, each with a number."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []

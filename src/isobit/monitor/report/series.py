@@ -34,21 +34,23 @@ class Line:
     high: list[float]
 
     def chosen(self, kept: Sequence[int]) -> "Line":
-        """Only the points at these indices."""
+        """Return the line with only the points at these indices."""
         lists = (self.steps, self.values, self.low, self.high)
         return Line(*([values[i] for i in kept] if values else [] for values in lists))
 
     def thinned(self) -> "Line":
-        """At most MOST_POINTS points."""
+        """Return the line with at most MOST_POINTS points."""
         return self.chosen(thin(self.values))
 
     def positive(self) -> "Line":
-        """Only the points above 0, without a band, whose ends need not be."""
+        """Return the line with only the points above 0, without its band, whose ends need not be
+        above 0."""
         positive = self.chosen([i for i, value in enumerate(self.values) if value > 0])
         return Line(positive.steps, positive.values, [], [])
 
     def smoothed(self, log: bool = False) -> "Line":
-        """Running means (geometric ones with `log`) of at most MOST_POINTS / 2 points."""
+        """Return the running means (geometric ones with `log`) at no more than MOST_POINTS / 2
+        points."""
         width = smoothing_width(len(self.values))
         lists = (self.values, self.low, self.high)
         if log:
@@ -84,21 +86,21 @@ def line(rows: MetricRows, metric: str) -> Line:
 
 
 def smoothing_width(count: int) -> int:
-    """Points of a running mean over a series of `count`: an odd number; 1 where it is too short to
-    need one."""
+    """Return the number of points of a running mean over a series of `count`: odd; 1 for a short
+    series."""
     return 1 if count < SMOOTHED_FROM else 2 * (count // 80) + 1
 
 
 def running_mean(values: Sequence[float], width: int) -> list[float]:
-    """Centred means over `width` points (odd), over fewer towards the ends."""
+    """Return centred means over `width` points (odd), over fewer towards the ends."""
     sums, half = [0.0, *accumulate(values)], width // 2
     ends = [(max(i - half, 0), min(i + half + 1, len(values))) for i in range(len(values))]
     return [(sums[high] - sums[low]) / (high - low) for low, high in ends]
 
 
 def thin(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
-    """Indices to keep, ascending: all, or the lowest and the highest of each of `most` / 2
-    stretches, and both ends."""
+    """Return the indices to keep, ascending: all, or the lowest and the highest value of each of
+    `most` / 2 stretches, and both ends."""
     count = len(values)
     if count <= most:
         return list(range(count))
@@ -111,7 +113,7 @@ def thin(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
 
 
 def _even(count: int, most: int) -> list[int]:
-    """At most `most` indices, evenly spread, both ends among them."""
+    """Return at most `most` indices, evenly spread, both ends among them."""
     if count <= most:
         return list(range(count))
     return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})

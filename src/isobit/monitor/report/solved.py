@@ -36,9 +36,9 @@ def kind(visits: Sequence[Visit]) -> str:
 
 
 def prompt_table(rollouts: RolloutIndex, budget: int) -> dict[str, Any]:
-    """For the page: counts of each kind over all prompts, and `rows`, those with most visits first,
-    of about `budget` bytes as JSON, at most. A row: prompt, kind, mean reward, and [step, mean
-    reward] of its visits, thinned."""
+    """Return the page's data: counts of each kind over all prompts, and `rows`, those with most
+    visits first, of at most about `budget` bytes as JSON. A row: prompt, kind, mean reward, and
+    [step, mean reward] of its visits, thinned."""
     kinds = {prompt: kind(visits) for prompt, visits in rollouts.visits.items()}
     rows: list[dict[str, Any]] = []
     spent = 0

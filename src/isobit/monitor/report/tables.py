@@ -9,7 +9,8 @@ Cells = Sequence[Sequence[str]]
 
 
 def text_table(cells: Cells, rule: bool = False) -> str:
-    """Lines of columns two spaces apart; with `rule` a line under the heads."""
+    """Return the lines of a table, its columns two spaces apart; with `rule` a line under the
+    heads."""
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     lines = [
         "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths)))

@@ -138,8 +138,8 @@ class Watched:
 
 
 def watch(directory: Path, once: bool = False) -> None:
-    """Show the run until it ends; with `once`, its present state. Raises IsobitError if there is no
-    run to show."""
+    """Show the run until it ends; with `once`, its present state. Raises IsobitError without a run
+    to show."""
     watched = Watched(directory)
     console = Console()
     watched.look()

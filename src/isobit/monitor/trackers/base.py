@@ -52,14 +52,14 @@ class Tracker(Protocol):
         credentials."""
 
     def open(self, run: TrackedRun) -> Opened:
-        """Begin, or go on with, the run that `run.kept` names."""
+        """Begin a run at the tracker, or go on with the one that `run.kept` names."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a row: finite numbers under the names of `metrics.jsonl`. Returns when a kill can
         no longer undo it, or as near to that as the tracker comes."""
 
     def log_completions(self, step: int, rows: Sequence[Sequence[Any]]) -> None:
-        """Completions of the step, under `COMPLETION_COLUMNS`."""
+        """Send the completions of a step, under `COMPLETION_COLUMNS`."""
 
     def close(self, exit_code: int) -> None:
         """Send what is left. `exit_code`: 0 for a finished run, 128 + signal for an interrupted

@@ -48,7 +48,7 @@ class State:
     """`state.json`: by tracker the last step sent, and what finds the run in it again."""
 
     def __init__(self, run: Path) -> None:
-        """Raises IsobitError for what no follower has left."""
+        """Read a follower's state. Raises IsobitError for a file that no follower has written."""
         self._path = run / TRACKING / STATE
         self._lock = threading.Lock()
         stored = object_in(self._path) or {}
@@ -203,7 +203,7 @@ class _Feed(threading.Thread):
 
 
 def main() -> None:
-    """Run the process: see the module."""
+    """Run the follower's process, as the module describes."""
     for number in (signal.SIGINT, signal.SIGTERM):  # meant for the run, which says when it ends
         signal.signal(number, signal.SIG_IGN)
     replies, request = _Replies(), json.loads(sys.stdin.readline())
@@ -225,7 +225,7 @@ def _served(request: Mapping[str, Any], replies: _Replies) -> bool:
 
 
 def _follow(request: Mapping[str, Any], say: Callable[..., None]) -> bool:
-    """Feed all trackers until the run has ended. Whether any of them failed."""
+    """Feed all trackers until the run has ended. Return whether any of them failed."""
     state = State(Path(request["run"]))
     feeds = [_Feed(name, request, state, say) for name in request["trackers"]]
     for feed in feeds:
@@ -259,12 +259,12 @@ def _lock(path: Path, limit_s: float) -> Iterator[None]:
 
 
 def _told(error: Exception) -> str:
-    """Return an exception in one line."""
+    """Return an exception as one line of text."""
     text = str(error).strip().splitlines()
     kind = "" if isinstance(error, IsobitError) else f"{type(error).__name__}: "
     return f"{kind}{text[0] if text else 'no message'}"
 
 
 def _give_up(number: int, frame: FrameType | None) -> None:
-    """Exit: the time that the end of a run may take is over."""
+    """End the process: the time that the end of a run may take is over."""
     os._exit(1)

@@ -26,8 +26,8 @@ _INTERRUPTED = 130
 
 
 def check_trackers(settings: Mapping[str, Any]) -> None:
-    """Raises IsobitError for what is wrong before a run begins: a library that is not installed,
-    no credentials."""
+    """Raise IsobitError for what is wrong before a run begins: a library that is not installed, no
+    credentials."""
     for name in settings["trackers"]:
         make_tracker(name).check(settings.get(name, {}))
 
@@ -151,7 +151,8 @@ class Trackers:
             self._fail(name, reason)
 
     def _fail(self, name: str, reason: str) -> None:
-        """Said once, on stderr, also with --quiet; nothing more is sent to it."""
+        """Print once, on stderr, also with --quiet, that a tracker failed; nothing more is sent to
+        it."""
         self._open.remove(name)
         self.failed = True
         last = -1

@@ -21,10 +21,10 @@ class TensorBoard:
     """Scalars, the config and completions as text."""
 
     def check(self, settings: Mapping[str, Any]) -> None:
-        """Nothing can be wrong before it is opened."""
+        """Check nothing: a TensorBoard writer needs no credentials before it is opened."""
 
     def open(self, run: TrackedRun) -> Opened:
-        """Return a new event file; see the module."""
+        """Open a new event file in the run's directory."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 

@@ -19,7 +19,7 @@ class Trackio:
         self._table: dict[str, Any] = {}
 
     def check(self, settings: Mapping[str, Any]) -> None:
-        """Raise IsobitError where a Space is named and there is no token for it."""
+        """Raise IsobitError where a Space is named and no token for it can be read."""
         if settings["space_id"] is None:
             return
         from huggingface_hub import get_token

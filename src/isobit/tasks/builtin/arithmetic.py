@@ -41,7 +41,7 @@ def _some_operators(text: str) -> bool:
 
 @dataclass(frozen=True)
 class ArithmeticOptions:
-    """Which problems are made."""
+    """The problems that the task makes: operators, digits, and the order of an answer's digits."""
 
     digits: Annotated[int, at_least(1), at_most(8), "most digits of an operand"] = 3
     min_digits: Annotated[
@@ -89,7 +89,7 @@ class ArithmeticOptions:
 
     @property
     def span(self) -> int:
-        """How many operands there are."""
+        """The number of different operands."""
         return 10**self.digits - self.low
 
 
@@ -136,7 +136,7 @@ class Problems(Sequence[Example]):
 
 
 def load(settings: TaskSettings) -> Task:
-    """The task of the given options. The answer is the gold completion."""
+    """Build the task from its options. The answer is the gold completion."""
     refuse_file_settings(settings)
     options = task_options(ArithmeticOptions, settings)
     template = settings.prompt_template
@@ -154,7 +154,7 @@ def load(settings: TaskSettings) -> Task:
 
 
 def problem_numbers(options: ArithmeticOptions, held_out_size: int) -> tuple[list[int], list[int]]:
-    """(held out, train): distinct problems, and no mirror of a held-out one in train."""
+    """Return (held out, train): distinct problems, and no mirror of a held-out one in train."""
     size = len(options.operators) * options.span**2
     wanted = DEFAULT_TRAIN_SIZE if options.train_size is None else options.train_size
     order = _distinct(size, options.seed)
@@ -175,39 +175,40 @@ def problem_numbers(options: ArithmeticOptions, held_out_size: int) -> tuple[lis
 
 
 def operands(number: int, options: ArithmeticOptions) -> tuple[str, int, int]:
-    """(operator, left, right) of a problem number."""
+    """Return (operator, left, right) of a problem number."""
     rest, right = divmod(number, options.span)
     operator, left = divmod(rest, options.span)
     return options.operators[operator], left + options.low, right + options.low
 
 
 def mirror(number: int, options: ArithmeticOptions) -> int:
-    """The problem with the two operands exchanged."""
+    """Return the number of the problem with the two operands exchanged."""
     rest, right = divmod(number, options.span)
     operator, left = divmod(rest, options.span)
     return (operator * options.span + right) * options.span + left
 
 
 def gold_answer(operator: str, left: int, right: int, reverse: bool = False) -> str:
-    """The right completion: a decimal number; `reverse`: its digits from the lowest on, a sign
-    stays first."""
+    """Return the right completion: a decimal number. `reverse`: digits from the lowest on, after
+    the sign."""
     value = left + right if operator == "+" else left - right if operator == "-" else left * right
     digits = str(abs(value))
     return ("-" if value < 0 else "") + (digits[::-1] if reverse else digits)
 
 
 def with_wrong_digit(answer: str, number: int) -> str:
-    """The answer with another digit in one place; `number` says where and which."""
-    places = [i for i, character in enumerate(answer) if character.isdigit()]
-    number, place = divmod(number, len(places))
-    at = places[place]
+    """Return the answer with one digit replaced by another; `number` chooses the position and the
+    digit."""
+    digits_at = [i for i, character in enumerate(answer) if character.isdigit()]
+    number, choice = divmod(number, len(digits_at))
+    at = digits_at[choice]
     digit = (int(answer[at]) + 1 + number % 9) % 10
     return f"{answer[:at]}{digit}{answer[at + 1 :]}"
 
 
 def _mixed(number: int) -> int:
-    """Another number, below 2 ** 32, in which neighbours have nothing in common (the finalizer of
-    MurmurHash3)."""
+    """Return a pseudo-random number below 2 ** 32 for a number (the finalizer of MurmurHash3):
+    those of neighbours have nothing in common."""
     number &= 0xFFFFFFFF
     number = ((number ^ (number >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     number = ((number ^ (number >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
@@ -217,19 +218,19 @@ def _mixed(number: int) -> int:
 def reward(
     prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[str], **columns: Any
 ) -> list[float]:
-    """1.0 where the completion, outer white space aside, is the answer and nothing else, else
-    0.0."""
+    """Return 1.0 where the completion, outer white space aside, is the answer and nothing else,
+    else 0.0."""
     return [
         float(completion_text(c).strip() == a) for c, a in zip(completions, answer, strict=True)
     ]
 
 
 def _distinct(size: int, seed: int) -> Iterator[int]:
-    """The numbers below `size`, each once, in the order in which Philox words (modulo size) first
-    name them.
+    """Yield the numbers below `size`, each once, in the order in which Philox words (modulo size)
+    first name them.
 
     Ends early when a million words in a row name nothing new, which only happens when nearly all
-    have been given.
+    numbers have been yielded.
     """
     seen: set[int] = set()
     count = 1 << 12

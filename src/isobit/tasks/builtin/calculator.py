@@ -59,7 +59,8 @@ def _some_operators(text: str) -> bool:
 
 @dataclass(frozen=True)
 class CalculatorOptions:
-    """Which problems are made."""
+    """The problems that the task makes: operators, digits, and whether rows demonstrate the
+    call."""
 
     digits: Annotated[int, at_least(1), at_most(50), "most digits of an operand"] = 6
     min_digits: Annotated[int, at_least(1), "fewest digits of an operand"] = 4
@@ -84,7 +85,7 @@ class CalculatorOptions:
 
 
 def load(settings: TaskSettings) -> Task:
-    """The task of the given options. A prompt is a chat of one message, the question."""
+    """Build the task from its options. A prompt is a chat of one message, the question."""
     refuse_file_settings(settings)
     options = task_options(CalculatorOptions, settings)
     if settings.prompt_template is not None:
@@ -105,28 +106,30 @@ def load(settings: TaskSettings) -> Task:
 
 
 def problems(options: CalculatorOptions, count: int) -> list[tuple[str, int, int, int]]:
-    """So many distinct problems: operator, left, right, and a random number beside them."""
+    """Draw `count` distinct problems, each (operator, left, right, a random number). Raises
+    IsobitError where the options give fewer."""
     draws = draws_of(options.seed)
-    found: dict[tuple[str, int, int], int] = {}
+    numbers: dict[tuple[str, int, int], int] = {}
     for _ in range(100 * count):
         problem = (
             options.operators[next(draws) % len(options.operators)],
             _operand(draws, options),
             _operand(draws, options),
         )
-        found.setdefault(problem, next(draws))
-        if len(found) == count:
-            return [(*problem, number) for problem, number in found.items()]
+        numbers.setdefault(problem, next(draws))
+        if len(numbers) == count:
+            return [(*problem, number) for problem, number in numbers.items()]
     raise IsobitError(
-        f"task calculator: these options give only about {len(found)} problems, {count} are asked "
+        f"task calculator: these options give only about {len(numbers)} problems, {count} are asked "
         "for (train_size + held_out_size); raise digits"
     )
 
 
 def _operand(draws: Iterator[int], options: CalculatorOptions) -> int:
+    """Draw an operand of `min_digits` to `digits` decimal digits, each length equally likely."""
     digits = options.min_digits + next(draws) % (options.digits - options.min_digits + 1)
     low = 0 if digits == 1 else 10 ** (digits - 1)
-    words = sum(next(draws) << (64 * place) for place in range(1 + digits // 19))
+    words = sum(next(draws) << (64 * limb) for limb in range(1 + digits // 19))
     return low + words % (10**digits - low)
 
 
@@ -140,8 +143,8 @@ def _question(
 
 def _turn(index: int, problem: tuple[str, int, int, int], options: CalculatorOptions) -> Example:
     operator, left, right, number = problem
-    asked, answer = f"{left}{operator}{right}", gold_answer(operator, left, right)
-    chat, call = [user_says(f"{asked}=")], CALL.format(asked)
+    expression, answer = f"{left}{operator}{right}", gold_answer(operator, left, right)
+    chat, call = [user_says(f"{expression}=")], CALL.format(expression)
     if number % 2:
         direct = (number >> 8) % 1000 < 1000 * options.direct
         return Example(index, chat, {"said": answer if direct else call})

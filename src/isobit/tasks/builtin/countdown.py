@@ -51,7 +51,7 @@ class ExpressionError(ValueError):
 
 @dataclass(frozen=True)
 class CountdownOptions:
-    """Which problems are made, and which expressions solve them."""
+    """The problems that the task makes, and the expressions that solve them."""
 
     min_numbers: Annotated[int, at_least(2), "fewest numbers that are given"] = 3
     max_numbers: Annotated[int, at_least(2), at_most(8), "most numbers that are given"] = 4
@@ -68,7 +68,7 @@ class CountdownOptions:
 
 
 def load(settings: TaskSettings) -> Task:
-    """The task of the given options; a prompt is such as "3 5 7 -> 26: ", or a template with
+    """Build the task from its options; a prompt is such as "3 5 7 -> 26: ", or a template with
     {numbers} and {target}."""
     refuse_file_settings(settings)
     options = task_options(CountdownOptions, settings)
@@ -92,15 +92,16 @@ def load(settings: TaskSettings) -> Task:
 
 
 def problems(options: CountdownOptions, count: int) -> list[tuple[list[int], int, str]]:
-    """`count` problems (numbers, target, solution), no two with the same numbers and target."""
+    """Draw `count` problems (numbers, target, solution), no two with the same numbers and target.
+    Raises IsobitError where the options give fewer."""
     draws = draws_of(options.seed)
-    found: dict[tuple[tuple[int, ...], int], tuple[list[int], int, str]] = {}
+    drawn: dict[tuple[tuple[int, ...], int], tuple[list[int], int, str]] = {}
     misses = 0
-    while len(found) < count:
+    while len(drawn) < count:
         misses += 1
         if misses > MAX_MISSES:
             raise IsobitError(
-                f"task countdown: these options give only about {len(found)} problems, {count} are "
+                f"task countdown: these options give only about {len(drawn)} problems, {count} are "
                 "asked for (train_size + held_out_size); raise max_number or max_target"
             )
         span = options.max_numbers - options.min_numbers + 1
@@ -110,10 +111,10 @@ def problems(options: CountdownOptions, count: int) -> list[tuple[list[int], int
         ]
         target, solution = _combine(numbers, draws)
         key = (tuple(sorted(numbers)), target)
-        if target <= options.max_target and target not in numbers and key not in found:
-            found[key] = (numbers, target, solution)
+        if target <= options.max_target and target not in numbers and key not in drawn:
+            drawn[key] = (numbers, target, solution)
             misses = 0
-    return list(found.values())
+    return list(drawn.values())
 
 
 def reward(
@@ -123,7 +124,8 @@ def reward(
     target: Sequence[int],
     **columns: Any,
 ) -> list[float]:
-    """1.0 where the completion is an expression of the numbers that equals the target, else 0.0.
+    """Return 1.0 where the completion is an expression of the numbers that equals the target, else
+    0.0.
 
     Each number is used exactly once, or at most once where a column `use_all` is false.
     """
@@ -135,17 +137,18 @@ def reward(
 
 
 def solves(text: str, numbers: Sequence[int], target: int, use_all: bool = True) -> bool:
-    """Whether the text is an expression that uses the numbers as it must and equals the target."""
+    """Return whether `text` is an expression that equals the target and uses only `numbers`, each
+    at most as often as it occurs; with `use_all` exactly as often."""
     try:
         value, used = evaluate(text)
     except ExpressionError:
         return False
-    given, taken = Counter(numbers), Counter(used)
-    return value == target and (taken == given if use_all else taken <= given)
+    available, taken = Counter(numbers), Counter(used)
+    return value == target and (taken == available if use_all else taken <= available)
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]]:
-    """(exact value, the integers in it from left to right) of an expression. Raises
+    """Return (exact value, the integers in it from left to right) of an expression. Raises
     ExpressionError."""
     text = text.strip()
     if len(text) > MAX_CHARACTERS:
@@ -158,7 +161,8 @@ def evaluate(text: str) -> tuple[Fraction, list[int]]:
 
 
 class _Parser:
-    """One pass over the tokens; each method consumes what its grammar rule describes."""
+    """A recursive-descent parser over the tokens; each method consumes what its grammar rule
+    describes."""
 
     def __init__(self, tokens: list[str]) -> None:
         self.tokens = tokens

@@ -35,8 +35,8 @@ class FileOptions:
 
 
 def load(settings: TaskSettings) -> Task:
-    """A file or directory as a task. Raises IsobitError, with the place, for whatever is wrong with
-    it."""
+    """Build a task of the rows of one or several files or directories. Raises IsobitError, with
+    file and row, for the first row that cannot be used."""
     train, held_out = read_splits(settings, task_options(FileOptions, settings))
     return Task("file", train, held_out)
 
@@ -47,8 +47,8 @@ def read_splits(
     columns: Mapping[str, str] | None = None,
     text_template: str | None = None,
 ) -> tuple[Dataset, Dataset]:
-    """(train, held out) of what the settings name; `columns` and `text_template` are for where they
-    name none."""
+    """Read (training data, held-out data) from the files that the settings name; `columns` and
+    `text_template` apply where the settings name none."""
     if settings.path is None and not settings.files:
         hint = (
             "; built-in tasks by task.name: arithmetic, countdown, gsm8k, calculator, lookup, guess"
@@ -90,7 +90,7 @@ def read_splits(
         held_out = held_out[:size]
     else:
         size = held_out_size(settings, min(256, len(train) // 10))
-        train, held_out = split(train, size, options.seed, label)
+        train, held_out = split(train, size, options.seed, label, settings.by_columns)
     weights = tuple(file.weight for file in settings.files if file.weight is not None)
     if weights:
         check_shares(len(train), weights)
@@ -99,34 +99,35 @@ def read_splits(
 
 
 def _read(settings: TaskSettings, shaping: Shaping) -> tuple[list[Example], str]:
-    """(the examples of the one file, or of several, numbered through; what to call it)."""
+    """Return (examples, label for messages) of the configured file, or of several files with one
+    running index."""
     if not settings.files:
         assert settings.path is not None
         rows = settings.rows.get(settings.path)
         source = Source(Path(settings.path), settings.format, settings.split, rows=rows)
         return read_examples(source, shaping), source.label
-    found: list[Example] = []
+    examples: list[Example] = []
     for number, file in enumerate(settings.files):
         source = Source(Path(file.path), settings.format, file.split or settings.split)
         columns = {**shaping.columns, **file.columns}
-        own = read_examples(source, replace(shaping, columns=columns))
-        if found:
-            _check_alike(found[0], own[0], supervised=settings.supervised)
-        found += [replace(e, index=len(found) + e.index, source=number) for e in own]
-    return found, "task.files"
+        rows_of_file = read_examples(source, replace(shaping, columns=columns))
+        if examples:
+            _check_alike(examples[0], rows_of_file[0], supervised=settings.supervised)
+        examples += [replace(e, index=len(examples) + e.index, source=number) for e in rows_of_file]
+    return examples, "task.files"
 
 
-def _check_alike(first: Example, other: Example, *, supervised: bool) -> None:
+def _check_alike(first: Example, second: Example, *, supervised: bool) -> None:
     """Raise IsobitError unless files can be mixed: prompts that are texts in all of them, or
     chats, and the same columns, where rewards are given them."""
-    if isinstance(first.prompt, str) != isinstance(other.prompt, str):
-        kinds = ["text" if isinstance(e.prompt, str) else "a chat" for e in (first, other)]
+    if isinstance(first.prompt, str) != isinstance(second.prompt, str):
+        kinds = ["text" if isinstance(e.prompt, str) else "a chat" for e in (first, second)]
         raise IsobitError(
             f"task.files: the prompt is {kinds[0]} in {first.where} and {kinds[1]} in "
-            f"{other.where}; task.chat: true makes a text a chat"
+            f"{second.where}; task.chat: true makes a text a chat"
         )
     if not supervised:
-        _check_same_columns(first, other)
+        _check_same_columns(first, second)
 
 
 def _check_same_columns(train: Example, held_out: Example) -> None:

@@ -38,7 +38,7 @@ _NUMBER = re.compile(
 
 @dataclass(frozen=True)
 class Gsm8kOptions(FileOptions):
-    """What is asked, and how the file is split."""
+    """The question's instruction, and the split of the file."""
 
     instruction: Annotated[
         bool | None, "ask for the answer after ####; default: in text, and not in a chat"
@@ -46,8 +46,8 @@ class Gsm8kOptions(FileOptions):
 
 
 def load(settings: TaskSettings) -> Task:
-    """Data with `question` and `answer`, or the columns that the settings name. The answer is gold
-    text too."""
+    """Build a task of rows with `question` and `answer`, or the columns that the settings name. The
+    answer is the gold completion too."""
     options = task_options(Gsm8kOptions, settings)
     if options.instruction is not None and settings.prompt_template is not None:
         raise IsobitError(
@@ -71,7 +71,8 @@ def load(settings: TaskSettings) -> Task:
 
 
 def prompt_template(chat: bool, instruction: bool | None) -> str:
-    """What is put around a question where the config names no template."""
+    """Return the template around a question where the config names none; `instruction`: whether it
+    asks for the answer behind ####."""
     if chat:
         return f"{{prompt}}\n{INSTRUCTION}" if instruction else "{prompt}"
     return TEXT_TEMPLATE if instruction is not False else "Question: {prompt}\nAnswer:"
@@ -80,7 +81,7 @@ def prompt_template(chat: bool, instruction: bool | None) -> str:
 def reward(
     prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[Any], **columns: Any
 ) -> list[float]:
-    """1.0 where the final number of the completion equals that of the answer, else 0.0.
+    """Return 1.0 where the final number of the completion equals that of the answer, else 0.0.
 
     Raises ValueError for an answer without a number.
     """
@@ -91,8 +92,8 @@ def reward(
 
 
 def final_number(text: str) -> Decimal | None:
-    """The first number after the last `####`, else the last number of the text; None if it has
-    none."""
+    """Return the first number after the last `####`, else the last number of the text; None without
+    one."""
     text = text.replace("\N{MINUS SIGN}", "-")
     _, mark, tail = text.rpartition("####")
     marked = _NUMBER.search(tail) if mark else None
@@ -103,7 +104,7 @@ def final_number(text: str) -> Decimal | None:
 
 
 def _asked(prompt: Prompt) -> bool:
-    """Whether a prompt has the instruction in it."""
+    """Return whether a prompt contains the instruction."""
     texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     return any(INSTRUCTION in text for text in texts)
 

@@ -39,7 +39,7 @@ _HELD_OUT_RANGES = 8  # one of so many
 
 @dataclass(frozen=True)
 class GuessOptions:
-    """Which games are played."""
+    """The games that are played: their ranges of numbers, the guesses allowed, and the reward."""
 
     numbers: Annotated[int, at_least(2), at_most(1000), "numbers in a range"] = 31
     largest: Annotated[int, at_least(2), at_most(9999), "the largest number of all ranges"] = 99
@@ -57,7 +57,7 @@ class GuessOptions:
 
 
 def load(settings: TaskSettings) -> Task:
-    """The task of the given options."""
+    """Build the task from its options: games, or single turns of games as demonstrations."""
     refuse_file_settings(settings)
     options = task_options(GuessOptions, settings)
     if settings.prompt_template is not None:
@@ -75,14 +75,15 @@ def load(settings: TaskSettings) -> Task:
 
 
 def ranges(options: GuessOptions) -> tuple[list[int], list[int]]:
-    """The lowest numbers of the ranges to train on, and of those held out."""
+    """Return the lowest numbers of the ranges to train on, then of the held-out ranges, each
+    sorted."""
     count = options.largest - options.numbers + 1
     if count < _HELD_OUT_RANGES:
         raise IsobitError(
             f"task.options.largest: {options.largest} leaves {max(count, 0)} ranges of "
             f"{options.numbers} numbers; at least {_HELD_OUT_RANGES} are needed"
         )
-    order = [1 + place for place in permutation(count, options.seed, SPLIT_STREAM)]
+    order = [1 + offset for offset in permutation(count, options.seed, SPLIT_STREAM)]
     return sorted(order[count // _HELD_OUT_RANGES :]), sorted(order[: count // _HELD_OUT_RANGES])
 
 
@@ -104,25 +105,26 @@ def _game(options: GuessOptions, lows: list[int], index: int, draws: Iterator[in
 
 
 def _turns(options: GuessOptions, lows: list[int], size: int, stream: int) -> list[Example]:
-    """Single turns of games in which a guess is the middle of what is left, or its lowest number."""
-    draws, found = draws_of(options.seed, stream + 2), list[Example]()
-    while len(found) < size:
+    """Return `size` single turns of games, whose guess is the middle of the range that is left or
+    its lowest number."""
+    draws, examples = draws_of(options.seed, stream + 2), list[Example]()
+    while len(examples) < size:
         game = _game(options, lows, 0, draws)
         low, high, secret = (game.columns[key] for key in ("low", "high", "secret"))
         chat = [user_says(f"{low}-{high}")]
         for _ in range(options.guesses):
             guess = low if next(draws) % 3 else (low + high) // 2
-            found.append(Example(len(found), list(chat), {"guess": str(guess)}))
+            examples.append(Example(len(examples), list(chat), {"guess": str(guess)}))
             if guess == secret:
                 break
             low, high = left_after(low, high, guess, secret)
-            said = {"role": "assistant", "content": str(guess)}
-            chat += [said, user_says(">" if secret > guess else "<")]
-    return found[:size]
+            reply = {"role": "assistant", "content": str(guess)}
+            chat += [reply, user_says(">" if secret > guess else "<")]
+    return examples[:size]
 
 
 def left_after(low: int, high: int, guess: int, secret: int) -> tuple[int, int]:
-    """The lowest and highest number that are left after a guess that is not the secret."""
+    """Return the lowest and highest number that are left after a guess that is not the secret."""
     return (max(low, guess + 1), high) if secret > guess else (low, min(high, guess - 1))
 
 
@@ -132,12 +134,13 @@ class Guess:
     def reset(
         self, low: int, high: int, secret: int, guesses: int, dense: bool, **columns: Any
     ) -> None:
-        """Begin; the prompt says the range already."""
+        """Begin a game with a row's secret. Adds nothing to the prompt, which names the range."""
         self._low, self._high, self._secret, self._numbers = low, high, secret, high - low + 1
         self._guesses, self._dense = guesses, dense
 
     async def step(self, turn: Turn) -> Step:
-        """Whether the secret is higher or lower; "?" for what is no number."""
+        """Answer a guess with ">" or "<", the side on which the secret lies, or "?" for text that
+        is not a number."""
         text = turn.content.strip()
         guess = int(text) if text.isascii() and text.isdigit() and len(text) < 9 else None
         hint = "?" if guess is None else ">" if self._secret > guess else "<"
@@ -148,8 +151,8 @@ class Guess:
         done = guess == self._secret or turn.number + 1 >= self._guesses
         return Step((user_says(hint),), self._reward(guess == self._secret), done)
 
-    def _reward(self, found: bool) -> float:
-        if found or not self._dense:
-            return float(found)
+    def _reward(self, solved: bool) -> float:
+        if solved or not self._dense:
+            return float(solved)
         left = self._high - self._low + 1
         return math.log(self._numbers / left) / math.log(2 * self._numbers)

@@ -43,7 +43,7 @@ _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 
 @dataclass(frozen=True)
 class LookupOptions:
-    """How large the corpus is, and what is made of it."""
+    """The size of the corpus, and what the task makes of it: questions or demonstrations."""
 
     people: Annotated[int, at_least(8), at_most(10_000), "people who live somewhere"] = 400
     towns: Annotated[int, at_least(2), at_most(1_000), "towns they live in"] = 40
@@ -58,20 +58,20 @@ class LookupOptions:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Where people live, and what towns have: (town, kind) to a name."""
+    """The facts to look up. `homes`: a person's town; `facts`: the name that (town, kind) has."""
 
     homes: dict[str, str]
     facts: dict[tuple[str, str], str]
 
     @property
     def lines(self) -> list[str]:
-        """All that is in it."""
+        """Every line of text in the corpus."""
         lives = [f"{person}: town {town}" for person, town in self.homes.items()]
         return lives + [f"{town}: {kind} {name}" for (town, kind), name in self.facts.items()]
 
 
 def load(settings: TaskSettings) -> Task:
-    """The task of the given options. A prompt is a chat of one message, the question."""
+    """Build the task from its options. A prompt is a chat of one message, the question."""
     refuse_file_settings(settings)
     options = task_options(LookupOptions, settings)
     if settings.prompt_template is not None:
@@ -96,31 +96,31 @@ def load(settings: TaskSettings) -> Task:
 
 @lru_cache(maxsize=4)
 def corpus_of(people: int, towns: int, seed: int) -> Corpus:
-    """The corpus of this size; the seed decides names, homes and facts."""
+    """Draw the corpus of this size; the seed decides names, homes and facts."""
     draws = draws_of(seed, 0)
     names = _names(draws, people + towns * (1 + len(KINDS)))
-    places = [next(names) for _ in range(towns)]
-    facts = {(town, kind): next(names) for town in places for kind in KINDS}
-    homes = {next(names): places[next(draws) % towns] for _ in range(people)}
+    town_names = [next(names) for _ in range(towns)]
+    facts = {(town, kind): next(names) for town in town_names for kind in KINDS}
+    homes = {next(names): town_names[next(draws) % towns] for _ in range(people)}
     return Corpus(homes, facts)
 
 
 def _names(draws: Iterator[int], count: int) -> Iterator[str]:
-    """Names of three syllables, each once."""
-    found = dict[str, None]()
-    while len(found) < count:
+    """Draw `count` distinct names of three syllables."""
+    drawn = dict[str, None]()
+    while len(drawn) < count:
         word = next(draws)
         letters = []
         for _ in range(3):
             word, consonant = divmod(word, len(_CONSONANTS))
             word, vowel = divmod(word, len(_VOWELS))
             letters.append(_CONSONANTS[consonant] + _VOWELS[vowel])
-        found["".join(letters)] = None
-    return iter(found)
+        drawn["".join(letters)] = None
+    return iter(drawn)
 
 
 def _questions(options: LookupOptions, corpus: Corpus, people: Sequence[str]) -> list[Example]:
-    asked = [(person, kind) for person in people for kind in KINDS]
+    pairs = [(person, kind) for person in people for kind in KINDS]
     sizes = {"people": options.people, "towns": options.towns, "corpus": options.seed}
     return [
         Example(
@@ -128,39 +128,39 @@ def _questions(options: LookupOptions, corpus: Corpus, people: Sequence[str]) ->
             [user_says(f"{kind} of {person}?")],
             {"answer": corpus.facts[corpus.homes[person], kind], **sizes},
         )
-        for index, (person, kind) in enumerate(asked)
+        for index, (person, kind) in enumerate(pairs)
     ]
 
 
 def _turns(options: LookupOptions, corpus: Corpus, people: Sequence[str]) -> list[Example]:
-    """Every turn of an episode on every question."""
-    draws, found = draws_of(options.seed, 1), list[Example]()
+    """Return every turn of an episode on every question."""
+    draws, examples = draws_of(options.seed, 1), list[Example]()
     for person in people:
         town = corpus.homes[person]
         for kind in KINDS:
             chat, name = [user_says(f"{kind} of {person}?")], corpus.facts[town, kind]
             careless = next(draws) % 1000 < 1000 * options.careless
-            said = town if careless else CALL.format(f"{town} {kind}")
+            query = town if careless else CALL.format(f"{town} {kind}")
             for answer, result in (
                 (CALL.format(f"{person} town"), f"{person}: town {town}"),
-                (said, f"{town}: {kind} {name}"),
+                (query, f"{town}: {kind} {name}"),
                 (name, ""),
             ):
-                found.append(Example(len(found), list(chat), {"said": answer}))
+                examples.append(Example(len(examples), list(chat), {"said": answer}))
                 if answer == town:
                     break
                 chat += [
                     {"role": "assistant", "content": answer},
                     {"role": "tool", "name": "search", "content": result},
                 ]
-    return found
+    return examples
 
 
 class Library:
     """The environment: the corpus of a row, and the tool that searches it."""
 
     def reset(self, people: int, towns: int, corpus: int, **columns: Any) -> None:
-        """Open the corpus; the prompt says what is asked."""
+        """Open the row's corpus. Adds nothing to the prompt, which holds the question."""
         self._index = _index(people, towns, corpus)
 
     def search(self, query: str) -> str:
@@ -173,15 +173,16 @@ class Library:
         if not words:
             return NOTHING
         wanted = " OR ".join(f'"{word}"' for word in words)
-        found = self._index.execute(
+        row = self._index.execute(
             "SELECT line FROM lines WHERE lines MATCH ? ORDER BY rank, rowid LIMIT 1", (wanted,)
         ).fetchone()
-        return NOTHING if found is None else str(found[0])
+        return NOTHING if row is None else str(row[0])
 
 
 @lru_cache(maxsize=4)
 def _index(people: int, towns: int, seed: int) -> sqlite3.Connection:
-    """The full-text index of a corpus, in memory. Raises IsobitError where SQLite has no FTS5."""
+    """Build the full-text index of a corpus, in memory. Raises IsobitError where SQLite has no
+    FTS5."""
     index = sqlite3.connect(":memory:", check_same_thread=False)
     try:
         index.execute("CREATE VIRTUAL TABLE lines USING fts5(line)")

@@ -17,7 +17,7 @@ from isobit.tasks.rewards.spec import RewardSpec
 
 @dataclass(frozen=True)
 class DataFile:
-    """One of several files or directories of data. `FILE` is `{path: FILE}`."""
+    """A file or directory of data among several. `FILE` is `{path: FILE}`."""
 
     path: Annotated[str, FileName(), "as `task.path`"]
     weight: Annotated[
@@ -113,6 +113,10 @@ class TaskSettings:
     """Whether the rows hold right answers, in any of the columns that `data/given_rows.py`
     knows."""
 
+    by_columns: NotAnOption[bool] = False
+    """Whether rows of one prompt ask different things where their other columns differ, since an
+    environment begins with these."""
+
     def __post_init__(self) -> None:
         for key in ("path", "held_out_path"):
             if getattr(self, key) == "":
@@ -128,10 +132,10 @@ class TaskSettings:
                 "counts as many as it has rows"
             )
         if self.files and (self.path is not None or self.held_out_split is not None):
-            other = "path" if self.path is not None else "held_out_split"
+            option = "path" if self.path is not None else "held_out_split"
             raise IsobitError(
-                f"files and {other} do not go together: leave {other} out"
-                + ("" if other == "path" else ", and name what is held out with held_out_path")
+                f"files and {option} do not go together: leave {option} out"
+                + ("" if option == "path" else ", and name what is held out with held_out_path")
             )
 
 
@@ -171,7 +175,7 @@ def task_options(schema: type[_Options], settings: TaskSettings) -> _Options:
 
 
 def alphabet_of(characters: str) -> str:
-    """Return each of the characters once, in the order in which they first come."""
+    """Return the distinct characters of a text, in the order in which they first occur."""
     return "".join(dict.fromkeys(characters))
 
 

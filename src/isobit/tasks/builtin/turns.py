@@ -9,15 +9,15 @@ from isobit.tasks.rewards.spec import RewardSpec
 
 
 def user_says(text: str) -> Message:
-    """As a message."""
+    """Return a text as a user's message."""
     return {"role": "user", "content": text}
 
 
 def correct(
     prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[str], **columns: Any
 ) -> list[float]:
-    """1.0 where the last answer of an episode, outer white space aside, is the right one and nothing
-    else, else 0.0."""
+    """Return 1.0 where the last answer of an episode, outer white space aside, is the right one and
+    nothing else, else 0.0."""
     return [
         float(completion_text(c).strip() == a) for c, a in zip(completions, answer, strict=True)
     ]

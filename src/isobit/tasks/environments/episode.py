@@ -44,7 +44,7 @@ class Scorer:
 
 @dataclass(frozen=True)
 class _Scored:
-    """A reward by name, or the problem because of which it is missing."""
+    """The value of a named reward, or the problem because of which it is missing."""
 
     name: str
     value: float | None
@@ -73,8 +73,8 @@ class Episode:
             value = self._instance.value
             if value is None:
                 return Reply(self.key, prompt=prompt)
-            given = {name: each for name, each in columns.items() if name != "environment"}
-            row = {"prompt": prompt, **(given if self._several else columns)}
+            arguments = {name: value for name, value in columns.items() if name != "environment"}
+            row = {"prompt": prompt, **(arguments if self._several else columns)}
             check_call(value.reset, row, "reset")
             outcome = await self._instance.home.run(partial(value.reset, **row), until)
             if outcome.error is not None:
@@ -97,15 +97,15 @@ class Episode:
         last = turn.number + 1 >= self.limits.max_turns
         if last or not (turn.calls or turn.problems):
             return Reply(self.key, Step(done=True))
-        found = await answers(
+        answered = await answers(
             turn.calls, self._instance.tools, self._instance.home, self._until()
         ) + [unparsed(problem) for problem in turn.problems]
-        return self._answered(self._instance, found)
+        return self._answered(self._instance, answered)
 
-    def _answered(self, instance: Instance, found: Sequence[Answer]) -> Reply:
+    def _answered(self, instance: Instance, answered: Sequence[Answer]) -> Reply:
         worked = self.kind.worked
-        worked |= {answer.message["name"] for answer in found if answer.worked}
-        failed = [answer for answer in found if answer.problem is not None]
+        worked |= {answer.message["name"] for answer in answered if answer.worked}
+        failed = [answer for answer in answered if answer.problem is not None]
         for answer in failed:
             if answer.mistake and answer.message["name"] not in worked:
                 return self._over(str(answer.problem), True)
@@ -118,8 +118,8 @@ class Episode:
                 self._instance = Instance(None, Home(), instance.tools)
             else:
                 over = True
-        messages = tuple(each.message for each in found)
-        uses = tuple(each.use for each in found if each.use is not None)
+        messages = tuple(answer.message for answer in answered)
+        uses = tuple(answer.use for answer in answered if answer.use is not None)
         return Reply(self.key, Step(messages, done=over), uses, problem)
 
     async def _step(self, instance: Instance, turn: Turn) -> Reply:
@@ -152,10 +152,10 @@ class Episode:
     def _uses(self, turn: Turn, seconds: float, problem: str | None) -> tuple[ToolUse, ...]:
         """Return a ToolUse for each call of a turn that an `Environment` answered in `seconds`,
         under the names of its tools; a name that is not a tool's is counted as UNKNOWN."""
-        names = {each.get("function", each).get("name") for each in self.kind.schemas}
-        each = round(seconds / max(len(turn.calls), 1), 6)
+        names = {schema.get("function", schema).get("name") for schema in self.kind.schemas}
+        mean_seconds = round(seconds / max(len(turn.calls), 1), 6)
         return tuple(
-            ToolUse(brief(call.name) if call.name in names else UNKNOWN, each, problem)
+            ToolUse(brief(call.name) if call.name in names else UNKNOWN, mean_seconds, problem)
             for call in turn.calls
         )
 
@@ -163,32 +163,36 @@ class Episode:
         """Return the episode's rewards: the environment's own reward, and those of the functions
         that ask for the environment. A reward that returned None does not apply, and is left out; a
         reward that failed is None."""
-        instance, own, until = self._instance, self.kind.reward, self._until()
+        instance, own_reward, until = self._instance, self.kind.reward, self._until()
         if instance is None:
-            names = [own] if own is not None else []
-            names += [each.label for each in scorers]
+            names = [own_reward] if own_reward is not None else []
+            names += [scorer.label for scorer in scorers]
             return Reply(self.key, rewards=dict.fromkeys(names))
-        found = list[_Scored]()
-        if own is not None and instance.answers_turns:
-            found.append(_Scored(own, self._reward))
-        elif own is not None:
+        scores = list[_Scored]()
+        if own_reward is not None and instance.answers_turns:
+            scores.append(_Scored(own_reward, self._reward))
+        elif own_reward is not None:
             method = instance.value.get_reward
             try:
                 check_call(method, {}, "get_reward")
             except Mistake as error:
                 return self._over(str(error), True)
             outcome = await self._called(instance, method, until)
-            one = replace(outcome, result=[outcome.result])
-            found.append(self._scored(own, "get_reward", one, place_of(method)))
-        given = {name: [value] for name, value in arguments.items()}
-        given["environments"] = [instance.value]
-        for each in scorers:
-            outcome = await self._called(instance, partial(each.function.begin, given), until)
-            found.append(self._scored(each.label, f"reward function {each.label}", outcome))
-        applies = [each for each in found if each.value is not None or each.problem is not None]
-        failed = [each for each in found if each.problem is not None]
-        failed.sort(key=lambda each: not each.mistake)
-        rewards = {each.name: each.value for each in applies}
+            outcome_in_batch = replace(outcome, result=[outcome.result])
+            scores.append(
+                self._scored(own_reward, "get_reward", outcome_in_batch, place_of(method))
+            )
+        batch = {name: [value] for name, value in arguments.items()}
+        batch["environments"] = [instance.value]
+        for scorer in scorers:
+            outcome = await self._called(instance, partial(scorer.function.begin, batch), until)
+            scores.append(self._scored(scorer.label, f"reward function {scorer.label}", outcome))
+        applies = [
+            score for score in scores if score.value is not None or score.problem is not None
+        ]
+        failed = [score for score in scores if score.problem is not None]
+        failed.sort(key=lambda score: not score.mistake)
+        rewards = {score.name: score.value for score in applies}
         reply = Reply(self.key, rewards=rewards)
         if failed:
             reply = replace(reply, problem=failed[0].problem, mistake=failed[0].mistake)
@@ -201,19 +205,19 @@ class Episode:
             self.lost = instance.home.lost
             return Outcome(error=TimeoutError(f"no result in time: {late}"))
 
-    def _scored(self, name: str, what: str, outcome: Outcome, where: str = "") -> _Scored:
+    def _scored(self, name: str, call: str, outcome: Outcome, where: str = "") -> _Scored:
         if outcome.error is not None:
-            problem, mistake = self._raised(what, outcome.error)
+            problem, mistake = self._raised(call, outcome.error)
             return _Scored(name, None, problem, mistake)
-        self.kind.worked.add(what)
+        self.kind.worked.add(call)
         try:
             values, wrong = checked_values(outcome.result, 1)
         except MalformedResult as error:
-            return _Scored(name, None, f"{what}{where} {error}", True)
+            return _Scored(name, None, f"{call}{where} {error}", True)
         if not wrong:
             return _Scored(name, values[0])
         numeric = hasattr(next(iter(outcome.result)), "__float__")
-        return _Scored(name, None, f"{what}{where} {wrong[0]}", not numeric)
+        return _Scored(name, None, f"{call}{where} {wrong[0]}", not numeric)
 
     def _raised(self, method: str, error: BaseException) -> tuple[str, bool]:
         """Return the problem for an error that a method of the environment raised, and whether it

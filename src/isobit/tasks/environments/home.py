@@ -3,7 +3,7 @@ thread that belongs to the one environment.
 
 So calls of different episodes overlap, whether they are `async` or not, while those of one episode
 come in order and in one thread: a connection that its environment opened stays usable (SQLite's may
-not change threads), and code that runs an event loop of its own finds none in its way. A thread
+not change threads), and code that runs its own event loop finds no other in its way. A thread
 cannot be stopped: one that is late is left behind with its environment. Left out: objects that a
 module keeps for all its environments; they must bear threads.
 """
@@ -17,12 +17,12 @@ from typing import Any
 
 
 class Late(Exception):
-    """A call has not come back in time."""
+    """Raised for a call that has not come back in time."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a call: its result, or what it raised."""
+    """The result of a call, or the exception that it raised."""
 
     result: Any = None
     error: BaseException | None = None
@@ -37,8 +37,9 @@ class Home:
         self.lost = False
 
     async def run(self, call: Callable[[], Any], until: float) -> Outcome:
-        """`call()`, and what comes of its result where that is awaitable, until this time of the
-        loop's clock. Raises Late."""
+        """Make a call, in the environment's thread or, for an `async` function, on the loop; await
+        its result if it is awaitable, and return the outcome. Raises Late at the time `until` of
+        the loop's clock."""
         loop = asyncio.get_running_loop()
         if self.lost:
             raise Late("an earlier call has not come back")
@@ -63,18 +64,19 @@ class Home:
         return task.result()
 
     def close(self) -> None:
-        """Let the thread go; it ends once it is idle."""
+        """Release the thread, which ends once it is idle."""
         if self._thread is not None:
             self._thread.shutdown(wait=False)
 
 
 def is_async(call: Callable[..., Any]) -> bool:
-    """Whether a call gives a coroutine, and so belongs on the loop."""
+    """Return whether a call makes a coroutine, and so belongs on the event loop."""
     return inspect.iscoroutinefunction(call)
 
 
 def _contained(call: Callable[[], Any]) -> Outcome:
-    """A call whatever it raises, SystemExit too: neither the thread nor the loop ends by it."""
+    """Make a call and return its outcome, whatever it raises, SystemExit too: neither the thread
+    nor the loop ends by it."""
     try:
         return Outcome(call())
     except BaseException as error:

@@ -88,22 +88,22 @@ class Kind:
         if outcome.error is not None:
             raise IsobitError(f"{self.what}: {last_line(outcome.error, self.file)}")
         value = outcome.result
-        own: Sequence[Tool] = ()
+        own_tools: Sequence[Tool] = ()
         if openenv.is_client(value):
             outcome = await home.run(partial(_client, value), until)
             if isinstance(outcome.error, IsobitError):
                 raise outcome.error
             if outcome.error is not None:
                 raise IsobitError(f"{self.what}: {last_line(outcome.error, self.file)}")
-            value, own = outcome.result
+            value, own_tools = outcome.result
         elif not callable(getattr(value, "reset", None)):
             raise IsobitError(
                 f"{self.what}: {type(value).__name__} has no method reset; it begins an episode, "
                 "as reset(self, **columns)"
             )
         elif not answers_turns(value):
-            own = method_tools(value, RESERVED, f"{self.what}: {type(value).__name__}")
-        return Instance(value, home, by_name([*self.shared, *own], self.what))
+            own_tools = method_tools(value, RESERVED, f"{self.what}: {type(value).__name__}")
+        return Instance(value, home, by_name([*self.shared, *own_tools], self.what))
 
 
 def _client(value: Any) -> tuple[openenv.Client, list[Tool]]:
@@ -128,27 +128,29 @@ def load_kinds(
         return {None: Kind(None, None, "environment.tools", "", shared)}
     named: Mapping[str | None, Any]
     if isinstance(factory, str):
-        found, file = _found(factory, _FACTORY)
-        named = found if isinstance(found, Mapping) else {None: found}
+        factories, file = _found(factory, _FACTORY)
+        named = factories if isinstance(factories, Mapping) else {None: factories}
         files = dict.fromkeys(named, file)
         labels = {name: f"{_FACTORY} {brief(factory, 300)!r}" for name in named}
     else:
-        pairs = {name: _found(each, f"{_FACTORY}.{brief(name)}") for name, each in factory.items()}
+        pairs = {
+            name: _found(maker, f"{_FACTORY}.{brief(name)}") for name, maker in factory.items()
+        }
         named, files = {n: p[0] for n, p in pairs.items()}, {n: p[1] for n, p in pairs.items()}
-        labels = {name: f"{_FACTORY}.{brief(name)} {each!r}" for name, each in factory.items()}
+        labels = {name: f"{_FACTORY}.{brief(name)} {maker!r}" for name, maker in factory.items()}
     if not named:
         raise IsobitError(f"{_FACTORY} {factory!r}: a dict without environments")
-    for name, each in named.items():
-        if not callable(each) or not (name is None or isinstance(name, str)):
+    for name, maker in named.items():
+        if not callable(maker) or not (name is None or isinstance(name, str)):
             raise IsobitError(
                 f"{labels[name]}: expected a class, a function or a dict of them by names; it is "
-                f"{type(each).__name__}"
+                f"{type(maker).__name__}"
             )
     return {
-        name: Kind(name, each, labels[name], files[name], shared) for name, each in named.items()
+        name: Kind(name, maker, labels[name], files[name], shared) for name, maker in named.items()
     }
 
 
-def _found(reference: str, what: str) -> tuple[Any, str]:
-    split_reference(reference, what)
-    return find_object(reference, what, "factory")
+def _found(reference: str, option: str) -> tuple[Any, str]:
+    split_reference(reference, option)
+    return find_object(reference, option, "factory")

@@ -63,38 +63,38 @@ class Server:
             ) from None
 
     async def _tools(self) -> list[Tool]:
-        found: list[Tool] = []
+        tools: list[Tool] = []
         cursor: str | None = None
         while True:
             page = await self._asked("tools/list", {"cursor": cursor} if cursor else {})
             try:
-                found += [self._tool(each) for each in page.get("tools", ())]
+                tools += [self._tool(listing) for listing in page.get("tools", ())]
             except (AttributeError, KeyError, TypeError):
                 raise ServerError("its tools/list is not a list of tools with names") from None
-            if len(found) > _MOST_TOOLS:
+            if len(tools) > _MOST_TOOLS:
                 raise ServerError(f"it lists more than {_MOST_TOOLS:,} tools")
             cursor = page.get("nextCursor")
             if not cursor:
-                return found
+                return tools
 
-    def _tool(self, given: Mapping[str, Any]) -> Tool:
-        name = given["name"]
+    def _tool(self, listing: Mapping[str, Any]) -> Tool:
+        name = listing["name"]
         if not isinstance(name, str):
             raise TypeError
 
         async def call(**arguments: Any) -> str:
             result = await self._asked("tools/call", {"name": name, "arguments": arguments})
             try:
-                text = "\n".join(_text(part) for part in result.get("content", ()))
+                text = "\n".join(_text(block) for block in result.get("content", ()))
             except (AttributeError, TypeError):
                 raise ServerError("its result has no list of content") from None
             if result.get("isError"):
                 raise ServerError(text)
             return text
 
-        parameters = given.get("inputSchema", {"type": "object", "properties": {}})
+        parameters = listing.get("inputSchema", {"type": "object", "properties": {}})
         return Tool(
-            name, schema_of(name, given.get("description", ""), parameters), call, remote=True
+            name, schema_of(name, listing.get("description", ""), parameters), call, remote=True
         )
 
     async def _asked(self, method: str, params: Mapping[str, Any]) -> Any:
@@ -230,11 +230,11 @@ async def _ended(process: asyncio.subprocess.Process, wait_s: float) -> int:
         return await process.wait()
 
 
-def _text(part: Mapping[str, Any]) -> str:
-    """Return a part of a tool's result as text; a note for a part that is not text."""
-    if part.get("type") == "text":
-        return str(part.get("text", ""))
-    inner = part.get("resource")
+def _text(block: Mapping[str, Any]) -> str:
+    """Return a content block of a tool's result as text; a note for a block that is not text."""
+    if block.get("type") == "text":
+        return str(block.get("text", ""))
+    inner = block.get("resource")
     if isinstance(inner, Mapping) and "text" in inner:
         return str(inner["text"])
-    return f"[{part.get('type')} left out]"
+    return f"[{block.get('type')} left out]"

@@ -27,9 +27,9 @@ def check_call(method: Callable[..., Any], arguments: Mapping[str, Any], name: s
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        given = f"it is called with {listed(arguments)}" if arguments else "it is given none"
+        call = f"it is called with {listed(arguments)}" if arguments else "it is given none"
         more = "; take what it does not need as **columns" if "unexpected" in str(error) else ""
-        raise Mistake(f"{name}{place_of(method)}: {error}; {given}{more}") from None
+        raise Mistake(f"{name}{place_of(method)}: {error}; {call}{more}") from None
 
 
 def place_of(method: Callable[..., Any]) -> str:

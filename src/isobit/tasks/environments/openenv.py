@@ -79,12 +79,14 @@ class Client:
             return [self._tool("step", f"One step of {self.label}.", parameters, self._step)]
         schema = action.model_json_schema()
         schema["properties"] = {
-            name: each for name, each in schema.get("properties", {}).items() if name != "metadata"
+            name: field
+            for name, field in schema.get("properties", {}).items()
+            if name != "metadata"
         }
         text = (action.__doc__ or f"One step of {self.label}.").strip()
-        kept = {key: schema[key] for key in ("$defs", "properties", "required") if key in schema}
+        used = {key: schema[key] for key in ("$defs", "properties", "required") if key in schema}
         call = partial(self._step, _action=action)
-        return [self._tool("step", text, {"type": "object", **kept}, call)]
+        return [self._tool("step", text, {"type": "object", **used}, call)]
 
     def _tool(
         self, name: str, text: str, parameters: dict[str, Any], call: Callable[..., Any]
@@ -130,7 +132,7 @@ class Client:
         if hasattr(seen, "model_dump"):
             seen = seen.model_dump()
         if isinstance(seen, dict):
-            seen = {name: each for name, each in seen.items() if name not in _NOT_SEEN}
+            seen = {name: value for name, value in seen.items() if name not in _NOT_SEEN}
             return json.dumps(seen, ensure_ascii=False, default=str) if seen else ""
         return "" if seen is None else str(seen)
 
@@ -152,8 +154,8 @@ def _action(kind: type) -> Any:
     """Return the class of actions that a client's type names, as in `EnvClient[EchoAction, ...]`;
     None if it names none."""
     for base in kind.__mro__:
-        for each in getattr(base, "__orig_bases__", ()):
-            for argument in get_args(each)[:1]:
+        for generic in getattr(base, "__orig_bases__", ()):
+            for argument in get_args(generic)[:1]:
                 if hasattr(argument, "model_json_schema"):
                     return argument
     return None

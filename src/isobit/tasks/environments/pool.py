@@ -15,6 +15,7 @@ from math import inf
 from queue import Empty
 from typing import Any
 
+from isobit.data.columns import ANY
 from isobit.data.dataset import Prompt
 from isobit.data.turns import Reply, Turn
 from isobit.errors import IsobitError, RunFailed, brief, did_you_mean, listed
@@ -54,7 +55,7 @@ class EnvironmentPool:
         self.reward_weights: Mapping[str, float] = {}
         self.called_here: tuple[str, ...] = ()
         self.output = Output()
-        self._rewards = [each for each in rewards if not (each.by_name or each.is_object)]
+        self._rewards = [spec for spec in rewards if not (spec.by_name or spec.is_object)]
         self._kinds: dict[str | None, list[Mapping[str, Any]]] = {}
         self._workers: list[Worker] = []
         self._pump: Pump | None = None
@@ -87,7 +88,7 @@ class EnvironmentPool:
                 self._workers.append(Worker(process, load))
                 process.start()
                 process.send(load)
-            replies = [self._loaded(each) for each in self._workers]
+            replies = [self._loaded(worker) for worker in self._workers]
         except BaseException:
             self.close()
             raise
@@ -101,17 +102,17 @@ class EnvironmentPool:
         self.called_here = tuple(self._required)
         weights: dict[str, float] = {}
         tools: dict[str, Mapping[str, Any]] = {}
-        for name, schemas, own, turns in loaded["kinds"]:
+        for name, schemas, own_reward, turns in loaded["kinds"]:
             self.answers_turns |= turns
             self._kinds[name] = schemas
-            self._names[name] = [own] * (own is not None) + list(self.called_here)
-            tools |= {json.dumps(each): each for each in schemas}
-            weights |= {own: 1.0} if own is not None else {}
-        for each in self._rewards:
-            if each.label in weights:
+            self._names[name] = [own_reward] * (own_reward is not None) + list(self.called_here)
+            tools |= {json.dumps(schema): schema for schema in schemas}
+            weights |= {own_reward: 1.0} if own_reward is not None else {}
+        for spec in self._rewards:
+            if spec.label in weights:
                 self.close()
                 raise IsobitError(
-                    f"two rewards are called {each.label!r}: the environment's own, under its "
+                    f"two rewards are called {spec.label!r}: the environment's own, under its "
                     "class's name, and a reward function; give the function a name of its own"
                 )
         weights |= {e.label: e.weight for e in self._rewards if e.label in self.called_here}
@@ -126,8 +127,8 @@ class EnvironmentPool:
         return {
             "tools": config.tools,
             "factory": config.factory,
-            "mcp": [asdict(each) for each in config.mcp],
-            "rewards": [[each.label, each.reference] for each in self._rewards],
+            "mcp": [asdict(server) for server in config.mcp],
+            "rewards": [[spec.label, spec.reference] for spec in self._rewards],
             "max_turns": config.max_turns,
             "deadline_s": config.turn_deadline_s,
             "start_deadline_s": 0.9 * START_DEADLINE_S,  # its own word comes first
@@ -185,6 +186,11 @@ class EnvironmentPool:
                     f"it has {listed(columns)}"
                 )
 
+    @property
+    def columns(self) -> frozenset[str]:
+        """The columns of the data that are read here: `reset` is given all of them."""
+        return frozenset() if self.config.factory is None else frozenset({_COLUMN, ANY})
+
     def first_rows(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Yield the first row of each kind of environment."""
         kinds = set(self._kinds)
@@ -232,7 +238,9 @@ class EnvironmentPool:
         self.begin(_TRIED, prompt, columns)
         try:
             while reply is None:
-                reply = next((each for each in self._replies(1.0) if each.key == _TRIED), None)
+                reply = next(
+                    (answer for answer in self._replies(1.0) if answer.key == _TRIED), None
+                )
                 if reply is None and time.monotonic() > due:
                     limit = f"it has {self.config.turn_deadline_s:g} s"
                     print(f"environment: waiting for reset, {where}; {limit}", file=sys.stderr)

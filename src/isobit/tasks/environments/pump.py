@@ -136,8 +136,8 @@ class Pump:
             if descriptor in happened:
                 self._take(worker)
             elif worker.due is not None and time.monotonic() > worker.due:
-                said = f"its process did not answer within {self._deadline_s + GRACE_S:g} s"
-                self._died(worker, f"{said} and was killed{worker.process.last_output()}")
+                reason = f"its process did not answer within {self._deadline_s + GRACE_S:g} s"
+                self._died(worker, f"{reason} and was killed{worker.process.last_output()}")
 
     def _take(self, worker: Worker) -> None:
         """Read what a worker has written and handle its whole lines; each byte is searched once."""
@@ -194,9 +194,9 @@ class Pump:
 
     def _pass_on(self, question: Question) -> None:
         if question.first:
-            place = min(self._workers, key=lambda each: (each.lost, len(each.open)))
-            self._places[question.serial] = place
-            place.open.add(question.serial)
+            chosen = min(self._workers, key=lambda worker: (worker.lost, len(worker.open)))
+            self._places[question.serial] = chosen
+            chosen.open.add(question.serial)
         worker = self._places.get(question.serial)
         if question.last:
             self._places.pop(question.serial, None)

@@ -22,7 +22,7 @@ def turn_message(turn: Turn) -> dict[str, Any]:
 
 def turn_of(message: Mapping[str, Any]) -> Turn:
     """Return the turn that a message of `turn_message` holds."""
-    calls = tuple(Call(**each) for each in message["calls"])
+    calls = tuple(Call(**call) for call in message["calls"])
     return Turn(**{**message, "calls": calls, "problems": tuple(message["problems"])})
 
 
@@ -31,7 +31,7 @@ def reply_message(reply: Reply, lost: bool) -> dict[str, Any]:
     return {
         "key": reply.key,
         "step": [list(reply.step.messages), reply.step.reward, reply.step.done],
-        "uses": [[each.name, each.seconds, each.error] for each in reply.uses],
+        "uses": [[use.name, use.seconds, use.error] for use in reply.uses],
         "problem": reply.problem,
         "mistake": reply.mistake,
         "prompt": reply.prompt,
@@ -74,8 +74,8 @@ def reply_of(message: Mapping[str, Any]) -> tuple[Reply, bool]:
             and isinstance(reply.mistake, bool)
             and isinstance(reply.problem, str | None)
             and isinstance(reply.prompt, str | list | None)
-            and all(isinstance(each, dict) for each in messages)
-            and all(isinstance(each, int | float | str | None) for each in values)
+            and all(isinstance(message, dict) for message in messages)
+            and all(isinstance(number, int | float | str | None) for number in values)
             and all(isinstance(use.name, str) and use.seconds >= 0 for use in reply.uses)
         )
     except (KeyError, TypeError, AttributeError) as error:

@@ -57,10 +57,10 @@ def joined(prompt: Prompt, observation: Any, where: str) -> Prompt:
     message, as TRL does; messages are added after the prompt. Raises as `step_of`."""
     if observation is None or (isinstance(observation, list | tuple) and not observation):
         return prompt
-    parts = isinstance(observation, list) and all(
-        isinstance(each, dict) and each.get("type") == "text" for each in observation
+    only_text = isinstance(observation, list) and all(
+        isinstance(block, dict) and block.get("type") == "text" for block in observation
     )
-    if not (isinstance(observation, str) or parts):
+    if not (isinstance(observation, str) or only_text):
         if not isinstance(observation, list | tuple) or isinstance(prompt, str):
             kind = type(observation).__name__
             raise Mistake(
@@ -75,45 +75,50 @@ def joined(prompt: Prompt, observation: Any, where: str) -> Prompt:
     return [*prompt[:-1], {**last, "content": last["content"] + text}]
 
 
-def _messages(given: Any, roles: Sequence[str], what: str) -> tuple[Message, ...]:
-    """Return the `given` messages with their contents as text. Raises as `step_of`."""
-    if not isinstance(given, list | tuple):
+def _messages(returned: Any, roles: Sequence[str], source: str) -> tuple[Message, ...]:
+    """Return the messages that a method `returned`, with their contents as text. Raises as
+    `step_of`."""
+    if not isinstance(returned, list | tuple):
         raise Mistake(
-            f"{what}: its messages are {type(given).__name__}, expected a tuple of messages, such "
+            f"{source}: its messages are {type(returned).__name__}, expected a tuple of messages, such "
             f"as ({_MESSAGE},)"
         )
-    if len(given) > MOST_MESSAGES:
-        raise IsobitError(f"{what}: {len(given):,} messages, the most are {MOST_MESSAGES}")
+    if len(returned) > MOST_MESSAGES:
+        raise IsobitError(f"{source}: {len(returned):,} messages, the most are {MOST_MESSAGES}")
     messages, length = list[Message](), 0
-    for place, message in enumerate(given):
-        messages.append(_message(message, roles, f"{what}: its messages[{place}]"))
+    for index, message in enumerate(returned):
+        messages.append(_message(message, roles, f"{source}: its messages[{index}]"))
         try:
             length += len(json.dumps(messages[-1], ensure_ascii=False))
         except (TypeError, ValueError, RecursionError) as error:
             reason = brief(str(error) or type(error).__name__)
-            raise Mistake(f"{what}: its messages[{place}] is not JSON: {reason}") from None
+            raise Mistake(f"{source}: its messages[{index}] is not JSON: {reason}") from None
     if length > MOST_TEXT:
-        raise IsobitError(f"{what}: messages of {length:,} characters, the most are {MOST_TEXT:,}")
+        raise IsobitError(
+            f"{source}: messages of {length:,} characters, the most are {MOST_TEXT:,}"
+        )
     return tuple(messages)
 
 
-def _message(given: Any, roles: Sequence[str], what: str) -> dict[str, Any]:
-    if not isinstance(given, Mapping):
-        raise Mistake(f"{what} is {type(given).__name__}, expected a message, such as {_MESSAGE}")
-    role, content = given.get("role"), given.get("content")
+def _message(message: Any, roles: Sequence[str], source: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise Mistake(
+            f"{source} is {type(message).__name__}, expected a message, such as {_MESSAGE}"
+        )
+    role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in roles:
         known = f"{', '.join(roles[:-1])} or {roles[-1]}"
-        has = "no role" if "role" not in given else f"the role {brief(repr(role), 40)}"
-        raise Mistake(f"{what} has {has}, expected {known}, as in {_MESSAGE}")
-    parts = isinstance(content, list) and all(
-        isinstance(each, Mapping) and each.get("type") == "text" for each in content
+        has = "no role" if "role" not in message else f"the role {brief(repr(role), 40)}"
+        raise Mistake(f"{source} has {has}, expected {known}, as in {_MESSAGE}")
+    only_text = isinstance(content, list) and all(
+        isinstance(block, Mapping) and block.get("type") == "text" for block in content
     )
-    if not (isinstance(content, str) or parts):
-        has = f"the content {type(content).__name__}" if "content" in given else "no content"
-        raise Mistake(f"{what} has {has}, expected text")
-    if not all(isinstance(key, str) for key in given):
-        raise Mistake(f"{what} has keys that are not text")
-    if not isinstance(given.get("name", ""), str):
-        raise Mistake(f"{what} has the name {type(given['name']).__name__}, expected text")
+    if not (isinstance(content, str) or only_text):
+        has = f"the content {type(content).__name__}" if "content" in message else "no content"
+        raise Mistake(f"{source} has {has}, expected text")
+    if not all(isinstance(key, str) for key in message):
+        raise Mistake(f"{source} has keys that are not text")
+    if not isinstance(message.get("name", ""), str):
+        raise Mistake(f"{source} has the name {type(message['name']).__name__}, expected text")
     text = str.__str__(content) if isinstance(content, str) else content  # a subclass of str too
-    return {**given, "role": str.__str__(role), "content": result_text(text)}
+    return {**message, "role": str.__str__(role), "content": result_text(text)}

@@ -38,8 +38,9 @@ class _NoSchema(Exception):
 
 
 def tool_schema(function: Callable[..., Any], what: str) -> dict[str, Any]:
-    """The schema of a function as a tool, {"type": "function", "function": {...}}. Raises
-    IsobitError where its docstring or types do not say what is needed; `what` it is, in errors."""
+    """Build the schema of a function as a tool, {"type": "function", "function": {...}}. Raises
+    IsobitError where its docstring or types do not say what is needed; `what`: how errors call the
+    function."""
     doc = (inspect.getdoc(function) or "").strip()
     if not doc:
         raise IsobitError(f"{what} has no docstring; {_FORM}")
@@ -56,11 +57,11 @@ def tool_schema(function: Callable[..., Any], what: str) -> dict[str, Any]:
         if name not in described:
             raise IsobitError(f"{what}: its docstring does not describe {name!r}; {_FORM}")
         schema |= _with_choices(described[name], f"{what}, argument {name!r}")
-    found = _DESCRIPTION.search(doc)
-    assert found is not None  # it matches the empty text
+    description = _DESCRIPTION.search(doc)
+    assert description is not None  # it matches the empty text
     made = {
         "name": getattr(function, "__name__", "operation"),
-        "description": found.group(1).strip(),
+        "description": description.group(1).strip(),
         "parameters": parameters,
     }
     returned = parameters["properties"].pop("return", None)
@@ -71,7 +72,7 @@ def tool_schema(function: Callable[..., Any], what: str) -> dict[str, Any]:
 
 
 def _described(doc: str) -> dict[str, str]:
-    """The descriptions of arguments."""
+    """Return the descriptions of the arguments in a docstring's `Args:` block, by name."""
     block = _ARGS.search(doc)
     if block is None:
         return {}
@@ -82,22 +83,26 @@ def _described(doc: str) -> dict[str, str]:
 
 
 def _with_choices(description: str, what: str) -> dict[str, Any]:
-    """The description, and what it says may be chosen: `(choices: ["a", "b"])` at its end."""
-    found = _CHOICES.search(description)
-    if found is None:
+    """Return the schema's entries for an argument's description; `(choices: ["a", "b"])` at its end
+    becomes the schema's `enum`."""
+    choices_in_text = _CHOICES.search(description)
+    if choices_in_text is None:
         return {"description": description}
     try:
-        choices = json.loads(found.group(1))
+        choices = json.loads(choices_in_text.group(1))
     except ValueError:
-        raise IsobitError(f"{what}: its choices are no JSON list: {brief(found[0])}") from None
+        raise IsobitError(
+            f"{what}: its choices are no JSON list: {brief(choices_in_text[0])}"
+        ) from None
     return {
-        "enum": [each.strip() if isinstance(each, str) else each for each in choices],
-        "description": description[: found.start()].strip(),
+        "enum": [choice.strip() if isinstance(choice, str) else choice for choice in choices],
+        "description": description[: choices_in_text.start()].strip(),
     }
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
-    """The types of the arguments, and of the result under `return` where JSON has it."""
+    """Return the schema of a function's arguments; the type of its result, where JSON has such a
+    type, is the property `return`."""
     hints, parameters = get_type_hints(function), inspect.signature(function).parameters
     first = next(iter(parameters), None)
     implicit = (
@@ -125,18 +130,18 @@ def _parameters(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _type(hint: Any) -> dict[str, Any]:
-    """The schema of a type."""
+    """Return the JSON schema of a type annotation. Raises _NoSchema where JSON has no such type."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is None:
         return _bare(hint)
     if origin in (Union, types.UnionType):
         return _union(args)
-    if origin is Literal and all(type(each) in _SCALARS for each in args):
+    if origin is Literal and all(type(literal) in _SCALARS for literal in args):
         return _choice(list(args))
     if origin is list:
         return {"type": "array", "items": _type(args[0])}
     if origin is tuple and len(args) > 1 and ... not in args:
-        return {"type": "array", "prefixItems": [_type(each) for each in args]}
+        return {"type": "array", "prefixItems": [_type(item) for item in args]}
     if origin is dict:
         return {"type": "object", "additionalProperties": _type(args[1])}
     raise _NoSchema(f"JSON has no type {_name(hint)}")
@@ -150,10 +155,10 @@ def _bare(hint: Any) -> dict[str, Any]:
         return _choice(values)
     if hint is Any:
         return {}
-    found = _SCALARS.get(hint, _CONTAINERS.get(hint))
-    if found is None:
+    name = _SCALARS.get(hint, _CONTAINERS.get(hint))
+    if name is None:
         raise _NoSchema(f"JSON has no type {_name(hint)}")
-    return {"type": found}
+    return {"type": name}
 
 
 def _choice(values: list[Any]) -> dict[str, Any]:
@@ -162,14 +167,16 @@ def _choice(values: list[Any]) -> dict[str, Any]:
 
 
 def _union(args: tuple[Any, ...]) -> dict[str, Any]:
-    parts = [_type(each) for each in args if each is not type(None)]
-    if len(parts) == 1:
-        made = parts[0]
-    elif all(part.keys() == {"type"} and isinstance(part["type"], str) for part in parts):
-        names = sorted({part["type"] for part in parts})
+    alternatives = [_type(kind) for kind in args if kind is not type(None)]
+    if len(alternatives) == 1:
+        made = alternatives[0]
+    elif all(
+        schema.keys() == {"type"} and isinstance(schema["type"], str) for schema in alternatives
+    ):
+        names = sorted({schema["type"] for schema in alternatives})
         made = {"type": names[0] if len(names) == 1 else names}
     else:
-        made = {"anyOf": parts}
+        made = {"anyOf": alternatives}
     return made | ({"nullable": True} if type(None) in args else {})
 
 

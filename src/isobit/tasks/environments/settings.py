@@ -22,8 +22,8 @@ class McpServer:
 
 @dataclass(frozen=True)
 class EnvironmentConfig:
-    """Tools and environments between the model's turns, in worker processes. Where there are no
-    tools, factory or MCP servers, an episode is one answer."""
+    """Tools and environments between the model's turns, in worker processes. Without tools, factory
+    and MCP servers, an episode is one answer."""
 
     tools: Annotated[
         tuple[Annotated[str, FileName(functions=True)], ...],

@@ -66,9 +66,9 @@ class _BadCall(Exception):
 def function_tool(reference: str) -> Tool:
     """Return the tool of a function that a user names. Raises IsobitError if the function cannot be
     a tool."""
-    what = f"environment.tools {brief(reference, 300)!r}"
+    label = f"environment.tools {brief(reference, 300)!r}"
     function, file = find_function(reference, "environment.tools")
-    schema = tool_schema(function, what)
+    schema = tool_schema(function, label)
     return Tool(schema["function"]["name"], schema, function, file)
 
 
@@ -76,24 +76,24 @@ def method_tools(instance: Any, kept: Sequence[str], what: str) -> list[Tool]:
     """Return the tools of an environment: its public methods except those in `kept`, as TRL finds
     them; properties are not read. Raises IsobitError if a method cannot be a tool."""
     file = inspect.getsourcefile(type(instance)) or ""
-    found = []
+    tools = []
     for name, _ in inspect.getmembers(type(instance), predicate=inspect.isfunction):
         if name.startswith("_") or name in kept:
             continue
         method = getattr(instance, name)
         schema = tool_schema(method, f"{what}: its method {name!r}")
-        found.append(Tool(schema["function"]["name"], schema, method, file))
-    return found
+        tools.append(Tool(schema["function"]["name"], schema, method, file))
+    return tools
 
 
 def by_name(tools: Sequence[Tool], what: str) -> dict[str, Tool]:
     """Return tools by their names. Raises IsobitError if two tools have the same name."""
-    found: dict[str, Tool] = {}
+    named: dict[str, Tool] = {}
     for tool in tools:
-        if tool.name in found:
+        if tool.name in named:
             raise IsobitError(f"{what}: two tools are called {brief(tool.name)!r}; rename one")
-        found[tool.name] = tool
-    return found
+        named[tool.name] = tool
+    return named
 
 
 async def answers(
@@ -101,17 +101,17 @@ async def answers(
 ) -> list[Answer]:
     """Carry out the calls of a turn, as TRL does: first those whose tools are not `async`, one
     after another, then the others at once. Return the answers in the order of the calls."""
-    found: dict[int, Answer] = {}
+    answered: dict[int, Answer] = {}
     rest = []
     for i, call in enumerate(calls):
         tool = tools.get(call.name)
         if tool is not None and is_async(tool.call):
             rest.append(i)
         else:
-            found[i] = await _answer(call, tool, home, until)
+            answered[i] = await _answer(call, tool, home, until)
     together = (_answer(calls[i], tools[calls[i].name], home, until) for i in rest)
-    found |= dict(zip(rest, await asyncio.gather(*together)))
-    return [found[i] for i in range(len(calls))]
+    answered |= dict(zip(rest, await asyncio.gather(*together)))
+    return [answered[i] for i in range(len(calls))]
 
 
 def unparsed(problem: str) -> Answer:
@@ -147,30 +147,30 @@ async def _answer(call: Call, tool: Tool | None, home: Home, until: float) -> An
 def _arguments(call: Call, tool: Tool) -> dict[str, Any]:
     """Return the arguments of a call. Raises _BadCall if the tool does not take them."""
     try:
-        given = parse_json(call.arguments)
+        arguments = parse_json(call.arguments)
     except BadJson as error:
         raise _BadCall(f"the arguments are no JSON: {error.reason}") from None
-    if not isinstance(given, dict):
-        raise _BadCall(f"the arguments are {type(given).__name__}, not a JSON object")
+    if not isinstance(arguments, dict):
+        raise _BadCall(f"the arguments are {type(arguments).__name__}, not a JSON object")
     if tool.remote:
-        _check_names(tool, given)
-        return given
+        _check_names(tool, arguments)
+        return arguments
     try:
-        inspect.signature(tool.call).bind(**given)
+        inspect.signature(tool.call).bind(**arguments)
     except TypeError as error:
         raise _BadCall(f"{tool.name}() {error}") from None
-    return given
+    return arguments
 
 
-def _check_names(tool: Tool, given: Mapping[str, Any]) -> None:
+def _check_names(tool: Tool, arguments: Mapping[str, Any]) -> None:
     """Check the names of arguments against the schema of a tool whose code runs elsewhere. Raises
     _BadCall for a name that is missing or unknown."""
     schema = tool.schema["function"]["parameters"]
     for name in schema.get("required", ()):
-        if name not in given:
+        if name not in arguments:
             raise _BadCall(f"{tool.name}() missing a required argument: {name!r}")
     known = schema.get("properties")
-    for name in given if known and not schema.get("additionalProperties") else ():
+    for name in arguments if known and not schema.get("additionalProperties") else ():
         if name not in known:
             raise _BadCall(f"{tool.name}() got an unexpected keyword argument {name!r}")
 
@@ -199,10 +199,12 @@ def _message(name: str, result: Mapping[str, Any]) -> Message:
 def result_text(result: Any) -> str:
     """Return a result as text that every tokenizer takes: parts of text are joined, everything
     else is `str(result)`."""
-    parts = result if isinstance(result, list) else None
-    if parts and all(isinstance(each, dict) and each.get("type") == "text" for each in parts):
-        result = "".join(str(each.get("text", "")) for each in parts)
-    elif parts and any(isinstance(each, dict) and each.get("type") == "image" for each in parts):
+    blocks = result if isinstance(result, list) else None
+    if blocks and all(isinstance(block, dict) and block.get("type") == "text" for block in blocks):
+        result = "".join(str(block.get("text", "")) for block in blocks)
+    elif blocks and any(
+        isinstance(block, dict) and block.get("type") == "image" for block in blocks
+    ):
         result = {"error": "its result has images, which this model cannot see"}
     text = str(result)
     if len(text) > MOST_CHARACTERS:

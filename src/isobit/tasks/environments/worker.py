@@ -80,46 +80,46 @@ class Worker:
             self._episodes[key] = Episode(key, kind, self._limits, several)
         self._tasks[key] = asyncio.create_task(self._answer(self._episodes[key], message))
 
-    async def _loaded(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    async def _loaded(self, request: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            return {"loaded": await self._load(given)}
+            return {"loaded": await self._load(request)}
         except IsobitError as error:
             return {"error": str(error)}
         except BaseException as error:  # raised by a user's code
             return {"error": f"environment: {last_line(error, '')}"}
 
-    async def _load(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    async def _load(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Load tools, servers, factories and reward functions. Return each kind's name, tools and
         reward, and the reward functions that are called here with the columns that they need.
         Raises IsobitError."""
         shared = list[Tool]()
-        for reference in given["tools"]:
+        for reference in request["tools"]:
             self._say({"loading": f"environment.tools {brief(reference, 200)!r}"})
             shared.append(function_tool(reference))
-        for each in given["mcp"]:
-            server = Server(McpServer(**each))
+        for server_options in request["mcp"]:
+            server = Server(McpServer(**server_options))
             self._say({"loading": server.what})
-            shared += await server.tools(given["start_deadline_s"])
+            shared += await server.tools(request["start_deadline_s"])
         by_name(shared, "environment.tools and environment.mcp")
-        self._limits = Limits(given["max_turns"], given["deadline_s"], given["on_error"])
+        self._limits = Limits(request["max_turns"], request["deadline_s"], request["on_error"])
         self._say({"loading": "environment.factory"})
-        self._kinds = load_kinds(given["factory"], shared)
-        until = asyncio.get_running_loop().time() + given["start_deadline_s"]
+        self._kinds = load_kinds(request["factory"], shared)
+        until = asyncio.get_running_loop().time() + request["start_deadline_s"]
         for kind in self._kinds.values():
             try:
                 await kind.probe(until)
             except Late:
-                limit = f"within {given['start_deadline_s']:g} s"
+                limit = f"within {request['start_deadline_s']:g} s"
                 raise IsobitError(f"{kind.what}: it was not made {limit}") from None
         called_here = []
-        for label, reference in given["rewards"]:
+        for label, reference in request["rewards"]:
             self._say({"loading": f"reward function {brief(label)}"})
             function = load_function(reference)
             if _ASKS_FOR in function.names:
                 self._scorers.append(Scorer(label, function))
                 required = [name for name in function.required if name != _ASKS_FOR]
                 called_here.append([label, required])
-        if called_here and given["factory"] is None:
+        if called_here and request["factory"] is None:
             raise IsobitError(
                 f"reward function {called_here[0][0]}: it asks for {_ASKS_FOR}, and there is no "
                 "environment.factory"

@@ -35,8 +35,8 @@ class Loop:
         asyncio.set_event_loop(self._loop)
 
     def wait_for(self, result: Awaitable[Any]) -> Any:
-        """What comes of it; from a thread of its own where another loop runs in this one, as in a
-        notebook."""
+        """Run an awaitable to its end and return its result; in another thread where this thread's
+        event loop is running, as in a notebook."""
         with self._one_at_a_time:
             try:
                 asyncio.get_running_loop()
@@ -46,13 +46,13 @@ class Loop:
                 return pool.submit(self._run, result).result()
 
     def _run(self, result: Awaitable[Any]) -> Any:
-        before = asyncio.all_tasks(self._loop)
+        earlier = asyncio.all_tasks(self._loop)
         call = self._loop.create_task(_awaited(result))
         try:
             return self._loop.run_until_complete(call)
         except BaseException as error:
             raised = _codes(error)
-            left = asyncio.all_tasks(self._loop) - before
+            left = asyncio.all_tasks(self._loop) - earlier
             self._end([task for task in left if task is call or _code(task) in raised])
             raise
 
@@ -71,13 +71,13 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 
 
 def _codes(error: BaseException) -> set[CodeType]:
-    """The code of the coroutines that the error came through."""
-    found: set[CodeType] = set()
+    """Return the code objects of all frames that an exception passed through."""
+    codes: set[CodeType] = set()
     trace = error.__traceback__
     while trace is not None:
-        found.add(trace.tb_frame.f_code)
+        codes.add(trace.tb_frame.f_code)
         trace = trace.tb_next
-    return found
+    return codes
 
 
 def _code(task: "asyncio.Task[Any]") -> CodeType | None:

@@ -17,8 +17,8 @@ from isobit.tasks.workers.loading import check_reference
 
 
 def built(functions: Sequence[RewardSpec], deadline_s: float) -> list[NamedReward | None]:
-    """The rewards by name among the functions. Raises IsobitError for one that cannot be used or
-    has another's name."""
+    """Return, for each function, the reward built from its name, or None for a function of the
+    user's. Raises IsobitError for one that cannot be used or has another's name."""
     rewards: list[NamedReward | None] = []
     for spec in functions:
         try:
@@ -45,19 +45,21 @@ def check_rows(
     rows: Iterable[tuple[str, Mapping[str, Any]]],
     stop: bool,
 ) -> None:
-    """Find the rows, of (place, columns), that a reward by name cannot score, whatever the
-    completion. Raises IsobitError for the first; without `stop` says on stderr how many there
-    are."""
+    """Find the rows that a reward by name cannot score, whatever the completion; `rows` are (file
+    and line, columns). Raises IsobitError for the first; without `stop` prints on stderr how many
+    there are."""
     by_name = [(spec, reward) for spec, reward in rewards if reward is not None]
-    found: list[str] = []
-    for place, row in rows if by_name else ():
+    problems: list[str] = []
+    for where, row in rows if by_name else ():
         for spec, reward in by_name:
             try:
                 reward.check(row)
             except ValueError as error:
-                found.append(f"{place}: reward function {spec.function} cannot score it: {error}")
-        if stop and found:
-            raise IsobitError(found[0])
-    if found:
-        count = f"{len(found):,} rows" if len(found) > 1 else "a row"
-        print(f"warning: {count} without a reward: {printable(found[0])}", file=sys.stderr)
+                problems.append(
+                    f"{where}: reward function {spec.function} cannot score it: {error}"
+                )
+        if stop and problems:
+            raise IsobitError(problems[0])
+    if problems:
+        count = f"{len(problems):,} rows" if len(problems) > 1 else "a row"
+        print(f"warning: {count} without a reward: {printable(problems[0])}", file=sys.stderr)

@@ -18,21 +18,21 @@ _OWN = re.compile(r"([^{]*:[A-Za-z_]\w*):(\{.*\})", re.DOTALL)
 
 @dataclass(frozen=True)
 class Unscored:
-    """What `score` returns where the completion can be given no reward through nobody's mistake:
-    None, and why."""
+    """The result of `score` for a completion that has no reward although row and function are in
+    order: the reason, in place of a number."""
 
     reason: str
 
 
 def is_named(text: str) -> bool:
-    """Whether a reference is a bare name, possibly with options, rather than file:function or
-    module:function."""
+    """Return whether a reference is a bare name, possibly with options, rather than file:function
+    or module:function."""
     return _REFERENCE.fullmatch(text) is not None
 
 
 def parse_reference(text: str) -> tuple[str, dict[str, Any]]:
-    """(name, options) of `name` or `name:{"option": value}`; the name may be file.py:function.
-    Raises IsobitError if the options are no JSON object."""
+    """Split `name` or `name:{"option": value}` into (name, options); the name may be
+    file.py:function. Raises IsobitError if the options are not a JSON object."""
     match = _REFERENCE.fullmatch(text) or _OWN.fullmatch(text)
     if match is None:  # a function of the user's own, without options
         return text, {}
@@ -45,5 +45,5 @@ def parse_reference(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def reference(name: str, options: Mapping[str, Any]) -> str:
-    """The inverse of `parse_reference`."""
+    """Join a name and options into the text that `parse_reference` splits."""
     return f"{name}:{json.dumps(dict(options))}" if options else name

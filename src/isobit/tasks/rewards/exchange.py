@@ -44,7 +44,7 @@ class Exchange:
         self._thread.start()
 
     def submit(self, request: bytes, deadline_s: float) -> None:
-        """Queue a request, to be answered within so many seconds from when a worker begins it.
+        """Queue a request, to be answered within `deadline_s` seconds from when a worker begins it.
         Returns at once."""
         self._queue.put((request, deadline_s))
         os.write(self._wake, b"+")
@@ -125,7 +125,8 @@ class Exchange:
             self.replies[self._busy.pop(worker)] = reply
 
     def _take(self) -> bool:
-        """Line up what was submitted; whether it was the last."""
+        """Move what was submitted into the queue of calls. Return whether the last request has
+        come."""
         if select.select([self._woken], [], [], 0)[0]:
             os.read(self._woken, 4096)
         with contextlib.suppress(Empty):

@@ -20,8 +20,9 @@ class Failure:
 
 
 def failure_of(reply: Reply, variables: Sequence[str] | None) -> Failure | None:
-    """The failure that a reply is, if it is one; `variables`: of the environment that a worker has
-    besides the usual ones, or None for a function of this process, which has all."""
+    """Return the failure that a reply reports, or None for a reply with values. `variables`: those
+    of the environment that a worker has in addition to the usual ones; None for a function of this
+    process, which has all."""
     if isinstance(reply, Death):
         return Failure(reply.text, deadly=True)
     text = reply.get("malformed") or reply.get("raised")
@@ -29,6 +30,6 @@ def failure_of(reply: Reply, variables: Sequence[str] | None) -> Failure | None:
 
 
 def excerpt_of(prompt: Prompt) -> str:
-    """The beginning of a prompt, or of a chat's last message, quoted."""
+    """Return the beginning of a prompt, or of a chat's last message, quoted."""
     text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     return repr(text if len(text) <= EXCERPT_CHARACTERS else text[:EXCERPT_CHARACTERS] + "...")

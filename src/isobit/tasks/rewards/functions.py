@@ -28,7 +28,8 @@ from isobit.tasks.workers.loading import find_function, last_line
 
 
 class MalformedResult(ValueError):
-    """What a reward function returned is not a sequence with one entry for each completion."""
+    """Raised for a reward function's result that is not a sequence with one entry for each
+    completion."""
 
 
 # Given to a function where its signature names them or takes any keyword; the first two always
@@ -58,29 +59,31 @@ class LoadedFunction:
     options: frozenset[str] = frozenset()
 
     def __call__(self, arguments: dict[str, Any]) -> Any:
-        """What the function returns for those of the keyword arguments that it takes."""
+        """Call the function with those of the keyword arguments that it takes, and return its
+        result; the result of an `async` function is waited for."""
         result = self.begin(arguments)
         return LOOP.wait_for(result) if inspect.isawaitable(result) else result
 
     def begin(self, arguments: dict[str, Any]) -> Any:
-        """The same, to be awaited where the function is `async`."""
-        given = {
+        """Call the function with those of the keyword arguments that it takes; an `async`
+        function's result is still to be awaited."""
+        taken = {
             name: value
             for name, value in arguments.items()
             if name not in self.options and (name in self.names or self.takes_more)
         }
         for name, value in ON_REQUEST.items():
-            given.pop(name, None)
+            taken.pop(name, None)
             if name in self.names:
-                given[name] = arguments.get(name, value)
-        if "trainer_state" in given:
-            given["trainer_state"] = SimpleNamespace(**given["trainer_state"][0])
-        return self.call(**given)
+                taken[name] = arguments.get(name, value)
+        if "trainer_state" in taken:
+            taken["trainer_state"] = SimpleNamespace(**taken["trainer_state"][0])
+        return self.call(**taken)
 
 
 def loaded_object(function: Callable[..., Any], name: str) -> LoadedFunction:
-    """A function that is an object of this process. Raises IsobitError for a signature of another
-    form."""
+    """Wrap a function that is an object of this process. Raises IsobitError for a signature of
+    another form."""
     code = getattr(function, "__code__", None)
     return _inspect(function, name, code.co_filename if code is not None else "")
 
@@ -117,8 +120,8 @@ def load_function(reference: str) -> LoadedFunction:
 
 
 def take_unscored(result: Any) -> tuple[Any, dict[int, str]]:
-    """(the result with None for each Unscored in it, {index: reason}); only rewards by name give
-    any."""
+    """Return (the result with None for each Unscored in it, {index: reason}); only rewards by name
+    give any."""
     if not isinstance(result, list):
         return result, {}
     reasons = {i: entry.reason for i, entry in enumerate(result) if isinstance(entry, Unscored)}
@@ -132,7 +135,7 @@ LARGEST = 1e30
 
 
 def checked_values(result: Any, count: int) -> tuple[list[float | None], dict[int, str]]:
-    """(values, {index: what is wrong with that value}); a wrong value is None in the list.
+    """Return (values, {index: what is wrong with that value}); a wrong value is None in the list.
 
     Raises MalformedResult unless the result is a sequence of `count` entries. Numbers are all that
     `float` takes, text aside: also booleans, numpy's numbers and tensors of one element.
@@ -203,9 +206,10 @@ def _inspect(
     names = frozenset(p.name for p in named)
     takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters)
     if {"solution_str", "ground_truth"} <= names:
-        return LoadedFunction(
-            _from_verl(function, None if takes_more else names), file, ("answer",)
-        )
+        wanted = frozenset(_OF_VERL) if takes_more else names.intersection(_OF_VERL)
+        columns = {"completions", "answer", *wanted}
+        called = _from_verl(function, wanted)
+        return LoadedFunction(called, file, ("answer",), frozenset(columns), takes_more=False)
     positional = any(p.kind is p.POSITIONAL_ONLY and p.default is p.empty for p in parameters)
     if positional or not (takes_more or "completions" in names):
         raise IsobitError(
@@ -242,9 +246,9 @@ def _by_name(reference: str) -> LoadedFunction:
     return LoadedFunction(reward, reference, reward.columns, names, takes_more=False)
 
 
-def _from_verl(function: Callable[..., Any], names: frozenset[str] | None) -> Callable[..., Any]:
-    """verl's compute_score(data_source, solution_str, ground_truth, extra_info) as a reward
-    function; it is given those of the four that are in `names` (None: all)."""
+def _from_verl(function: Callable[..., Any], names: frozenset[str]) -> Callable[..., Any]:
+    """Wrap verl's compute_score(data_source, solution_str, ground_truth, extra_info) as a reward
+    function; it is given those of the four that are in `names`."""
 
     def reward(completions: list[Any], answer: list[Any], **columns: Any) -> list[Any]:
         nothing = [None] * len(completions)
@@ -253,9 +257,7 @@ def _from_verl(function: Callable[..., Any], names: frozenset[str] | None) -> Ca
         for source, completion, gold, info in zip(sources, completions, answer, infos, strict=True):
             sample = {"data_source": source, "extra_info": info}
             sample |= {"solution_str": completion_text(completion), "ground_truth": gold}
-            scores.append(
-                function(**{key: sample[key] for key in sample if names is None or key in names})
-            )
+            scores.append(function(**{key: sample[key] for key in sample if key in names}))
         if any(inspect.isawaitable(score) for score in scores):
             scores = LOOP.wait_for(_all_of(scores))
         return [_of_verl(score) if isinstance(score, dict) else score for score in scores]

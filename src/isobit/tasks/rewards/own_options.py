@@ -33,15 +33,15 @@ def check_options(
     }
     free = [name for name in parameters if name not in reserved]
     for name, value in options.items():
-        what = f"reward function {reference!r}: options.{name}"
+        label = f"reward function {reference!r}: options.{name}"
         if name in reserved:
-            raise IsobitError(f"{what}: is what isobit gives the function itself")
+            raise IsobitError(f"{label}: is what isobit gives the function itself")
         if name not in parameters:
             hint = did_you_mean(name, free) if free else "it has none but what isobit gives"
-            raise IsobitError(f"{what}: the function has no such parameter; {hint}")
+            raise IsobitError(f"{label}: the function has no such parameter; {hint}")
         annotation = parameters[name].annotation
         kind = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
         wanted = _KINDS.get(kind)
         wrong = wanted is not None and not isinstance(value, wanted)
         if wrong or (isinstance(value, bool) and kind in ("int", "float")):
-            raise IsobitError(f"{what}: expected {kind}, got {value!r:.80}")
+            raise IsobitError(f"{label}: expected {kind}, got {value!r:.80}")

@@ -23,6 +23,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+from isobit.data.columns import ANY
 from isobit.data.dataset import Prompt
 from isobit.data.episodes import EpisodeRecord
 from isobit.errors import IsobitError, RunFailed, did_you_mean
@@ -65,26 +66,29 @@ class RewardPool:
         environment: Sequence[str] = (),
         objects: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
-        """Raises IsobitError for functions that are missing or have the same name.
+        """Prepare the rewards of `specs`. Raises IsobitError for functions that are missing or have
+        the same name.
 
-        `deadline_s` is for one call of a function that has none of its own. `environment` names
-        variables that the functions get besides the usual ones (PATH, HOME and the like). What they
-        print goes to `output`. `objects` are the functions whose specs name objects of this
-        process; what these print goes where this process's own goes.
+        `deadline_s` is for one call of a function without a deadline in its spec. `environment`
+        names variables that the functions get in addition to the usual ones (PATH, HOME and the
+        like). Their printed lines go to `output`. `objects` are the functions whose specs name
+        objects of this process; these print where this process prints.
         """
         assert on_error in ("stop", "skip")
         self._named = built(specs, deadline_s)
         self.specs = tuple(specs)
-        found = {
+        by_index = {
             i: (objects or {}).get(spec.function) for i, spec in enumerate(specs) if spec.is_object
         }
-        if missing := [specs[i].label for i, function in found.items() if function is None]:
+        if missing := [specs[i].label for i, function in by_index.items() if function is None]:
             raise IsobitError(
                 f"reward function {missing[0]!r} was given in Python as an object: give it "
                 "again there"
             )
         self.here = {
-            i: loaded_object(function, specs[i].label) for i, function in found.items() if function
+            i: loaded_object(function, specs[i].label)
+            for i, function in by_index.items()
+            if function
         }
         self._places = [i for i in range(len(specs)) if i not in self.here]
         self.deadlines_s = [spec.deadline_s or deadline_s for spec in specs]
@@ -96,6 +100,7 @@ class RewardPool:
         self.workers: list[WorkerProcess] = []
         self._required: list[tuple[str, ...]] = []
         self.wants_tokens = False
+        self.columns: frozenset[str] = frozenset()  # names of arguments, see data/columns.py
         self._trainer_state: Mapping[str, float] | None = None  # of the batch that was begun last
         self._open: RewardBatch | None = None
 
@@ -126,7 +131,11 @@ class RewardPool:
         names = [signature["names"] for signature in there.values()] + [
             f.names for f in self.here.values()
         ]
-        self.wants_tokens = any("completion_ids" in each for each in names)
+        self.columns = frozenset().union(*names, *self._required)
+        self.wants_tokens = "completion_ids" in self.columns
+        takes_more = [signature["takes_more"] for signature in there.values()]
+        if any(takes_more) or any(f.takes_more for f in self.here.values()):
+            self.columns |= {ANY}
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise IsobitError if a function cannot do without a column that the data does not
@@ -153,8 +162,8 @@ class RewardPool:
             check_rows(list(zip(self.specs, self._named)), rows, self.stop)
 
     def begin(self, count: int, trainer_state: Mapping[str, float] | None = None) -> "RewardBatch":
-        """A batch of so many samples, which are scored as they come. One at a time can be open.
-        `trainer_state`: global_step, max_steps and epoch, for functions that ask."""
+        """Open a batch of `count` samples, which are scored as they come. One batch at a time can
+        be open. `trainer_state`: global_step, max_steps and epoch, for functions that ask."""
         assert self._open is None, "a batch is scored already"
         self.start()
         self.output.written = False
@@ -195,12 +204,13 @@ class RewardPool:
         self.workers, self._required = [], []
 
     def request(self, function: int, body: str) -> bytes:
-        """A line for a worker, which counts its own functions."""
+        """Return the line that asks a worker to call a function; workers number only the functions
+        they have."""
         return f'{{"function":{self._places.index(function)},{body}'.encode()
 
     def pass_output_on(self) -> None:
-        """What the workers have printed goes to `output`; at the end of each batch, so that nobody
-        waits for it."""
+        """Copy the workers' new printed lines to `output`; called at the end of each batch, so that
+        no caller waits for it."""
         for worker in self.workers:
             self.output.add(*worker.new_output(MAX_AT_ONCE), self._heading)
 
@@ -212,7 +222,7 @@ class RewardPool:
         )
 
     def closed(self, batch: "RewardBatch") -> None:
-        """A batch is through."""
+        """Note that a batch has ended, and copy its printed lines to `output`."""
         if self._open is batch:
             self._open = None
             self.pass_output_on()
@@ -269,26 +279,30 @@ class RewardBatch:
         if self._running is None:
             return
         self._pool.check_columns(columns[0])
-        given: dict[str, list[Any]] = {name: [row[name] for row in columns] for name in columns[0]}
-        given["prompts"] = list(prompts)
-        given["completions"] = [
-            _messages(said)
-            if isinstance(said, EpisodeRecord)
-            else said
+        arguments: dict[str, list[Any]] = {
+            name: [row[name] for row in columns] for name in columns[0]
+        }
+        arguments["prompts"] = list(prompts)
+        arguments["completions"] = [
+            _messages(completion)
+            if isinstance(completion, EpisodeRecord)
+            else completion
             if isinstance(prompt, str)
-            else [{"role": "assistant", "content": said}]
-            for prompt, said in zip(prompts, completions)
+            else [{"role": "assistant", "content": completion}]
+            for prompt, completion in zip(prompts, completions)
         ]
         if self._pool.wants_tokens and completion_ids is not None:
-            given["completion_ids"] = [list(ids) for ids in completion_ids]
+            arguments["completion_ids"] = [list(ids) for ids in completion_ids]
         if self._trainer_state is not None:
-            given["trainer_state"] = [dict(self._trainer_state)] * len(prompts)
-        part = range(first, first + len(prompts))
-        for name, values in given.items():
-            self.arguments.setdefault(name, [None] * self.count)[part.start : part.stop] = values
+            arguments["trainer_state"] = [dict(self._trainer_state)] * len(prompts)
+        samples = range(first, first + len(prompts))
+        for name, values in arguments.items():
+            self.arguments.setdefault(name, [None] * self.count)[samples.start : samples.stop] = (
+                values
+            )
         for function, size in enumerate(self._pool.chunk_sizes):
-            for start in range(part.start, part.stop, size):
-                chunk = range(start, min(start + size, part.stop))
+            for start in range(samples.start, samples.stop, size):
+                chunk = range(start, min(start + size, samples.stop))
                 if function in self._pool.here:
                     self._calls_here.append((function, chunk))
                     continue
@@ -298,10 +312,12 @@ class RewardBatch:
                 )
 
     def collect(self, meanwhile: Callable[[], None] | None = None) -> list[Reward]:
-        """The rewards of the samples that were added, in order, once they are there; `meanwhile` is
-        called over and over until the workers are done. `overlapped_s` is then the seconds of
-        scoring before this call. Raises RunFailed at the first problem, in their order, if that is
-        to stop."""
+        """Return the rewards of the samples that were added, in order, once they are scored.
+
+        `meanwhile` is called over and over until the workers are done. `overlapped_s` is then the
+        seconds of scoring before this call. Raises RunFailed at the first problem in the samples'
+        order, if problems stop the run.
+        """
         self._meanwhile = meanwhile
         if self._running is None:
             self.cancel()
@@ -313,7 +329,7 @@ class RewardBatch:
             replies, self.overlapped_s = self._running.finish(meanwhile)
             self._running.cancel()
             called = zip(self._calls + self._calls_here, replies + here)
-            settled = sorted(called, key=lambda each: (each[0][1].start, each[0][0]))
+            settled = sorted(called, key=lambda call: (call[0][1].start, call[0][0]))
             for (function, chunk), reply in settled:
                 self.settle(function, chunk, reply)
         except IsobitError as error:
@@ -327,7 +343,7 @@ class RewardBatch:
         return [self._reward(i) for i in sorted(self._added)]
 
     def cancel(self) -> None:
-        """Score no more of it. May be called again."""
+        """Stop scoring the batch. May be called again."""
         if self._running is not None:
             self._running.cancel()
         self._pool.closed(self)
@@ -338,51 +354,51 @@ class RewardBatch:
         }
         problems = [problems[sample] for problems in self.problems if sample in problems]
         weighted = [spec for spec in self.functions if spec.weight != 0]
-        parts = [
+        weighted_values = [
             spec.weight * value
             for spec in weighted
             if (value := by_function[spec.label]) is not None
         ]
         failed = any(
-            sample in found
-            for spec, found in zip(self.functions, self.problems)
+            sample in problems_of_function
+            for spec, problems_of_function in zip(self.functions, self.problems)
             if spec.weight != 0
         )
-        total = None if failed or (weighted and not parts) else sum(parts, 0.0)
+        total = None if failed or (weighted and not weighted_values) else sum(weighted_values, 0.0)
         return Reward(total, by_function, problems[0] if problems else None)
 
-    def settle(self, function: int, part: range, reply: Reply) -> None:
+    def settle(self, function: int, samples: range, reply: Reply) -> None:
         """Record the values of a call, or score its samples one by one where it failed."""
         failure = self._failure(function, reply)
         if failure is None:
             assert isinstance(reply, dict)
-            self.values[function].update(zip(part, reply["values"]))
+            self.values[function].update(zip(samples, reply["values"]))
             for i, text in reply["wrong"].items():
-                self.record(function, part[int(i)], text, self.stop)
+                self.record(function, samples[int(i)], text, self.stop)
             for i, text in reply["unscored"].items():
-                self.record(function, part[int(i)], text, stop=False)
-        elif len(part) == 1:
-            self.record(function, part[0], failure.text, self.stops(function, failure.deadly))
+                self.record(function, samples[int(i)], text, stop=False)
+        elif len(samples) == 1:
+            self.record(function, samples[0], failure.text, self.stops(function, failure.deadly))
         else:
-            before = len(self.problems[function])
-            self.examine(function, part)
-            if len(self.problems[function]) == before:
-                self.note(function, part, failure)
+            known = len(self.problems[function])
+            self.examine(function, samples)
+            if len(self.problems[function]) == known:
+                self.note(function, samples, failure)
 
-    def examine(self, function: int, part: range) -> None:
+    def examine(self, function: int, samples: range) -> None:
         """Call the function on each sample of a chunk that failed, while there are processes to
         spend on it."""
-        while part and self.deaths < MAX_DEATHS:
-            now, part = part[: MAX_DEATHS - self.deaths], part[MAX_DEATHS - self.deaths :]
+        while samples and self.deaths < MAX_DEATHS:
+            now, samples = samples[: MAX_DEATHS - self.deaths], samples[MAX_DEATHS - self.deaths :]
             for sample, reply in zip(now, self.calls(function, now)):
                 self.deaths += isinstance(reply, Death)
                 self.settle(function, range(sample, sample + 1), reply)
-        for sample in part:
+        for sample in samples:
             text = f"not examined: {MAX_DEATHS} processes died or hung in this batch already"
             self.record(function, sample, text, self.stops(function, deadly=True))
 
     def stops(self, function: int, deadly: bool) -> bool:
-        """Whether such a failure ends the run: not if a reward by name hung or died over a
+        """Return whether a failure ends the run: not where a reward by name hung or died over a
         completion."""
         return self.stop and not (deadly and self.functions[function].by_name)
 
@@ -398,48 +414,54 @@ class RewardBatch:
         self.values[function][sample] = None
         self.problems[function][sample] = message
 
-    def note(self, function: int, part: range, failure: Failure) -> None:
-        """A call failed on a part, but on none of its samples alone: their values count, and it is
-        said."""
+    def note(self, function: int, samples: range, failure: Failure) -> None:
+        """Note that a call failed on a chunk of samples but on none of them alone: their values
+        count."""
         hint = "; raise rewards.deadline_s if the function is slow" if failure.deadly else ""
         self.notes.append(
-            f"reward function {self.functions[function].function}: samples {part[0]} to {part[-1]} "
+            f"reward function {self.functions[function].function}: samples {samples[0]} to {samples[-1]} "
             f"were scored one by one, after it failed on them together: {failure.text}{hint}"
         )
 
-    def body(self, part: range) -> str:
-        """The part's arguments, as the end of a request."""
-        return f'"count":{len(part)},"arguments":{json.dumps(self._given(part))}}}\n'
+    def body(self, samples: range) -> str:
+        """Return the arguments of a chunk of samples, as the end of a request."""
+        return f'"count":{len(samples)},"arguments":{json.dumps(self._given(samples))}}}\n'
 
-    def _given(self, part: range) -> dict[str, list[Any]]:
-        return {name: values[part.start : part.stop] for name, values in self.arguments.items()}
+    def _given(self, samples: range) -> dict[str, list[Any]]:
+        return {
+            name: values[samples.start : samples.stop] for name, values in self.arguments.items()
+        }
 
     def calls(self, function: int, samples: range) -> list[Reply]:
-        """The replies to one more call for each sample. Raises RunFailed if a worker that died
-        cannot be replaced."""
-        parts = [range(sample, sample + 1) for sample in samples]
+        """Call the function once more on each sample alone and return the replies. Raises RunFailed
+        if a worker that died cannot be replaced."""
+        chunks = [range(sample, sample + 1) for sample in samples]
         if function in self._pool.here:
-            return [self.call_here(function, part) for part in parts]
+            return [self.call_here(function, chunk) for chunk in chunks]
         exchange = Exchange(self.workers)
         try:
-            for part in parts:
+            for chunk in chunks:
                 exchange.submit(
-                    self._pool.request(function, self.body(part)), self._pool.deadlines_s[function]
+                    self._pool.request(function, self.body(chunk)), self._pool.deadlines_s[function]
                 )
             return exchange.finish(self._meanwhile)[0]
         finally:
             exchange.cancel()
 
-    def call_here(self, function: int, part: range) -> Reply:
-        """What an object of this process answers; what it changes in its arguments is its own."""
-        return answer(self._pool.here[function], deepcopy(self._given(part)), len(part), Exception)
+    def call_here(self, function: int, samples: range) -> Reply:
+        """Call a function that is an object of this process on copies of its arguments, so that
+        what it changes in them is not seen elsewhere."""
+        return answer(
+            self._pool.here[function], deepcopy(self._given(samples)), len(samples), Exception
+        )
 
     def _failure(self, function: int, reply: Reply) -> Failure | None:
         return failure_of(reply, None if function in self._pool.here else self._pool.environment)
 
 
 def _messages(episode: EpisodeRecord) -> list[dict[str, Any]]:
-    """All that was said; of one turn no calls, as of a completion without an environment."""
+    """Return all messages of an episode; a single turn without its calls, as for a completion
+    without an environment."""
     if len(episode.messages) == 1:
         return [{k: v for k, v in episode.messages[0].items() if k != "tool_calls"}]
     return list(episode.messages)

@@ -15,7 +15,7 @@ OBJECT = "<python>:"
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """One reward function: a built-in one, or your own with TRL's signature."""
+    """A reward function: a built-in one, or your own with TRL's signature."""
 
     function: Annotated[
         str,

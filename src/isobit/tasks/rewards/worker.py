@@ -1,11 +1,12 @@
 """The process that runs reward functions: `python -m isobit.tasks.rewards.worker REQUESTS REPLIES
 LIFELINE` (pipe numbers).
 
-One JSON object a line, each way, over two pipes of its own; stdin is empty and everything that a
+One JSON object a line, each way, over two private pipes; stdin is empty and everything that a
 function prints goes to stderr, so that nothing it does to the standard streams can spoil the
 protocol.
 
-    {"load": [reference, ...]}                          -> {"loaded": [{"required": [...], "names": [...]}, ...]}
+    {"load": [reference, ...]}                          -> {"loaded": [{"required": [...], "names": [...],
+                                                             "takes_more": bool}, ...]}
                                                          or {"error": line}
     {"function": i, "count": n, "arguments": {...}}     -> {"values": [...], "wrong": {index: what}, "unscored": {...}}
                                                          or {"raised": line} or {"malformed": line}
@@ -44,7 +45,12 @@ def _answer(request: dict[str, Any], functions: list[LoadedFunction]) -> dict[st
             functions[:] = [load_function(reference) for reference in request["load"]]
         except IsobitError as error:
             return {"error": str(error)}
-        return {"loaded": [{"required": f.required, "names": sorted(f.names)} for f in functions]}
+        return {
+            "loaded": [
+                {"required": f.required, "names": sorted(f.names), "takes_more": f.takes_more}
+                for f in functions
+            ]
+        }
     function = functions[request["function"]]
     return answer(
         function, request["arguments"], request["count"], BaseException

@@ -33,7 +33,7 @@ Reply = dict[str, Any] | Death
 
 
 class WorkerProcess(Process):
-    """One worker that has the given functions loaded; dead between a `kill` and the next
+    """A worker process that has the given functions loaded; dead between a `kill` and the next
     `revive`."""
 
     def __init__(self, references: Sequence[str], variables: Sequence[str] = ()) -> None:
@@ -70,8 +70,8 @@ class WorkerProcess(Process):
             self.loaded()
 
     def answer(self, request: bytes, deadline_s: float) -> Reply:
-        """The reply to one request. Raises IsobitError if the worker had died and its replacement
-        cannot load."""
+        """Send a request and return the reply. Raises IsobitError if the worker had died and its
+        replacement cannot load the functions."""
         self.revive()
         self.begin(request, deadline_s)
         return self._reply()
@@ -94,24 +94,24 @@ class WorkerProcess(Process):
 
     @property
     def interests(self) -> dict[int, int]:
-        """The descriptors on which it waits, with poll's event masks."""
+        """The descriptors that the worker waits for, with poll's event masks."""
         return {self.read_end: select.POLLIN} | (
             {self.write_end: select.POLLOUT} if self.unsent else {}
         )
 
     def begin(self, request: bytes, deadline_s: float) -> None:
-        """Take up a request, a line of JSON, to be answered within so many seconds."""
+        """Send a request, a line of JSON, to be answered within `deadline_s` seconds."""
         self._received.clear()
         self.mark_output()
         self.deadline_s, self.expires = deadline_s, time.monotonic() + deadline_s
         self.send(request)
 
     def pull(self) -> dict[str, Any] | None:
-        """Read what the pipe has; the reply once it is whole. Raises EOFError when the worker is
-        gone."""
-        part = self.receive()
-        self._received += part
-        if not part.endswith(b"\n"):
+        """Read what the pipe has; return the reply once it is whole, else None. Raises EOFError
+        when the worker is gone."""
+        chunk = self.receive()
+        self._received += chunk
+        if not chunk.endswith(b"\n"):
             return None
         try:
             return json.loads(self._received)

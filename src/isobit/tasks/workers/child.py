@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 
 def open_pipes() -> tuple[int, int]:
-    """(request pipe, reply pipe) of this process, whose numbers are its first arguments; the third
-    is the lifeline.
+    """Open (request pipe, reply pipe) of this process, whose numbers are its first arguments; the
+    third is the lifeline.
 
-    Its own children do not get them. On Linux the kernel kills the whole process group, also inside
-    a function that never returns, when the lifeline loses its other end, that is, when the parent
-    dies.
+    Children of this process do not get them. On Linux the kernel kills the whole process group,
+    also inside a function that never returns, when the lifeline loses its other end, that is, when
+    the parent dies.
     """
     requests, replies, lifeline = (int(number) for number in sys.argv[1:4])
     for descriptor in (requests, replies, lifeline):
@@ -27,7 +27,7 @@ def open_pipes() -> tuple[int, int]:
 
 
 def write(descriptor: int, data: bytes) -> None:
-    """Write all of it."""
+    """Write all of `data`, in as many calls as the descriptor needs."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
@@ -49,8 +49,8 @@ def _die_with(lifeline: int) -> None:
 
 
 def _closer(*descriptors: int) -> Callable[[], None]:
-    """A function that closes the descriptors: a forked child must not hold the pipes open after its
-    parent's death."""
+    """Return a function that closes the descriptors: a forked child must not hold the pipes open
+    after its parent's death."""
 
     def close() -> None:
         for descriptor in descriptors:

@@ -54,7 +54,7 @@ def split_reference(reference: str, what: str = "reward function") -> tuple[str,
     `package.module:function`. `what`: the word for the reference in errors. Raises IsobitError for
     another text."""
     home, colon, function = reference.rpartition(":")
-    named = home.endswith(".py") or all(part.isidentifier() for part in home.split("."))
+    named = home.endswith(".py") or all(name.isidentifier() for name in home.split("."))
     if not colon or not named or not function.isidentifier():
         raise IsobitError(
             f"{what} {brief(reference, 300)!r}: expected path/to/file.py:function or "
@@ -113,8 +113,8 @@ def last_line(error: BaseException, file: str) -> str:
     """Return the last line of an error's traceback, with the place in `file` where it arose, or
     else the innermost place outside of isobit and the import system."""
     if isinstance(error, SyntaxError):
-        place = f"{os.path.basename(error.filename or file)}, line {error.lineno}"
-        return f"{type(error).__name__}: {error.msg} ({place})"
+        position = f"{os.path.basename(error.filename or file)}, line {error.lineno}"
+        return f"{type(error).__name__}: {error.msg} ({position})"
     text = " ".join("".join(traceback.format_exception_only(type(error), error)).split())
     text = _MODULE.sub("", text)
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,9 +1,8 @@
-"""What reward functions print: into a file of the run, or to stderr where there is no run.
+"""What reward functions print: into a file of the run, or to stderr without a run.
 
-Workers write into files of their own, which have no name and never make them wait; their parent
-passes on what is new when a batch is through. So printing costs a run next to nothing, and cannot
-stop it. Bounded: of one batch the last MAX_AT_ONCE bytes, of a run the last two files of
-MAX_FILE_BYTES.
+Workers write into private files, which have no name and never make them wait; their parent copies
+what is new at the end of a batch. So printing costs a run next to nothing, and cannot stop it.
+Bounded: of one batch the last MAX_AT_ONCE bytes, of a run the last two files of MAX_FILE_BYTES.
 """
 
 import os
@@ -20,8 +19,8 @@ OLDER = ".1"
 
 
 class Output:
-    """Where output goes: `path`, once there is one. `written`: whether the file got anything from
-    the newest batch."""
+    """The destination of printed lines: the file `path`, once there is one. `written`: whether the
+    newest batch wrote to the file."""
 
     def __init__(self) -> None:
         self.path: Path | None = None

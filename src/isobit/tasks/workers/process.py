@@ -2,7 +2,7 @@
 started.
 
 It leads its own process group. Whatever it does (hang, fork, exit, be killed), the group is killed
-as a whole and reaped. Left out: what is said over the pipes; a descendant that leaves the group
+as a whole and reaped. Left out: the messages over the pipes; a descendant that leaves the group
 (setsid), which is not followed; and a cage, since nothing here confines malicious code.
 """
 
@@ -95,7 +95,7 @@ class Process:
         self.push()
 
     def push(self) -> None:
-        """Write what the pipe takes of what was sent."""
+        """Write as many of the unsent bytes as the pipe takes."""
         with contextlib.suppress(
             BlockingIOError, BrokenPipeError
         ):  # a broken pipe also ends the other one
@@ -103,8 +103,8 @@ class Process:
                 self._unsent = self._unsent[os.write(self.write_end, self._unsent) :]
 
     def wait(self, seconds: float) -> bool:
-        """Whether it says something, or ends, within so many seconds; what was sent is written
-        meanwhile."""
+        """Wait until the process writes or ends, at most `seconds`; return whether it did. Data
+        still to be sent are written meanwhile."""
         poll = select.poll()
         poll.register(self.read_end, select.POLLIN)
         end = time.monotonic() + seconds
@@ -118,11 +118,12 @@ class Process:
         return bool(poll.poll(max(0.0, end - time.monotonic()) * 1000))
 
     def receive(self) -> bytes:
-        """What the pipe has, once it has something. Raises EOFError when the worker is gone."""
-        part = os.read(self.read_end, 1 << 20)
-        if not part:
+        """Return the bytes in the pipe, after waiting for the first. Raises EOFError when the
+        worker is gone."""
+        chunk = os.read(self.read_end, 1 << 20)
+        if not chunk:
             raise EOFError
-        return part
+        return chunk
 
     def kill(self) -> int:
         """Kill the whole group and reap the worker; its exit status as subprocess gives it."""
@@ -140,7 +141,7 @@ class Process:
         return status
 
     def bury(self) -> str:
-        """After the worker ended by itself: clean up, and say how it ended."""
+        """Clean up after a worker that ended by itself, and return how it ended."""
         status = self.kill()  # a process that has ended keeps the status that it ended with
         ended = (
             f"was killed by {_signal_name(-status)}"
@@ -150,7 +151,8 @@ class Process:
         return f"its process {ended}{self.last_output()}"
 
     def mark_output(self) -> None:
-        """From here on `last_output` looks; a log that has grown large is emptied."""
+        """Set the position from which `last_output` looks; a log that has grown large is
+        emptied."""
         self._log_start = os.fstat(self._log.fileno()).st_size
         if self._log_start > MAX_LOG_BYTES:
             self._dropped += self._log_start - self._passed_on
@@ -158,8 +160,8 @@ class Process:
             self._log_start = self._passed_on = 0
 
     def last_output(self) -> str:
-        """The last line that was printed since `mark_output`, as the end of a message; empty if
-        there is none."""
+        """Return the last line that was printed since `mark_output`, as the end of a message; empty
+        without one."""
         size = os.fstat(self._log.fileno()).st_size
         start = max(self._log_start, size - 2000)
         text = os.pread(self._log.fileno(), size - start, start).decode(errors="replace")
@@ -171,8 +173,8 @@ class Process:
         return f" (last output: {last})" if last else ""
 
     def new_output(self, most: int) -> tuple[int, bytes]:
-        """What was printed since the last call: how many bytes are left out, and the last of them,
-        at most `most`."""
+        """Return what was printed since the last call: (bytes left out at the beginning, the last
+        at most `most` bytes)."""
         size = os.fstat(self._log.fileno()).st_size
         start = max(self._passed_on, size - most)
         dropped = self._dropped + start - self._passed_on

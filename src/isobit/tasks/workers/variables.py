@@ -38,11 +38,11 @@ _KEY = re.compile(r"(?:_KEY|_TOKEN|_SECRET|_PASSWORD)$")
 def environment(names: Sequence[str]) -> dict[str, str]:
     """Return the variables that a worker's process gets; `names`: those in addition to the usual
     ones."""
-    kept = {name: os.environ[name] for name in (*PASSED_ON, *names) if name in os.environ}
-    kept.update({name: value for name, value in os.environ.items() if name.startswith("LC_")})
+    passed = {name: os.environ[name] for name in (*PASSED_ON, *names) if name in os.environ}
+    passed.update({name: value for name, value in os.environ.items() if name.startswith("LC_")})
     source = str(Path(isobit.__file__).resolve().parent.parent)
-    kept["PYTHONPATH"] = os.pathsep.join(filter(None, [source, kept.get("PYTHONPATH")]))
-    return kept | {"PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    passed["PYTHONPATH"] = os.pathsep.join(filter(None, [source, passed.get("PYTHONPATH")]))
+    return passed | {"PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def check_names(names: Sequence[str], option: str = OF_REWARDS) -> None:
@@ -85,7 +85,7 @@ def hint(
     if spelled:
         return f"; {_listed(spelled)} is set here, and passed on where it is named in {option}"
     missing = [
-        name for found in _MISSING.findall(error) for name in found if name and name not in here
+        name for groups in _MISSING.findall(error) for name in groups if name and name not in here
     ]
     if missing:
         also = "" if missing[0] in passed else f", and name it in {option}"

@@ -9,7 +9,8 @@ from types import TracebackType
 from typing import Any
 
 from isobit.config import Config
-from isobit.data.dataset import Prompt
+from isobit.data.columns import ANY, unread_line
+from isobit.data.dataset import TEMPLATE_KWARGS, Example, Prompt
 from isobit.errors import IsobitError
 from isobit.run.completions import COMPLETIONS, read
 from isobit.run.directory import ENVIRONMENTS_LOG, REWARDS_LOG
@@ -53,6 +54,16 @@ class Processes:
         self.rewards.output.path = run / REWARDS_LOG
         if self.environments is not None:
             self.environments.output.path = run / ENVIRONMENTS_LOG
+
+    def unread_columns(self, config: Config, examples: Sequence[Example]) -> str | None:
+        """Return a line about columns of the data that nothing in a run or an evaluation reads; None
+        without any."""
+        shown = config.reference.shown
+        read = {TEMPLATE_KWARGS, *self.rewards.columns, config.evaluation.tag or ""}
+        read |= frozenset() if self.environments is None else self.environments.columns
+        if shown is not None:
+            read |= {shown.demonstration or ANY}  # feedback is given all of them
+        return unread_line(examples, read, supervised=False)
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:

@@ -76,7 +76,7 @@ def open_parts(
     read. Raises IsobitError for anything that does not fit."""
     objects.require(config)
     check_trackers(plain(config.tracking))
-    task = load_task(replace(config.task, seed=config.seed, rows=objects.rows))
+    task = task_of(config, objects)
     require_held_out(config, task)
     if recorded is None or config.evaluation.every or not config.environment.used:
         processes = open_processes(config, task, objects)
@@ -94,6 +94,14 @@ def open_parts(
     except BaseException:
         processes.close()
         raise
+
+
+def task_of(config: Config, objects: Objects = NO_OBJECTS) -> Task:
+    """Load the task of a run that samples, or of an evaluation. Raises IsobitError for bad data."""
+    by_columns = config.environment.factory is not None
+    return load_task(
+        replace(config.task, seed=config.seed, rows=objects.rows, by_columns=by_columns)
+    )
 
 
 def _say_what_cannot_fit(config: Config, base: Path) -> None:

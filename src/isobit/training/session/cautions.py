@@ -5,12 +5,11 @@ A config that cannot work is refused where it is read; the configs warned of her
 otherwise run without a word.
 """
 
-import json
 from collections.abc import Iterator
 
 from isobit.config import Config
 from isobit.config.sections import EvaluationConfig
-from isobit.data.dataset import Example
+from isobit.data.dataset import same_task
 from isobit.engine.speculation import cannot_speculate
 from isobit.model import Model
 from isobit.model.described import Described
@@ -47,17 +46,19 @@ def _of_data(config: Config, task: Task) -> Iterator[str]:
             "prompt up to "
             f"{-(-wanted // prompts)} times; with prompts_per_step={prompts} it would ask each once"
         )
-    known = {_said(example) for example in task.train.examples}
+    by_columns = config.environment.factory is not None
+    known = {same_task(example, by_columns) for example in task.train.examples}
     if len(known) == 1 < prompts:
         yield (
             f"all {prompts:,} training prompts are the same, that of "
             f"{task.train.examples[0].place}: is another column the prompt (task.columns)?"
         )
     asked = task.held_out.examples[: config.evaluation.samples] if config.evaluation.every else ()
-    if both := [example for example in asked if _said(example) in known]:
+    if both := [example for example in asked if same_task(example, by_columns) in known]:
+        what = "rows" if by_columns else "prompts"
         yield (
-            f"{len(both):,} of {len(asked):,} held-out prompts are training prompts too, the first "
-            f"{both[0].place}: accuracy on these does not say what the model makes of prompts that "
+            f"{len(both):,} of {len(asked):,} held-out {what} are training {what} too, the first "
+            f"{both[0].place}: accuracy on these does not say what the model makes of {what} that "
             "it was not trained on"
         )
     samples = config.evaluation.samples
@@ -84,10 +85,6 @@ def _of_divergence(config: Config, model: ModelConfig) -> Iterator[str]:
             f"algorithm.divergence_top_k {most:,}: the vocabulary has {size:,} tokens, so all of "
             "them are compared, as with 0"
         )
-
-
-def _said(example: Example) -> str:
-    return json.dumps(example.prompt, sort_keys=True, default=str)
 
 
 def _of_steps(config: Config) -> Iterator[str]:

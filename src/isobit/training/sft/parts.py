@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from isobit.config import SftConfig
-from isobit.data.dataset import Dataset, Example
+from isobit.data.columns import unread_line
+from isobit.data.dataset import TEMPLATE_KWARGS, Dataset, Example
+from isobit.data.messages import TOOLS
 from isobit.distributed import Ranks
 from isobit.engine.calibration import Calibrator
 from isobit.errors import IsobitError
@@ -202,6 +204,15 @@ def load_supervised(config: SftConfig) -> Task:
     """Load the task of a supervised run, whose files may have any of the columns that supervised
     sets have. Raises IsobitError for bad data."""
     return load_task(replace(config.task, seed=config.seed, supervised=True))
+
+
+def unread_columns(config: SftConfig, task: Task) -> str | None:
+    """Return a line about columns of the data that nothing in a supervised run reads; None without
+    any."""
+    answers = {"chosen", "rejected"} if config.of_pairs else {task.gold or "completion"}
+    read = {TEMPLATE_KWARGS, TOOLS, *answers}
+    read |= {"label", "completion"} if config.loss == "kto" else set()
+    return unread_line(task.train.examples, read, supervised=True)
 
 
 def check_evaluation(config: SftConfig, task: Task) -> None:

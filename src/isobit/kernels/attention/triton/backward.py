@@ -105,7 +105,8 @@ def _key_blocks(width: int, dtype: torch.dtype) -> _Blocks:
 
 
 def _read(store: KVStore, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values [T, KV, D] of the rows at `slots`, as attention reads them: in `dtype`."""
+    """Return keys and values [T, KV, D] of the rows at `slots`, as attention reads them: in
+    `dtype`."""
     rows, (kv_heads, dim) = slots.shape[0], store.k.shape[1:]
     k, v = (torch.empty((rows, kv_heads, dim), dtype=dtype, device=slots.device) for _ in range(2))
     # one scale for all is expanded over a single element
@@ -187,7 +188,7 @@ def _block(
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Rows `first` to `first` + ROWS of one head, [ROWS, WIDTH]; 0 beyond `count` rows.
+    """Return rows `first` to `first` + ROWS of one head, [ROWS, WIDTH]; 0 beyond `count` rows.
 
     The first row's place takes 64 bits, from 2^31 elements on; within a block 32 will do.
     """

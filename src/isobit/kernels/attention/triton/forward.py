@@ -80,8 +80,8 @@ class Tiling(NamedTuple):
 
 
 def put_rows_first() -> None:
-    """From here on rows are on the long side in every tile, as many of them have it: the same bits,
-    where exchanging the operands of an instruction does not keep them."""
+    """Put rows on the long side of every tile from now on, as in batches of many rows: the same
+    bits, where exchanging the operands of an instruction does not keep them."""
     global _FEW_ROWS
     _FEW_ROWS = 0
 
@@ -241,9 +241,12 @@ def _operands(store: KVStore, dim: int, dtype: torch.dtype, block: Tiling) -> di
 
 @triton.jit
 def factors(peak, more_peak):
-    """Return (factor of one part of a row's keys, of another, the peak of both): the parts become
-    one as sum · factor + more · more_factor. A part without visible keys, of peak -inf, leaves the
-    other exactly as it is."""
+    """Return (factor, more_factor, highest), the weights that join two partial softmax sums over
+    disjoint keys: joined sum = sum * factor + more * more_factor, and `highest` is the peak of
+    both.
+
+    A side without visible keys has peak -inf and leaves the other side's bits unchanged.
+    """
     highest = tl.maximum(peak, more_peak)
     base = tl.where(highest == NOTHING, 0.0, highest)
     return tl.exp2(peak - base), tl.exp2(more_peak - base), highest
@@ -263,9 +266,12 @@ def store_finished(
     acc, total, peak, out_ptr, lse_ptr, codes_ptr, scale_ptr, flag_ptr, place, at, valid, mask,
     num_rows, HEADS: tl.constexpr, UE8M0: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
-    """Write softmax·v [N, D] and the natural log-sum-exp [N] of rows' joined parts, where `places`
-    has them; softmax·v as numbers, as codes of what is rounded to BF16, or as both. A head's
-    channels are one block; BESIDE as of the quantizer's `lies_beside`."""
+    """Write softmax·v [N, D] and the natural log-sum-exp [N] of rows whose key blocks are joined.
+
+    `at`: offsets of the outputs; `place`: offsets of the per-row numbers. softmax·v is written as
+    numbers (`out_ptr`), as FP8 codes of its BF16 rounding (`codes_ptr`), or as both. A head's
+    channels are one scale block; BESIDE: scales are laid out as the quantizer's `lies_beside` says.
+    """
     # a zero's sign can depend on keys that a row does not see: adding +0 makes it +
     out = acc * tl.div_rn(1.0, total)[:, None] + 0.0
     tl.store(lse_ptr + place, (peak + tl.log2(total)) * _LN2, mask=valid)

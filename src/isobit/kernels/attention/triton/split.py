@@ -48,8 +48,8 @@ def by_row(x, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def product(keys, rows, acc, KEYS_FIRST: tl.constexpr):
-    """Return acc + a product of the keys' operand [M, K] and the rows', [K, N] of KEYS_FIRST, else
-    [N, K]."""
+    """Return acc plus the product of the keys' operand [M, K] with the rows': [K, N] with
+    KEYS_FIRST, else [N, K]."""
     if KEYS_FIRST:
         return numbers.dot(keys, rows, acc)
     else:
@@ -61,7 +61,7 @@ def queries(q, factor, PAIRED: tl.constexpr, KEYS_FIRST: tl.constexpr):
     """Return (even channels, odd channels, factor [N] of their scores) of rows q [N, D], as
     operands; where codes are not PAIRED, all channels twice.
 
-    Beside PAIRED codes they become float16, times the power of two that leaves a row's largest
+    Next to PAIRED codes they become float16, times the power of two that leaves a row's largest
     magnitude between 2^14 and 2^15: exact down to 2^-31 of it. The factor takes that back.
     """
     even, odd = q, q
@@ -102,9 +102,9 @@ def operands(x, like: tl.constexpr, PAIRED: tl.constexpr):
 def load_block(pointer, place, there, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
     FINITE: tl.constexpr,
                CHANNELS_FIRST: tl.constexpr):  # fmt: skip
-    """Keys or values of the tokens at `place`, [keys, WIDTH], or with CHANNELS_FIRST [WIDTH, keys];
-    0 beyond CHANNELS. Those that are not `there` are 0 too, but for FINITE codes: page 0 is read
-    for them, and their scales are 0."""
+    """Return keys or values of the tokens at `place`, [keys, WIDTH], or with CHANNELS_FIRST [WIDTH,
+    keys]; 0 beyond CHANNELS. Those that are not `there` are 0 too, but for FINITE codes: page 0 is
+    read for them, and their scales are 0."""
     channel = tl.arange(0, WIDTH)
     at, mask = pointer + place[:, None] + channel[None, :], (channel < CHANNELS)[None, :]
     if not FINITE:

@@ -1,5 +1,5 @@
-"""The backward of the gated delta rule, and of Mamba-2's recurrence, on a GPU, for whole sequences:
-back through the tokens, over the states after each, as in `kernels/delta/definition.py`.
+"""The backward of the gated delta rule and Mamba-2's recurrence on a GPU, for whole sequences: back
+through the tokens, over the state after each token, as in `kernels/delta/definition.py`.
 
 A program has a sequence, a value head and BLOCK columns. It goes forward once, keeping the state
 before every SEGMENT tokens; then, from the last segment to the first, once more over a segment,
@@ -89,8 +89,8 @@ def _back(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the state before token `t`, given that of the state after it; the others are
-    stored. `own`: the place of this block of columns, token and head."""
+    """Return the gradient of the state before token `t`, from that of the state after it; store the
+    gradients of the token's inputs. `own`: the index of this block of columns, token and head."""
     k, v, decay, strength = _load_token(
         k_ptr,
         v_ptr,
@@ -137,8 +137,8 @@ def _delta_backward(
     HIGH: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SEGMENT: tl.constexpr,
     CORRECTS: tl.constexpr,
 ):  # fmt: skip
-    """Item `first_item` + program: one of (sequence, value head, block of columns), the last
-    running fastest."""
+    """Compute item `first_item` + program of the backward: one of (sequence, value head, block of
+    columns), the last running fastest."""
     item = first_item + tl.program_id(0)
     block, head = item % BLOCKS, item // BLOCKS % VALUE_HEADS
     start = tl.load(row_start_ptr + item // (BLOCKS * VALUE_HEADS)).to(tl.int64)
@@ -190,7 +190,8 @@ def delta_rule_backward(
 
 
 def _backward(parts: Parts, dout: Tensor, layout: Layout, corrects: bool = True) -> Parts:
-    """Return the gradients of the parts."""
+    """Return the gradients of the recurrence's inputs, in waves of programs that share a scratch
+    buffer."""
     (tokens, key_heads, key_dim), (value_heads, value_dim) = parts.k.shape, parts.v.shape[1:]
     high, block = triton.next_power_of_2(key_dim), min(_BLOCK, triton.next_power_of_2(value_dim))
     blocks, segments = -(-value_dim // block), -(-layout.max_rows // _SEGMENT)

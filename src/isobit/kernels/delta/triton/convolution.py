@@ -93,8 +93,8 @@ def _begin(bias_ptr, column, HIGH: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _input(x, before, row, there, context, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
-    """Inputs of a sequence's new rows `row`, which may be negative: then they are stored `before`,
-    or zeros."""
+    """Return inputs of a sequence's new rows `row`, which may be negative: then they are stored
+    `before`, or zeros."""
     new = tl.load(
         x + row[:, None].to(tl.int64) * COLUMNS, mask=there & (row >= 0)[:, None], other=0.0
     )
@@ -138,8 +138,8 @@ def _backward(
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, HIGH: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Compute, for a tile [HIGH, WIDE], the gradient of x, and the sums over its rows of the
-    gradients of the weight, and of the bias behind them."""
+    """Compute, for a tile [HIGH, WIDE], the gradient of x and the tile's sums over rows of the
+    weight's gradient, followed by the bias's."""
     column = tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     row = tl.program_id(0) * HIGH + tl.arange(0, HIGH)
     inside = column < COLUMNS
@@ -206,7 +206,7 @@ def _before_silu(
 
 @triton.jit
 def _earlier(x_ptr, positions_ptr, row, by, column, rows, COLUMNS: tl.constexpr):
-    """Inputs `by` rows before `row`, 0 before their sequence's first."""
+    """Return inputs `by` rows before `row`, 0 before their sequence's first."""
     position = tl.load(positions_ptr + row, mask=row < rows, other=-1)
     there = (position >= by)[:, None] & (column < COLUMNS)[None, :]
     at = (row - by)[:, None].to(tl.int64) * COLUMNS + column[None, :]
@@ -254,11 +254,12 @@ def short_convolution_backward(
     return dx, total[:, :width].contiguous(), total[:, width].contiguous()
 
 
-def added(parts: Tensor) -> Tensor:
-    """Return the sum over the first dimension: the later half is added to the earlier one."""
-    while parts.shape[0] > 1:
-        half = (parts.shape[0] + 1) // 2
-        last = parts[half:]
-        parts = parts[:half]
-        parts[: last.shape[0]] += last
-    return parts.sum(0)  # of one, or of none
+def added(partials: Tensor) -> Tensor:
+    """Return the pairwise sum [...] of partial sums [N, ...] over their first dimension, in a fixed
+    order: in each step the later half is added to the earlier half. Overwrites `partials`."""
+    while partials.shape[0] > 1:
+        half = (partials.shape[0] + 1) // 2
+        last = partials[half:]
+        partials = partials[:half]
+        partials[: last.shape[0]] += last
+    return partials.sum(0)  # of one, or of none

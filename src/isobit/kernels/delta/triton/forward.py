@@ -37,8 +37,8 @@ _LINEAR = tl.constexpr(20.0)
 
 @triton.jit
 def column_sums(x, LEVELS: tl.constexpr):
-    """Sums of the columns of float32 `x` [2**LEVELS, B]: [1, B]. Neighbours in pairs, then pairs of
-    pairs: a thread has neighbours, so that few numbers cross threads."""
+    """Return sums of the columns of float32 `x` [2**LEVELS, B]: [1, B]. Neighbours in pairs, then
+    pairs of pairs: a thread has neighbours, so that few numbers cross threads."""
     B: tl.constexpr = x.shape[1]
     for level in tl.static_range(LEVELS):
         x = tl.sum(tl.reshape(x, (2 ** (LEVELS - level - 1), 2, B)), 1)

@@ -144,9 +144,9 @@ def grouped_weight_gradient(
     """Compute `Ops.grouped_weight_gradient`: for every expert dyᵀ · x of its rows, [N, K] float32,
     or None without rows.
 
-    `flags` [1] int32, of dy and of x, are set where these hold NaN or infinity and are quantized.
-    The results are views of one storage; where that is what `into` are views of, the kernel adds to
-    it. Waits for the device, to know which experts have rows.
+    `flags` [1] int32, one for dy and one for x, are set where these hold NaN or infinity and are
+    quantized. The results are views of one storage; where `into` are views of that storage, the
+    kernel adds to it. Waits for the device, to know which experts have rows.
     """
     dy = dy.contiguous()
     experts, sizes = offsets.shape[0] - 1, (dy.shape[1], x.shape[1])
@@ -206,7 +206,7 @@ def grouped_bias_gradient(dy: Tensor, offsets: Tensor) -> list[Tensor | None]:
 
 
 def sum_of_rows(x: Tensor, place: Tensor, gates: Tensor | None) -> Tensor:
-    """Row t is Σ_j gates[t, j] · x[place[t, j]]: `Ops.sum_of_rows`, its bits."""
+    """Compute `Ops.sum_of_rows`: row t is Σ_j gates[t, j] · x[place[t, j]]; the same bits."""
     (rows, slots), columns = place.shape, x.shape[1]
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     launch(
@@ -233,8 +233,8 @@ def sum_of_rows_backward(
 
 
 def _nibbles(a: Operand, weights: Stacked, offsets: Tensor, out: torch.dtype) -> Tensor:
-    """Some rows of every expert at a time, dequantized. Tiles are constants, so the bits are those
-    of all at once."""
+    """Multiply by FP4 weights, some rows of every expert at a time, dequantized. Tiles are
+    constants, so the bits are those of all rows at once."""
     if isinstance(a, QTensor):
         raise IsobitError(
             "backend: triton multiplies nvfp4 weights with plain activations: choose backend: "

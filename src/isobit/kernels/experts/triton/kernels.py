@@ -160,9 +160,9 @@ def quantize_tokens(
     x_scale_block,
     COLUMNS: tl.constexpr, CODES: tl.constexpr, UE8M0: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Codes (uint8) y [C, 128 tiles] and scales [tiles, C] of x [R, C], transposed: a scale for
-    every column of a tile of 128 tokens. x in BF16 or FP32, or CODES with scales for 128 columns of
-    a row. Beyond an expert's rows: zeros."""
+    """Return codes (uint8) y [C, 128 tiles] and scales [tiles, C] of x [R, C], transposed: a scale
+    for every column of a tile of 128 tokens. x in BF16 or FP32, or CODES with scales for 128
+    columns of a row. Beyond an expert's rows: zeros."""
     tile = tl.program_id(0)
     expert = tl.load(tile_ptr + tile)
     if expert < 0:

@@ -41,8 +41,8 @@ def _route(
     SLOTS: tl.constexpr,
     NORMALIZE: tl.constexpr, HIGH: tl.constexpr,
 ):  # fmt: skip
-    """HIGH rows of logits [rows, EXPERTS]; BLOCK and SLOTS are the powers of two from EXPERTS and
-    COUNT on."""
+    """Choose the experts of HIGH rows of logits [rows, EXPERTS]; BLOCK and SLOTS are the powers of
+    two from EXPERTS and COUNT on."""
     row = tl.program_id(0).to(tl.int64) * HIGH + tl.arange(0, HIGH)
     present = row < rows
     expert = tl.arange(0, BLOCK)[None, :]
@@ -100,8 +100,8 @@ def _by_expert(
     chosen_ptr, token_ptr, place_ptr, offset_ptr, entries, blocks,
     SLOTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Places of BLOCK choices each in the first `blocks` programs; in those after them, offsets of
-    BLOCK experts."""
+    """Sort choices by expert: the first `blocks` programs write the positions of BLOCK choices
+    each, those after them the offsets of BLOCK experts."""
     program = tl.program_id(0)
     blocked = program < blocks
     first = tl.where(blocked, program, program - blocks) * BLOCK

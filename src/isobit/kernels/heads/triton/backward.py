@@ -90,8 +90,8 @@ def _heads_backward(
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Back through rotation and norm, for heads from `head` on of the tokens that are this
-    program's; these heads stand in qkv from head `X_HEAD` on."""
+    """Differentiate rotation and norm, for heads from `head` on of the tokens that are this
+    program's; these heads are in qkv from head `X_HEAD` on."""
     at, first, second = places(head, HEADS, DIM, TILE, WIDTH)
     DTYPE: tl.constexpr = gradient.dtype.element_ty
     if norm is not None:

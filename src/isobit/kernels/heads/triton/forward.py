@@ -89,18 +89,18 @@ def attention_inputs(
 
 
 def heads_at_once(heads: int) -> int:
-    """Heads of a program's tile: a power of two."""
+    """Return the number of heads in a program's tile: a power of two."""
     return min(_HEADS, triton.next_power_of_2(heads))
 
 
 def num_groups(heads: int, tile: int) -> int:
-    """Tiles that it takes for all heads of a kind."""
+    """Return the number of tiles that cover all heads of a kind."""
     return -(-heads // tile)
 
 
 def half_width(dim: int) -> int:
-    """Columns that hold half a head; the first half is the longer one, where a head can only be
-    stored."""
+    """Return the number of columns that hold half a head; the first half is the longer one, where a
+    head can only be stored."""
     return triton.next_power_of_2(-(-dim // 2))
 
 
@@ -188,7 +188,7 @@ def rounded_to(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def turns(cos, sin, positions, token, DIM: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr):
-    """Cosines and sines [TILE, WIDTH] at a token's position, for every head again as in
+    """Return cosines and sines [TILE, WIDTH] at a token's position, for every head again as in
     `vector`."""
     column = tl.broadcast_to(tl.arange(0, WIDTH)[None, :], (TILE, WIDTH))
     at = tl.load(positions + token) * (DIM // 2) + column
@@ -198,7 +198,7 @@ def turns(cos, sin, positions, token, DIM: tl.constexpr, TILE: tl.constexpr, WID
 
 @triton.jit
 def turned(low, high, c, s):
-    """Both halves of heads, rotated by angles of cosine c and sine s."""
+    """Return both halves of heads, rotated by angles of cosine c and sine s."""
     return low * c - high * s, high * c + low * s
 
 
@@ -208,8 +208,8 @@ def _normed_rotated(
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Heads of a token, normed if there is a norm, and rotated: not yet rounded for the second
-    time."""
+    """Return heads of a token, normed if there is a norm, then rotated; not yet rounded for the
+    second time."""
     low, high = load(x, at, first, second, DIM)
     c, s = turns(cos, sin, positions, token, DIM, TILE, WIDTH)
     if norm is not None:

@@ -59,7 +59,7 @@ def _inner(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _bounded(gate, up, ACTIVATION: tl.constexpr):
-    """Gate and up as they are multiplied, `pointwise.bounded`."""
+    """Return gate and up as they are multiplied, as `pointwise.bounded` does."""
     if ACTIVATION == "swiglu_clamped":
         gate = tl.where(gate > _LIMIT, _LIMIT, gate)
         up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up)) + 1.0
@@ -225,7 +225,7 @@ def gate_mul_quantized(
 
 
 def gate_mul_backward(activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
-    """Gradient of gate_up [T, 2I], in its type, of that of the result dh [T, I].
+    """Compute the gradient of gate_up [T, 2I], in its type, from that of the result dh [T, I].
 
     With σ = 1 / (1 + exp(-k)): d gate = dh·up·σ·(1 + gate·k'·(1 - σ)), d up = dh·gate·σ; of the
     sigmoid dh·up·σ·(1 - σ) and dh·σ.

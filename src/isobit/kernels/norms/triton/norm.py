@@ -39,8 +39,8 @@ _HIGH, _WIDE = 128, 32
 
 @triton.jit
 def pair_sum(x, LEVELS: tl.constexpr):
-    """Sums of the rows of float32 `x` [A, 2**LEVELS]: [A]. Neighbours in pairs, then pairs of
-    pairs."""
+    """Return sums of the rows of float32 `x` [A, 2**LEVELS]: [A]. Neighbours in pairs, then pairs
+    of pairs."""
     A: tl.constexpr = x.shape[0]
     x = tl.reshape(x, (A, 2**LEVELS, 1))
     for level in tl.static_range(LEVELS):
@@ -130,8 +130,8 @@ def _add_chunks(
     STEPS: tl.constexpr, COLUMNS: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
     LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the rows of [chunks, COLUMNS]: every HIGH-th row in ascending order, then these in
-    pairs."""
+    """Add up the rows of [chunks, COLUMNS]: every HIGH-th row in ascending order, then these sums
+    in pairs."""
     column = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     total = tl.zeros((HIGH, WIDE), tl.float32)
     for step in range(STEPS):
@@ -236,7 +236,8 @@ def _gradients(
 
 
 def _prepare(x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Contiguous operands, and where summed (x itself without a residual) and rstd will be."""
+    """Return contiguous operands, and the tensors for the sum (x itself without a residual) and
+    rstd."""
     x = x.contiguous()
     rstd = torch.empty(x.shape[0], device=x.device)
     if residual is None:

@@ -35,8 +35,8 @@ __all__ = [
 
 
 def build(name: str, options: Mapping[str, Any], deadline_s: float | None = None) -> NamedReward:
-    """The reward. Raises OptionError for an unknown name or option, and where one sample may
-    outlast the deadline."""
+    """Build the reward of this name. Raises OptionError for an unknown name or option, and where
+    the time limit of one sample is not below the deadline."""
     if name not in NAMES:
         close = get_close_matches(name, NAMES, 1)
         hint = f"did you mean {close[0]!r}? " if close else ""
@@ -59,7 +59,8 @@ def build(name: str, options: Mapping[str, Any], deadline_s: float | None = None
 
 
 def markdown() -> str:
-    """The table of names, then the options of each."""
+    """Return the documentation of the rewards by name: the table of names, then each one's
+    options."""
     lines = ["| name | reward |", "|---|---|"]
     lines += [f"| `{name}` | {_summary(schema)} |" for name, schema in NAMES.items()]
     for name, schema in NAMES.items():

@@ -33,7 +33,7 @@ class NamedReward:
 
     @property
     def time_limit_s(self) -> float | None:
-        """What one sample may take by the reward's own clock, or None."""
+        """The seconds that the reward itself allows for one sample, or None."""
         return None
 
     def prepare(self) -> None:
@@ -46,8 +46,8 @@ class NamedReward:
     def score(
         self, text: str, row: Mapping[str, Any], token_ids: Sequence[int] | None
     ) -> float | Unscored:
-        """The reward of one completion; `row` holds the columns. Raises ValueError for a row that
-        cannot be used."""
+        """Score one completion; `row` holds the columns. Raises ValueError for a row that cannot be
+        used."""
         raise NotImplementedError
 
     def __call__(
@@ -56,7 +56,7 @@ class NamedReward:
         completion_ids: Sequence[Sequence[int]] | None = None,
         **columns: Sequence[Any],
     ) -> list[float | Unscored]:
-        """The rewards of a batch, text or chat, in TRL's signature."""
+        """Score a batch of completions, texts or chats, in TRL's signature."""
         rows = [
             {name: values[i] for name, values in columns.items()} for i in range(len(completions))
         ]

@@ -5,7 +5,7 @@
 its namespace, as MBPP (Austin et al. 2021) and HumanEval (Chen et al. 2021) do. Each item of a list
 is a test; of one source each statement that asserts or calls (`assert f(1) == 2`, `check(f)`) is
 one, and the others prepare. So does, in a list too, what passes whatever the program is: imports,
-definitions, and calls of modules and builtins alone (`random.seed(0)`).
+definitions, and calls of modules or builtins alone (`random.seed(0)`).
 
 `tests: stdin`: pairs of a text on stdin and the text expected on stdout, as in APPS (Hendrycks et
 al. 2021) and verl's prime_code. They are compared here, outside the cage, which never sees the
@@ -122,21 +122,21 @@ class Code(NamedReward):
 
     def _asserts(self, source: str, row: Mapping[str, Any]) -> tuple[int, int]:
         (column,) = self.columns
-        given = examination(row[column], column)
+        exam = examination(row[column], column)
         outcomes = run_caged(
             *(
                 side("examiner"),
                 "examiner.py",
-                [json.dumps(given)],
+                [json.dumps(exam)],
                 self._limits(),
                 self.isolation,
                 self.packages,
             ),
             companion=side("harness", program=source),
         )
-        expected = {str(step["token"]) for step in given["steps"] if step["token"] is not None}
-        found = {token for outcome in outcomes for token in outcome.output.split()}
-        return len(found & expected), len(expected)
+        expected = {str(step["token"]) for step in exam["steps"] if step["token"] is not None}
+        passed = {token for outcome in outcomes for token in outcome.output.split()}
+        return len(passed & expected), len(expected)
 
     def _pairs(self, source: str, row: Mapping[str, Any]) -> tuple[int, int]:
         inputs, outputs = _input_output(row, self.columns)
@@ -185,21 +185,28 @@ def steps_of(tests: Any, column: str) -> list[dict[str, Any]]:
     """Return the steps of the examiner: sources, each with the number of its test, or None if it
     only prepares.
 
-    Raises ValueError for tests that are not Python, and if there is no test.
+    Raises ValueError for tests that are not Python, or hold no test.
     """
     if isinstance(tests, list) and all(isinstance(test, str) for test in tests):
         items = [(test, _parse(test, column).body) for test in tests]
-        own = _own_names([statement for _, body in items for statement in body])
+        free = _own_names([statement for _, body in items for statement in body])
         sources = [
-            (test, any(_asserts(one) or _calls(one, own) for one in _run_in(body)))
+            (
+                test,
+                any(_asserts(statement) or _calls(statement, free) for statement in _run_in(body)),
+            )
             for test, body in items
         ]
     elif isinstance(tests, str):
         statements = list(_run_in(_parse(tests, column).body))
-        own = _own_names(statements)
+        free = _own_names(statements)
         sources = [
-            (ast.unparse(one), _asserts(one) or (isinstance(one, ast.Expr) and _calls(one, own)))
-            for one in statements
+            (
+                ast.unparse(statement),
+                _asserts(statement)
+                or (isinstance(statement, ast.Expr) and _calls(statement, free)),
+            )
+            for statement in statements
         ]
     else:
         raise ValueError(
@@ -236,33 +243,36 @@ def _own_names(statements: list[ast.stmt]) -> set[str]:
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for alias in node.names
     }
-    nodes = [node for one in statements for node in ast.walk(one)]
+    nodes = [node for statement in statements for node in ast.walk(statement)]
     read = {node.id for node in nodes if isinstance(node, ast.Name)}
     bases = {
         node.value.id
         for node in nodes
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     }
-    own = read - imported - (bases & sys.stdlib_module_names) - vars(builtins).keys()
+    free = read - imported - (bases & sys.stdlib_module_names) - vars(builtins).keys()
     if any(isinstance(node, ast.ClassDef) for node in nodes):  # unittest.main runs them
-        own |= {"unittest.main"} | {
+        free |= {"unittest.main"} | {
             alias.asname or alias.name
             for node in nodes
             if isinstance(node, ast.ImportFrom) and node.module == "unittest"
             for alias in node.names
             if alias.name == "main"
         }
-    return own
+    return free
 
 
 def _run_in(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield statements; an `if __name__ == "__main__"` is replaced by its body, since the tests run
     as the module `__main__`."""
-    for one in statements:
-        if isinstance(one, ast.If) and ast.unparse(one.test) == "__name__ == '__main__'":
-            yield from one.body
+    for statement in statements:
+        if (
+            isinstance(statement, ast.If)
+            and ast.unparse(statement.test) == "__name__ == '__main__'"
+        ):
+            yield from statement.body
         else:
-            yield one
+            yield statement
 
 
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
@@ -274,14 +284,14 @@ def _asserts(statement: ast.stmt) -> bool:
     )
 
 
-def _calls(statement: ast.stmt, own: set[str]) -> bool:
+def _calls(statement: ast.stmt, free: set[str]) -> bool:
     """Return whether a statement calls a function that may use the program: the function or an
-    argument has one of the names in `own`."""
+    argument has one of the names in `free`."""
     return not isinstance(statement, DEFINITIONS) and any(
         isinstance(node, ast.Call)
         and any(
-            isinstance(part, (ast.Name, ast.Attribute)) and ast.unparse(part) in own
-            for part in ast.walk(node)
+            isinstance(name, (ast.Name, ast.Attribute)) and ast.unparse(name) in free
+            for name in ast.walk(node)
         )
         for node in ast.walk(statement)
     )
@@ -315,19 +325,19 @@ def _input_output(row: Mapping[str, Any], columns: Sequence[str]) -> tuple[list[
     return inputs, outputs
 
 
-def same_output(found: str, expected: str) -> bool:
+def same_output(printed: str, expected: str) -> bool:
     """Return whether two outputs have the same number of lines, and each pair of lines the same
     text or the same decimal numbers; white space at their ends is ignored."""
     ours, theirs = (
-        [line.strip() for line in text.strip().split("\n")] for text in (found, expected)
+        [line.strip() for line in text.strip().split("\n")] for text in (printed, expected)
     )
     return len(ours) == len(theirs) and all(
         a == b or _same_numbers(a, b) for a, b in zip(ours, theirs)
     )
 
 
-def _same_numbers(found: str, expected: str) -> bool:
-    ours, theirs = found.split(), expected.split()
+def _same_numbers(printed: str, expected: str) -> bool:
+    ours, theirs = printed.split(), expected.split()
     try:
         return len(ours) == len(theirs) and all(
             Decimal(a) == Decimal(b) for a, b in zip(ours, theirs)

@@ -5,8 +5,8 @@ A fence is three or more of ` or ~. One opens a block at the end of its line, bu
 alone, in a list or a quotation, after words, after a tag. Fences do not show where code begins and
 ends: a docstring may hold some, a thought one without a partner, and a model may close a block
 behind the last line of code. So what decides between the fences that could close a block is whether
-what they enclose is Python: the first does that stands on a line of its own and makes it so, else
-the first anywhere. A block that is no Python either way ends at the first one. A fence with a
+what they enclose is Python: the first does that stands alone on its line and makes it so, else
+the first anywhere. A block that is not Python either way ends at the first one. A fence with a
 language closes nothing. Where thoughts end with `</think>`, what follows them counts, if a program
 is in it.
 
@@ -33,16 +33,17 @@ _MOST_CLOSINGS = 8  # of each kind that are tried for one of them
 
 
 def program(text: str) -> str:
-    """What of the completion is run."""
+    """Return the source of the program in a completion: the last block of Python, else the last
+    block without a language, else the text itself."""
     parser = _Parser()
     thoughts, _, answer = text.rpartition("</think>")
-    for part in (answer, thoughts):
-        blocks = list(_blocks(part, parser))
+    for section in (answer, thoughts):
+        blocks = list(_blocks(section, parser))
         for wanted in (True, False):
-            found = [source for is_python, source in blocks if is_python is wanted]
-            if found:
-                return found[-1]
-        inside = re.sub(r"\A(?s:.*)<answer>|</answer>(?s:.*)\Z", "", part)
+            sources = [source for is_python, source in blocks if is_python is wanted]
+            if sources:
+                return sources[-1]
+        inside = re.sub(r"\A(?s:.*)<answer>|</answer>(?s:.*)\Z", "", section)
         source = parser.python(inside)
         if source is not None and _does_something(source):
             return source
@@ -51,13 +52,14 @@ def program(text: str) -> str:
 
 @dataclass
 class _Parser:
-    """Python's parser, which reads at most so many characters for one completion; from there on
-    nothing is Python."""
+    """Python's parser with a budget: after `left` characters of one completion every text counts as
+    not Python."""
 
     left: int = 12_000_000
 
     def python(self, *texts: str) -> str | None:
-        """The first of the texts, or the last with its lines moved to the left, that is Python."""
+        """Return the first of the texts that is Python, or the last text with its lines moved to
+        the left if only that is; None otherwise."""
         self.left -= 2 * sum(map(len, texts))
         if self.left < 0:
             return None
@@ -73,43 +75,43 @@ class _Parser:
 
 
 def _does_something(source: str) -> bool:
-    """Whether it is more than words that happen to be Python."""
+    """Return whether a source does more than name things: words can happen to be Python."""
     statements = ast.parse(source).body
     return any(
-        not isinstance(one, ast.Expr) or isinstance(one.value, (ast.Call, ast.Await))
-        for one in statements
+        not isinstance(statement, ast.Expr) or isinstance(statement.value, (ast.Call, ast.Await))
+        for statement in statements
     )
 
 
 def _blocks(text: str, parser: _Parser) -> Iterator[tuple[bool, str]]:
-    """Of each block of Python, or without a language that is Python, which of both it is, and its
-    source."""
-    place = 0
+    """Yield (whether its fence names Python, source) for each block of Python, and for each block
+    without a language that parses as Python."""
+    position = 0
     for _ in range(_MOST_OPENINGS):
-        if (opening := _OPENS.search(text, place)) is None:
+        if (opening := _OPENS.search(text, position)) is None:
             return
-        place = opening.end()
+        position = opening.end()
         language = _LANGUAGE.match(opening[3])
         assert language is not None
         is_python = language[1].lower() in _PYTHON
         if language[1] and not is_python:
-            place = _after_other(text, opening)
+            position = _after_other(text, opening)
             continue
         closings = _closings(text, opening)
         end = closings[0][0] if closings else len(text)
-        source: str | None = text[place + 1 : end] if is_python else None
-        for begin, after in [*closings, (len(text), len(text))]:
-            body = text[place + 1 : begin]
-            if (found := parser.python(body, _outdented(body, opening[1]))) is not None:
-                source, place = found, after
+        source: str | None = text[position + 1 : end] if is_python else None
+        for begin, following in [*closings, (len(text), len(text))]:
+            body = text[position + 1 : begin]
+            if (python_source := parser.python(body, _outdented(body, opening[1]))) is not None:
+                source, position = python_source, following
                 break
         if source is not None and source.strip():
             yield is_python, source
 
 
 def _after_other(text: str, opening: re.Match[str]) -> int:
-    """Where to go on after the fence that opens a block of another language: behind the next one if
-    that closes it."""
+    """Return the position behind a fence that opens a block of another language: behind the next
+    fence if that closes the block."""
     following = _OWN.search(text, opening.end())
     closes = (
         following
@@ -121,19 +123,23 @@ def _after_other(text: str, opening: re.Match[str]) -> int:
 
 
 def _closings(text: str, opening: re.Match[str]) -> list[tuple[int, int]]:
-    """Where the fences begin and end that could close a block: those on a line of their own, then
-    the others."""
+    """Return the (start, end) of the fences that could close a block: those alone on their line,
+    then the others."""
     fence = rf"{opening[2]}{opening[2][0]}*(?!\w|\{{)"
-    own = re.compile(rf"^[ \t>]*{fence}", re.MULTILINE).finditer(text, opening.end())
-    others = re.compile(rf"(?<!{opening[2][0]}){fence}").finditer(text, opening.end())
-    return [match.span() for found in (own, others) for match in islice(found, _MOST_CLOSINGS)]
+    on_own_line = re.compile(rf"^[ \t>]*{fence}", re.MULTILINE).finditer(text, opening.end())
+    anywhere = re.compile(rf"(?<!{opening[2][0]}){fence}").finditer(text, opening.end())
+    return [
+        match.span()
+        for matches in (on_own_line, anywhere)
+        for match in islice(matches, _MOST_CLOSINGS)
+    ]
 
 
-def _outdented(body: str, before: str) -> str:
-    """A block's lines without the margin of the list or the quotation that its first fence stands
-    in."""
-    if not _MARGIN.fullmatch(before):
+def _outdented(body: str, margin: str) -> str:
+    """Return a block's lines without the margin of the list or quotation in which its first fence
+    stands."""
+    if not _MARGIN.fullmatch(margin):
         return body
-    if ">" in before:
+    if ">" in margin:
         return re.sub(r"^[ \t]*(?:>[ ]?)+", "", body, flags=re.MULTILINE)
-    return re.sub(rf"^[ \t]{{1,{len(before)}}}", "", body, flags=re.MULTILINE) if before else body
+    return re.sub(rf"^[ \t]{{1,{len(margin)}}}", "", body, flags=re.MULTILINE) if margin else body

@@ -4,7 +4,7 @@ without importing them.
 The names are found in the compiled tests, in the order in which they run: a name belongs to the
 program if the tests read it before they bind it, and to the tests after they bind it. A function of
 the tests reads its names when the module has run, so in a function a name that the tests bind
-anywhere belongs to the tests. Builtins are never taken, except if there is no other name and all
+anywhere belongs to the tests. Builtins are never taken, except if no other name is left and all
 tests call the same builtin (`assert sum(1, 2) == 3`); names like `__this__` are never taken.
 
 Left out: names that are only in text (`eval`, `globals()["f"]`), and names that `from m import *`
@@ -84,11 +84,11 @@ def _events(code: CodeType) -> Iterator[tuple[bool, str, bool]]:
 def _inside(code: CodeType) -> Iterator[tuple[bool, str]]:
     """Yield each read (True) or binding (False) of a global name in the code of a function, or of
     the body of a class, whose own names are not global."""
-    own = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_NAME"}
+    bound = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_NAME"}
     for step in dis.get_instructions(code):
         if isinstance(step.argval, CodeType):
             yield from _inside(step.argval)
-        elif step.opname in READS and step.argval not in own:
+        elif step.opname in READS and step.argval not in bound:
             yield True, str(step.argval)
         elif step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
             yield False, str(step.argval)

@@ -48,15 +48,15 @@ _WHERE_DATA_IS = {name for names in _DATA.values() for name in names.split()}
 def library_names(free: Set[str], tests: Sequence[str]) -> dict[str, str]:
     """Return those of the `free` names that are the library's, each with its `module:name`.
     `tests`: the sources that score."""
-    own = free - _HOMES.keys()
-    found = {*free} & _HOMES.keys()
+    other_names = free - _HOMES.keys()
+    known = {*free} & _HOMES.keys()
     for test in tests:
-        places = list(_places(ast.parse(test), ()))
-        alone = not own & {name for name, _ in places}
-        for name, callers in places:
-            if alone or (name not in _WHERE_DATA_IS and own & {*callers}):
-                found.discard(name)
-    return {name: f"{_HOMES[name]}:{name}" for name in sorted(found)} if own else {}
+        uses = list(_places(ast.parse(test), ()))
+        alone = not other_names & {name for name, _ in uses}
+        for name, callers in uses:
+            if alone or (name not in _WHERE_DATA_IS and other_names & {*callers}):
+                known.discard(name)
+    return {name: f"{_HOMES[name]}:{name}" for name in sorted(known)} if other_names else {}
 
 
 def _places(node: ast.AST, callers: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:

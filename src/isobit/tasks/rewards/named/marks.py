@@ -17,7 +17,7 @@ _COUNTED = re.compile(r"([-+]?[$€£]?[\d.,]*\d)[ \t]+[A-Za-z][A-Za-z .]*")
 
 
 def marked(text: str) -> str | None:
-    """What is marked as the answer, perhaps nothing (""); None where there is no mark."""
+    """Return the text marked as the answer, perhaps empty; None without a mark."""
     boxed = _boxed(text)
     if boxed is not None:
         return boxed
@@ -32,7 +32,7 @@ def marked(text: str) -> str | None:
 
 
 def _boxed(text: str) -> str | None:
-    """The content of the last box; "" if it is never closed, None if there is none."""
+    r"""Return the content of the last \boxed; "" if it is never closed, None without one."""
     closing = _closing(text)
     answer: str | None = None
     end = 0
@@ -51,29 +51,30 @@ def _boxed(text: str) -> str | None:
 
 
 def _bare(text: str, box: int, start: int) -> str | None:
-    """What follows a box without braces, where that looks like an answer: in a formula to its end,
-    else a word."""
-    found = _BARE.match(text, start)
-    if found is None:
+    """Return the text behind a box without braces, where that looks like an answer: in a formula up
+    to its end, else one word."""
+    match = _BARE.match(text, start)
+    if match is None:
         return None
     in_formula = text.count("$", text.rfind("\n", 0, box) + 1, box) % 2 == 1
-    return found[0].strip() if in_formula else found[0].split()[0].rstrip(".,;:")
+    return match[0].strip() if in_formula else match[0].split()[0].rstrip(".,;:")
 
 
 def _content(text: str, start: int, end: int, closing: dict[int, int]) -> str:
-    """What a box holds, without the boxes in it: `{7}` for one that is a part of it."""
+    """Return the content of a box, without boxes in it; `{7}` for an inner box that is a part of
+    it."""
     while (box := _BOX.match(text, start)) and closing.get(box.end()) == end - 1:
         start, end = box.end() + 1, end - 1
     return _BOX.sub("", text[start:end]).strip()
 
 
 def _closing(text: str) -> dict[int, int]:
-    """Each opening brace's closing one."""
-    found: dict[int, int] = {}
+    """Map the position of each opening brace to that of its closing brace."""
+    closing: dict[int, int] = {}
     opened: list[int] = []
     for brace in _BRACES.finditer(text):
         if brace[0] == "{":
             opened.append(brace.start())
         elif brace[0] == "}" and opened:
-            found[opened.pop()] = brace.start()
-    return found
+            closing[opened.pop()] = brace.start()
+    return closing

@@ -83,9 +83,10 @@ class MathAnswer(NamedReward):
         answers = self._right(row)
         try:
             with _clock(self.timeout_s):
-                given = read_completion(text)
+                answer = read_completion(text)
                 equal = any(
-                    same(read_answer(each), given, self.precision, self.strict) for each in answers
+                    same(read_answer(right), answer, self.precision, self.strict)
+                    for right in answers
                 )
         except _TimeOut:
             return Unscored(f"math-verify took more than {self.timeout_s:g} s")
@@ -106,10 +107,10 @@ def _clock(seconds: float) -> Iterator[None]:
     def ring(number: int, frame: FrameType | None) -> None:
         raise _TimeOut
 
-    before = signal.signal(signal.SIGALRM, ring)
+    previous = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous)

@@ -6,7 +6,7 @@ of thousands, the dollars around a formula, a full stop. Where one of two answer
 and the other is not, the number counts with and without the percent sign.
 
 math-verify equates what is written `\\{1, 2\\}` with `(1, 2)`, and both with `1 < x < 2`. Strictly
-a set in braces is no tuple and no interval, at any depth; a list without braces and parentheses
+a set in braces is neither a tuple nor an interval, at any depth; a list without braces and parentheses
 (`1, 2`) equals a set in any order and a tuple in its own. An open interval is written as a pair is,
 and equals it. Left out: the clock (`math_answer.py`).
 """
@@ -53,7 +53,7 @@ _ASSIGNED = re.compile(r"=|\\in(?![A-Za-z])")
 @dataclass(frozen=True)
 class Written:
     """An expression of SymPy's, and the text that it is written as, without white space: a set does
-    not say whether there were braces. `percent`: so many hundredths."""
+    not say whether there were braces. `percent`: the value is in hundredths."""
 
     value: Any
     text: str
@@ -62,23 +62,24 @@ class Written:
 
 @dataclass(frozen=True)
 class Answer:
-    """What an answer can be read as, perhaps nothing; its text counts too."""
+    """The readings of an answer, as expressions, perhaps none; its text counts too."""
 
     readings: tuple[Written, ...]
     text: str
 
 
 def last_answer(text: str) -> str:
-    """What is marked as the answer (`marks.marked`), else the text itself."""
+    """Return the text marked as the answer (`marks.marked`), else the whole text."""
     answer = marked(text)
     return text if answer is None else answer
 
 
 def cleaned(answer: str) -> str:
-    """An answer that stands alone, without what other checkers leave out too."""
+    """Return an answer without what other checkers ignore too: dollars, currencies, separators of
+    thousands, a final full stop."""
     answer = answer.strip()
     while (whole := _FORMULA.fullmatch(answer)) is not None:
-        answer = next(part for part in whole.groups() if part is not None).strip()
+        answer = next(formula for formula in whole.groups() if formula is not None).strip()
     if (power := _POWER.fullmatch(answer)) is not None:  # as Python writes a small number
         answer = rf"{power[1]}\times 10^{{{int(power[2])}}}"
     for written, meant in _WRITTEN.items():
@@ -91,7 +92,7 @@ def cleaned(answer: str) -> str:
 
 
 def read_answer(answer: str) -> Answer:
-    """An answer that stands alone: all of it counts."""
+    """Read a text that is an answer and nothing else."""
     from math_verify import LatexExtractionConfig, parse
 
     text = cleaned(answer)
@@ -104,7 +105,8 @@ def read_answer(answer: str) -> Answer:
 
 
 def read_completion(text: str) -> Answer:
-    """The marked answer, else the last expression that math-verify finds in the text."""
+    """Read the marked answer of a completion, else the last expression that math-verify finds in
+    it."""
     from math_verify import parse
 
     answer = last_answer(text)
@@ -113,25 +115,30 @@ def read_completion(text: str) -> Answer:
     return _read(parse(re.sub(r"\\\$(?=\s*\d)", "", text), parsing_timeout=None))
 
 
-def same(right: Answer, given: Answer, precision: int, strict: bool) -> bool:
-    """Whether an answer is the right one."""
-    if right.text and right.text == given.text:
+def same(right: Answer, answer: Answer, precision: int, strict: bool) -> bool:
+    """Return whether an answer equals the right one: in text, or any reading of one in any of the
+    other."""
+    if right.text and right.text == answer.text:
         return True
     return any(
-        _equal(one, other, precision, strict) for one in right.readings for other in given.readings
+        _equal(expected, reading, precision, strict)
+        for expected in right.readings
+        for reading in answer.readings
     )
 
 
-def _read(found: list[Any], percent: bool = False) -> Answer:
-    texts = [each for each in found if isinstance(each, str)]
+def _read(parsed: list[Any], percent: bool = False) -> Answer:
+    texts = [item for item in parsed if isinstance(item, str)]
     text = "".join(texts[0].split()) if texts else ""
     return Answer(
-        tuple(_written(each, text, percent) for each in found if not isinstance(each, str)), text
+        tuple(_written(item, text, percent) for item in parsed if not isinstance(item, str)), text
     )
 
 
 def _written(value: Any, text: str, percent: bool) -> Written:
-    """`x %` in the middle of a text is x times an unevaluated hundredth to math-verify."""
+    """Return an expression with its text and whether it is a percentage. To math-verify, `x %` in
+    the middle of a text is x times an unevaluated hundredth: then x is returned, as a
+    percentage."""
     from sympy import Mul, Rational
     from sympy.core.expr import UnevaluatedExpr
 
@@ -144,25 +151,25 @@ def _written(value: Any, text: str, percent: bool) -> Written:
     return Written(value, text, percent)
 
 
-def _equal(right: Written, given: Written, precision: int, strict: bool) -> bool:
-    """Whether they are equal; where one is a percentage and the other is not, with or without the
-    percent sign."""
+def _equal(right: Written, answer: Written, precision: int, strict: bool) -> bool:
+    """Return whether two expressions are equal; where one of them is a percentage and the other is
+    not, with or without the percent sign."""
     from math_verify import verify
 
-    one, other = right.value, given.value
+    expected, value = right.value, answer.value
     if strict:
-        forms = _form(one, right.text), _form(other, given.text)
+        forms = _form(expected, right.text), _form(value, answer.text)
         if not _fits(*forms):
             return False
         if "list" in (forms[0].kind, forms[1].kind) and {forms[0].kind, forms[1].kind} & {
             "tuple",
             "pair",
         }:
-            one, other = _in_order(one), _in_order(other)
-    pairs = [(one, other)]
-    if right.percent != given.percent:
+            expected, value = _in_order(expected), _in_order(value)
+    pairs = [(expected, value)]
+    if right.percent != answer.percent:
         with suppress(TypeError):  # not a number
-            pairs.append((one / 100, other) if right.percent else (one, other / 100))
+            pairs.append((expected / 100, value) if right.percent else (expected, value / 100))
     return any(
         verify(*pair, float_rounding=precision, strict=strict, timeout_seconds=None)
         for pair in pairs
@@ -171,8 +178,9 @@ def _equal(right: Written, given: Written, precision: int, strict: bool) -> bool
 
 @dataclass(frozen=True)
 class _Form:
-    """What an expression is written as, and its parts' forms. `kind`: set, list, tuple, pair (or an
-    open interval, which is written so), interval (or what describes one), else value."""
+    """The notation of an expression, with those of the elements in it. `kind`: set, list, tuple,
+    pair (or an open interval, which is written so), interval (or a relation that describes one),
+    else value."""
 
     kind: str
     parts: "tuple[_Form, ...]" = ()
@@ -187,19 +195,24 @@ _FITS = {
 }
 
 
-def _fits(one: _Form, other: _Form) -> bool:
-    """Whether what is written so can be equal; where it can, what it holds decides."""
-    kinds = frozenset((one.kind, other.kind))
+def _fits(right: _Form, answer: _Form) -> bool:
+    """Return whether two notations can stand for equal values; where they can, the elements
+    decide."""
+    kinds = frozenset((right.kind, answer.kind))
     if "value" in kinds:
         return True
-    parts, others = list(one.parts), list(other.parts)
+    right_elements, answer_elements = list(right.parts), list(answer.parts)
     if kinds <= {"set", "list"}:
-        parts, others = sorted(parts, key=str), sorted(others, key=str)
-    return kinds in _FITS and all(_fits(*each) for each in zip(parts, others))
+        right_elements, answer_elements = (
+            sorted(right_elements, key=str),
+            sorted(answer_elements, key=str),
+        )
+    return kinds in _FITS and all(_fits(*pair) for pair in zip(right_elements, answer_elements))
 
 
 def _form(value: Any, text: str = "") -> _Form:
-    """The form of an expression; `text`: how the whole is written, empty for a part of it."""
+    """Return the notation of an expression; `text`: how the whole is written, empty for an element
+    of it."""
     from sympy import And, Eq, FiniteSet, Interval, Set, Tuple
     from sympy.core.relational import Relational
 
@@ -218,19 +231,19 @@ def _form(value: Any, text: str = "") -> _Form:
     if isinstance(value, FiniteSet):
         return _Form(
             "set" if not text or _braced(text) else "list",
-            tuple(_form(part) for part in value.args),
+            tuple(_form(element) for element in value.args),
         )
     if isinstance(value, Tuple):
-        return _Form("tuple", tuple(_form(part) for part in value.args))
+        return _Form("tuple", tuple(_form(element) for element in value.args))
     if isinstance(value, Interval):
         return _Form("pair" if value.left_open and value.right_open else "interval")
-    if isinstance(value, And) and all(isinstance(part, Eq) for part in value.args):
+    if isinstance(value, And) and all(isinstance(equation, Eq) for equation in value.args):
         return _Form("value")
     return _Form("interval" if isinstance(value, (Set, Relational, And)) else "value")
 
 
 def _braced(text: str) -> bool:
-    """Whether one pair of braces holds all of it."""
+    """Return whether one pair of braces encloses the whole text."""
     text = text.replace(r"\{", "{").replace(r"\}", "}")
     depth, inside = 0, True
     for i, character in enumerate(text):
@@ -240,7 +253,7 @@ def _braced(text: str) -> bool:
 
 
 def _in_order(value: Any) -> Any:
-    """A list, or an open interval, as a tuple: what is written second is second."""
+    """Return a list, or an open interval, as a tuple, in the order in which it is written."""
     from sympy import Eq, FiniteSet, Interval, Tuple
 
     if isinstance(value, Eq):

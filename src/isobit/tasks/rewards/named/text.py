@@ -45,10 +45,10 @@ class Match(NamedReward):
         """Return the part of a completion that is compared, normalized; None if `extract` finds
         nothing."""
         if self.extract is not None:
-            found = list(re.finditer(self.extract, text))
-            if not found:
+            matches = list(re.finditer(self.extract, text))
+            if not matches:
                 return None
-            text = found[-1].group(1 if found[-1].re.groups else 0) or ""
+            text = matches[-1].group(1 if matches[-1].re.groups else 0) or ""
         return self.normalized(text)
 
     def normalized(self, text: str) -> str:
@@ -135,14 +135,14 @@ def compiled(key: str, pattern: str, flags: str = "") -> re.Pattern[str]:
 
 
 def right_answers(row: Mapping[str, Any], column: str) -> list[str]:
-    """Return the answers of a row as text: one, or all of a list. Raises ValueError if there is no
-    answer."""
+    """Return the answers of a row as text: one, or all of a list. Raises ValueError for a row
+    without an answer."""
     value = row[column]
-    several = isinstance(value, list) and not any(isinstance(each, Mapping) for each in value)
+    several = isinstance(value, list) and not any(isinstance(item, Mapping) for item in value)
     try:
         if value == []:
             raise NoAnswer("an empty list")
-        return [gold_text(each) for each in (value if several else [value])]
+        return [gold_text(answer) for answer in (value if several else [value])]
     except NoAnswer as error:
         raise ValueError(
             f"column {column!r}: expected text or a number, or a list of them, got {error.found}"

@@ -75,10 +75,10 @@ class Connection:
         self.remotes: dict[int, Remote] = {}  # one for each object, so that `is` tells them apart
         self.contents: dict[int, Any] = {}
 
-    def ask(self, operation: str, *given: Any, **named: Any) -> Any:
+    def ask(self, operation: str, *args: Any, **named: Any) -> Any:
         """Send an operation with its arguments to the program's process, and return its result.
         Raises the program's exception as an exception of this process."""
-        arguments = [self.encode(value) for value in given]
+        arguments = [self.encode(value) for value in args]
         options = {name: self.encode(value) for name, value in named.items()}
         if operation != "content":
             known = self.contents.items()
@@ -96,7 +96,7 @@ class Connection:
             raise self._error(message, operation)
         result = self.decode(message["value"])
         if result is None and operation == "call":
-            for mine, theirs in zip(given, self.decode(message["arguments"])):
+            for mine, theirs in zip(args, self.decode(message["arguments"])):
                 _update(mine, theirs)
         return result
 
@@ -221,8 +221,8 @@ class Remote:
         object.__setattr__(self, "_connection", connection)
         object.__setattr__(self, "_number", number)
 
-    def _ask(self, operation: str, *given: Any, **named: Any) -> Any:
-        return self._connection.ask(operation, self, *given, **named)
+    def _ask(self, operation: str, *args: Any, **named: Any) -> Any:
+        return self._connection.ask(operation, self, *args, **named)
 
     def _content(self) -> Any:
         """Return the object's plain content. Raises TypeError if it has none."""
@@ -243,8 +243,8 @@ class Remote:
             )
         return value
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        return self._ask("call", *given, **named)
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self._ask("call", *args, **named)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in MIRRORED:
@@ -344,7 +344,7 @@ def _binary(name: str, function: Callable[[Any, Any], Any]) -> Callable[[Remote,
 
 
 def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, *given: function(self._content(), *given)
+    return lambda self, *args: function(self._content(), *args)
 
 
 for _name in (
@@ -385,9 +385,9 @@ def _watch_runners(program: Connection) -> None:
     result: Any = importlib.import_module("unittest").TestResult
 
     def failing(method: Callable[..., Any]) -> Callable[..., Any]:
-        def add(*given: Any) -> Any:
-            program.failed |= given[-1] is not None  # that of a subtest which has passed is None
-            return method(*given)
+        def add(*args: Any) -> Any:
+            program.failed |= args[-1] is not None  # that of a subtest which has passed is None
+            return method(*args)
 
         return add
 
@@ -397,10 +397,10 @@ def _watch_runners(program: Connection) -> None:
     begin = inspect.signature(runner.__init__)
     make = runner.__init__
 
-    def run(*given: Any, **named: Any) -> None:
+    def run(*args: Any, **named: Any) -> None:
         """Run `unittest.main` without this process's arguments, and without ending the process. If
         no test is run, none has passed."""
-        values = begin.bind(*given, **named).arguments
+        values = begin.bind(*args, **named).arguments
         values |= {"argv": values.get("argv") or ["tests"], "exit": False}
         itself = values.pop("self")
         make(itself, **{**values.pop("kwargs", {}), **values})
@@ -411,7 +411,7 @@ def _watch_runners(program: Connection) -> None:
 
 def main() -> None:
     """Run the tests one after another; each is {"source": ..., "token": number or null}."""
-    given = json.load(sys.stdin)
+    exam = json.load(sys.stdin)
     program = Connection(*map(int, sys.argv[1:3]))
     report, null = os.dup(1), os.open("/dev/null", os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -421,16 +421,16 @@ def main() -> None:
     module = sys.modules["__main__"] = types.ModuleType("__main__")  # where unittest.main looks
     namespace = vars(module)
     namespace["__builtins__"] = beside
-    names = [*given["names"]]
-    for name, place in given["modules"].items():
+    names = [*exam["names"]]
+    for name, origin in exam["modules"].items():
         try:
-            namespace[name] = _library(place)
+            namespace[name] = _library(origin)
         except ImportError:  # numpy, where packages are not let in
             names.append(name)
-    if any("unittest" in step["source"] for step in given["steps"]):
+    if any("unittest" in step["source"] for step in exam["steps"]):
         _watch_runners(program)
     try:
-        for step in given["steps"]:
+        for step in exam["steps"]:
             _take(program, names, beside)
             program.failed = False
             try:
@@ -447,22 +447,22 @@ def main() -> None:
         os._exit(0)
 
 
-def _library(place: str) -> Any:
+def _library(origin: str) -> Any:
     """Return a module, or an object in it: `math`, `math:isclose`."""
-    module, _, name = place.partition(":")
-    found = importlib.import_module(module)
-    return getattr(found, name) if name else found
+    module, _, name = origin.partition(":")
+    library = importlib.import_module(module)
+    return getattr(library, name) if name else library
 
 
 def _take(program: Connection, names: list[str], beside: dict[str, Any]) -> None:
     """Put the program's present objects of these names next to the builtins; remove a name that the
     program does not have."""
-    found = program.ask("names", *names)
-    if type(found) is not dict:
+    objects = program.ask("names", *names)
+    if type(objects) is not dict:
         raise wire.Gone
     for name in names:
-        if name in found:
-            beside[name] = found[name]
+        if name in objects:
+            beside[name] = objects[name]
         else:
             beside.pop(name, None)
 

@@ -32,7 +32,7 @@ class Program:
         self.objects: list[Any] = []
         self.numbers: dict[int, int] = {}
         self.operations: dict[str, Callable[..., Any]] = {
-            "call": lambda function, *given, **named: function(*given, **named),
+            "call": lambda function, *args, **named: function(*args, **named),
             "names": self.names,
             "content": wire.content,
             "enter": lambda value: value.__enter__(),
@@ -55,19 +55,20 @@ class Program:
         run(compile(text, "program.py", "exec"), vars(self.module))
 
     def names(self, *names: str) -> dict[str, Any]:
-        """What the program calls so."""
+        """Return the objects of the program's module by these names; names that it lacks are left
+        out."""
         return {name: vars(self.module)[name] for name in names if name in vars(self.module)}
 
     def answer(self, request: dict[str, Any]) -> None:
-        """Do what is asked for."""
+        """Carry out a request of the tests and send its result, or the exception that it raised."""
         try:
-            given = [self.decode(value) for value in request["arguments"]]
+            arguments = [self.decode(value) for value in request["arguments"]]
             named = {name: self.decode(value) for name, value in request["named"].items()}
             operation = self.operations.get(request["do"]) or getattr(operator, request["do"])
-            result = operation(*given, **named)
+            result = operation(*arguments, **named)
             reply = {"value": self.encode(result)}
             if result is None:  # as of a function that works in place
-                lists = [value if type(value) in MUTABLE else None for value in given]
+                lists = [value if type(value) in MUTABLE else None for value in arguments]
                 reply["arguments"] = self.encode(lists)
         except BaseException as raised:
             if isinstance(raised, wire.Gone):
@@ -76,12 +77,11 @@ class Program:
             reply = {"raise": wire.error(raised), "class": number, "name": type(raised).__name__}
         wire.send(self.write, reply)
 
-    def call_back(self, function: int, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def call_back(self, function: int, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Call a function of the tests; they may ask for more before they answer."""
         arguments = {name: self.encode(value) for name, value in named.items()}
         wire.send(
-            self.write,
-            {"call": function, "arguments": self.encode(list(given)), "named": arguments},
+            self.write, {"call": function, "arguments": self.encode(list(args)), "named": arguments}
         )
         while "do" in (message := wire.receive(self.read)):
             self.answer(message)
@@ -91,18 +91,18 @@ class Program:
         return self.decode(message["value"])
 
     def number(self, value: Any) -> int:
-        """The number of an object, the same each time; it is kept for good."""
+        """Return the number of an object, the same in every call; the object is never freed."""
         if id(value) not in self.numbers:
             self.numbers[id(value)] = len(self.objects)
             self.objects.append(value)
         return self.numbers[id(value)]
 
     def encode(self, value: Any) -> Any:
-        """As JSON."""
+        """Return a value as JSON; objects of the program become numbers."""
         return wire.encode(value, self._foreign)
 
     def decode(self, body: Any) -> Any:
-        """Of JSON, with arguments from the tests."""
+        """Return the value of some JSON, with the functions and iterators that the tests pass."""
         return wire.decode(body, self._given)
 
     def _foreign(self, value: Any) -> Any:
@@ -132,7 +132,7 @@ class Program:
         if name == "iterator":
             return iter(self.decode(content))
         assert name == "function", name
-        return lambda *given, **named: self.call_back(content, given, named)
+        return lambda *args, **named: self.call_back(content, args, named)
 
 
 def main() -> None:

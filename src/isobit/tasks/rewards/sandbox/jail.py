@@ -1,15 +1,15 @@
 """Runs programs in a cage: a separate process, a job as JSON on stdin, one line of JSON for each
 run on stdout.
 
-Under isolation `namespaces` the cage is of Linux namespaces of its own, which need no root: user,
+Under isolation `namespaces` the cage is a set of new Linux namespaces, which need no root: user,
 mount, PID, network, IPC and host name. The file system is an empty one with little in it
 (`root.py`); there is no /proc, no home, no network device. The first process of the PID namespace
 runs the programs; when it ends, or anyone above it is killed, the kernel kills all that is left
-inside. A program has a session of its own, no capabilities, cannot gain privileges, is held to the
+inside. A program has its own session, no capabilities, cannot gain privileges, is held to the
 system calls that the job's filter lets through (`seccomp.py`), and has limits on time, memory,
 files, file size and processes. Under `none` the limits but for that on processes are all there is.
 Two cages of one job have nothing in common but two pipes. Supplementary groups are dropped where
-this process is root; the kernel lets nobody else do that.
+this process is root; the kernel lets no other process do that.
 
 This is the trusted side, which imports the standard library alone; the programs are not trusted.
 For each cage {"started": true} is reported when its first program runs. What cannot be set up is
@@ -56,7 +56,7 @@ NOBODY = (
 
 
 def main() -> None:
-    """Do the job on stdin."""
+    """Run the programs of the job on stdin, in one cage or in two that can write to each other."""
     job = json.load(sys.stdin.buffer)
     report = os.dup(1)
     null = os.open("/dev/null", os.O_RDWR)
@@ -73,18 +73,18 @@ def main() -> None:
 
 
 def _pair(job: Job, report: int) -> None:
-    """Two cages whose programs can write to each other. The outcomes are those of the first, which
-    ends both."""
+    """Run two cages whose programs can write to each other. The outcomes are those of the first
+    cage, whose end is the end of both."""
     read, write_there = os.pipe()
     read_there, write = os.pipe()
     stop, hold = os.pipe()
     first, second = job["cages"]
-    own, companion = os.getpid(), os.fork()
+    this_process, companion = os.getpid(), os.fork()
     if companion == 0:
         for descriptor in (read, write, hold):
             os.close(descriptor)
         job |= second | {"channel": [read_there, write_there], "stop": stop}
-        _guarded(report, lambda: _cage(job, report, own))
+        _guarded(report, lambda: _cage(job, report, this_process))
     for descriptor in (read_there, write_there, stop):
         os.close(descriptor)
     _cage(job | first | {"channel": [read, write]}, report)
@@ -93,7 +93,7 @@ def _pair(job: Job, report: int) -> None:
 
 
 def _cage(job: Job, report: int, parent: int | None = None) -> None:
-    """One cage, from its making to its end."""
+    """Make a cage, run the job's programs in it, and report what cannot be set up."""
     try:
         if parent is not None and sys.platform == "linux":
             _die_with(parent)
@@ -132,8 +132,8 @@ def _isolated(job: Job, report: int) -> None:
 
 
 def _build(job: Job, report: int, made: int, mapped: int, parent: int) -> None:
-    """In the new namespaces: the file system, then the first process of the PID namespace, which
-    runs the programs."""
+    """Build the file system in the new namespaces, then fork the first process of the PID
+    namespace, which runs the programs."""
     _die_with(parent)
     with contextlib.suppress(
         OSError
@@ -165,7 +165,8 @@ def _build(job: Job, report: int, made: int, mapped: int, parent: int) -> None:
 
 
 def _guarded(report: int, call: Callable[[], None]) -> NoReturn:
-    """Run it and end this process."""
+    """Make a call, report what cannot be isolated, and end this process: exit code 0 if the call
+    returned."""
     code = 1
     try:
         call()
@@ -186,21 +187,22 @@ def _guarded(report: int, call: Callable[[], None]) -> NoReturn:
 
 
 def _map_users(process: int) -> None:
-    """One user inside; where this process may, also root, who builds, and the programs are then a
-    user of no rights."""
+    """Map one user into the namespace; where this process may, also root, as which the cage is
+    built before programs run as that user without rights."""
     with contextlib.suppress(OSError):
         write_text(f"/proc/{process}/setgroups", "deny")
-    for name, own in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
+    for name, id_here in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
         path = f"/proc/{process}/{name}"
-        if own == 0:
+        if id_here == 0:
             with contextlib.suppress(OSError):
                 write_text(path, f"0 0 1\n{INSIDE} {NOBODY} 1")
                 continue
-        write_text(path, f"{INSIDE} {own} 1")
+        write_text(path, f"{INSIDE} {id_here} 1")
 
 
 def _run_all(job: Job, report: int, root: str, caged: bool) -> None:
-    """The runs one after another until the time is out; nothing of one is alive in the next."""
+    """Run the programs one after another until the time is out; no process of one is alive in the
+    next."""
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -220,19 +222,20 @@ def _run_all(job: Job, report: int, root: str, caged: bool) -> None:
 
 
 def _start(job: Job, stdin: str, root: str, caged: bool) -> tuple[int, int]:
-    """Fork the program; its process, and where its output can be read."""
-    given = _given(job, stdin, root)
+    """Fork the program. Return its process number, and the descriptor from which its output can be
+    read."""
+    stdin_file = _given(job, stdin, root)
     if caged:
         read = os.open("/dev/stdout", os.O_RDONLY | os.O_NONBLOCK)
         write = os.open("/dev/stdout", os.O_WRONLY)
     else:
         read, write = os.pipe()
-    own, program = os.getpid(), os.fork()
+    this_process, program = os.getpid(), os.fork()
     if program == 0:
         if not caged and sys.platform == "linux":
-            _die_with(own)
-        _become(job, root, given, write, caged)
-    for descriptor in (given, write, *job.get("channel", ())):
+            _die_with(this_process)
+        _become(job, root, stdin_file, write, caged)
+    for descriptor in (stdin_file, write, *job.get("channel", ())):
         os.close(descriptor)
     return program, read
 
@@ -252,9 +255,9 @@ def _watch(
         if woken in ready:
             os.read(woken, 4096)
         if read in ready:
-            part = os.read(read, 65536)
-            output += part
-            if not part:  # it has closed its output, and may go on
+            chunk = os.read(read, 65536)
+            output += chunk
+            if not chunk:  # it has closed its output, and may go on
                 sources.remove(read)
         ended, code = os.waitpid(program, os.WNOHANG)
         status = os.waitstatus_to_exitcode(code) if ended else None
@@ -262,35 +265,35 @@ def _watch(
     _kill_all(program, caged)
     os.set_blocking(read, False)
     with contextlib.suppress(BlockingIOError):
-        while len(output) <= limit and (part := os.read(read, 65536)):
-            output += part
+        while len(output) <= limit and (chunk := os.read(read, 65536)):
+            output += chunk
     os.close(read)
     text = output[:limit].decode("utf-8", "surrogateescape")  # no two outputs become one text
     return {"status": status, "late": late, "long": len(output) > limit, "output": text}
 
 
 def _given(job: Job, text: str, root: str) -> int:
-    """A file that holds the text, open at its beginning."""
+    """Open a file that holds the text, at its beginning, and return its descriptor."""
     if "streams" in job:
-        given = job["streams"]
-        os.ftruncate(given, 0)
+        descriptor = job["streams"]
+        os.ftruncate(descriptor, 0)
     else:
         linux = sys.platform == "linux"
-        given = (
+        descriptor = (
             os.memfd_create("stdin")
             if linux
             else os.open(root + "/stdin", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         )
-    os.lseek(given, 0, os.SEEK_SET)
+    os.lseek(descriptor, 0, os.SEEK_SET)
     view = memoryview(text.encode("utf-8", "surrogatepass"))
     while view:
-        view = view[os.write(given, view) :]
-    os.lseek(given, 0, os.SEEK_SET)
-    return os.open("/dev/stdin", os.O_RDONLY) if "streams" in job else given
+        view = view[os.write(descriptor, view) :]
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return os.open("/dev/stdin", os.O_RDONLY) if "streams" in job else descriptor
 
 
 def _become(job: Job, root: str, stdin: int, stdout: int, caged: bool) -> NoReturn:
-    """In the fork: the program, under its limits."""
+    """Turn the forked process into the program, under its limits."""
     try:
         os.setsid()  # or its signals to its process group would reach this one and all above it
         os.dup2(stdin, 0)
@@ -348,8 +351,8 @@ def _check_filter(job: Job) -> None:
 
 
 def _filter_calls(code: bytes) -> None:
-    """From here on this process, and what it starts, makes only the system calls that the filter
-    lets through."""
+    """Restrict this process, and what it starts, to the system calls that the filter lets
+    through."""
     instructions = ctypes.create_string_buffer(code, len(code))
     program = (ctypes.c_uint64 * 2)(
         len(code) // 8, ctypes.addressof(instructions)

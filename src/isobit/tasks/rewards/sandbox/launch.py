@@ -33,8 +33,8 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Limits:
-    """What the program of one sample may take: seconds over all its runs, and of each process MiB
-    of address space, MiB of files, processes (threads count), open files and bytes of output."""
+    """The limits of one sample's program: seconds over all its runs, and for each process MiB of
+    address space, MiB of files, processes (threads count), open files and bytes of output."""
 
     timeout_s: float
     memory_mib: int
@@ -46,7 +46,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: its exit code (negative: a signal; None: killed here, being `late` or
+    """The end of one run: its exit code (negative: a signal; None: killed here, being `late` or
     printing too `long`), and what it printed."""
 
     status: int | None
@@ -68,16 +68,16 @@ def run_caged(
     time is out or a program broke the cage.
 
     `packages`: the program may also import what is installed for this Python. `companion`: files of
-    a second cage, whose first file is run beside the program until that ends; each gets the numbers
-    of two pipes to the other, to read and to write, as its arguments. Raises IsobitError if the
-    cage cannot be had; nothing has been run then.
+    a second cage, whose first file runs at the same time until the program ends; each of the two
+    gets the numbers of two pipes to the other, to read and to write, as its arguments. Raises
+    IsobitError if the cage cannot be made; no program has been run then.
     """
     # without isolation a program may leave what cannot be removed
     with tempfile.TemporaryDirectory(
         prefix="isobit-code-", ignore_cleanup_errors=True
     ) as directory:
         os.chmod(directory, 0o755)  # the user inside may be another
-        found = _packages() if packages else []
+        package_paths = _packages() if packages else []
         cages = [{"files": dict(files), "main": main, "inputs": list(inputs)}]
         if companion:
             cages.append({"files": dict(companion), "main": next(iter(companion)), "inputs": [""]})
@@ -88,8 +88,8 @@ def run_caged(
             "cages": cages,
             "filter": code.hex() if code else None,
             "python": _python(),
-            "paths": [*_python_paths(), *found],
-            "environment": _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(found)},
+            "paths": [*_python_paths(), *package_paths],
+            "environment": _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(package_paths)},
             "timeout_s": limits.timeout_s,
             "disk_bytes": limits.disk_mib * _MIB,
             "output_bytes": limits.output_bytes,
@@ -102,10 +102,10 @@ def run_caged(
 
 
 def _of_each_process(limits: Limits) -> dict[str, int]:
-    """By the names of `resource.RLIMIT_`."""
-    found = {"CORE": 0, "CPU": int(limits.timeout_s) + 1, "NOFILE": limits.open_files}
-    found |= {"FSIZE": limits.disk_mib * _MIB, "AS": limits.memory_mib * _MIB}
-    return found | {"NPROC": limits.processes + 2}  # the two processes above it count too
+    """Return the limits of each process, by the names of `resource.RLIMIT_`."""
+    limits_by_name = {"CORE": 0, "CPU": int(limits.timeout_s) + 1, "NOFILE": limits.open_files}
+    limits_by_name |= {"FSIZE": limits.disk_mib * _MIB, "AS": limits.memory_mib * _MIB}
+    return limits_by_name | {"NPROC": limits.processes + 2}  # the two processes above it count too
 
 
 def check_cage(isolation: str, packages: bool) -> None:
@@ -133,8 +133,9 @@ def check_cage(isolation: str, packages: bool) -> None:
 
 
 def _jail(job: bytes, cages: int, timeout_s: float) -> list[Outcome]:
-    """What the jail reports. Raises IsobitError unless all cages came to run their programs; what
-    breaks a cage after that is a program, and costs it its outcomes."""
+    """Run the jail on a job and return the outcomes that it reports. Raises IsobitError unless all
+    cages came to run their programs; a program that breaks its cage after that loses its
+    outcomes."""
     command = [sys.executable, "-I", "-S", "-B", "-c", _JAIL, str(_SOURCE)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}
@@ -162,8 +163,8 @@ def _jail(job: bytes, cages: int, timeout_s: float) -> list[Outcome]:
 
 
 def side(name: str, **more: str) -> dict[str, str]:
-    """The files of one of two cages: a script of this package, what it imports of it, and others by
-    stem."""
+    """Return the files of one of two cages: a script of this package, `wire.py`, and others by
+    their stem."""
     texts = {file: (_HERE / f"{file}.py").read_text(encoding="utf-8") for file in (name, "wire")}
     texts[name] = texts[name].replace(
         "from isobit.tasks.rewards.sandbox import wire", "import wire"
@@ -172,12 +173,13 @@ def side(name: str, **more: str) -> dict[str, str]:
 
 
 def _python() -> str:
-    """The interpreter itself, past the links of a virtual environment."""
+    """Return the path of the interpreter itself, past the links of a virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", sys.executable))
 
 
 def _python_paths() -> list[str]:
-    """Directories that the interpreter needs, outermost first; none of a virtual environment."""
+    """Return the directories that the interpreter needs, outermost first; none of a virtual
+    environment."""
     base = {"platbase": sys.base_exec_prefix, "installed_platbase": sys.base_exec_prefix}
     paths = {sysconfig.get_path(name, vars=base) for name in ("stdlib", "platstdlib")}
     paths |= {os.path.dirname(_python()), os.path.join(os.path.realpath(sys.base_prefix), "lib")}

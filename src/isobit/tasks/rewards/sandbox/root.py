@@ -27,11 +27,12 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 class CannotIsolate(Exception):
-    """What could not be set up, and why."""
+    """Raised where a step of the cage's isolation cannot be set up; the message says which, and
+    why."""
 
 
 def make_root(job: Job) -> int:
-    """A file system of its own for this process and what it forks. Returns the descriptor of
+    """Give this process, and what it forks, a new file system. Return the descriptor of
     `_make_streams`."""
     root, owner = job["directory"], os.geteuid()
     os.umask(0o022)
@@ -67,8 +68,8 @@ def make_root(job: Job) -> int:
 
 
 def _make_streams(root: str) -> int:
-    """/dev/stdin, /dev/stdout and /dev/stderr of programs; a descriptor that writes the first,
-    which they cannot."""
+    """Make /dev/stdin, /dev/stdout and /dev/stderr of programs. Return a descriptor that writes the
+    first, which programs cannot."""
     made = root + WORK
     _mount("tmpfs", made, "tmpfs", NOSUID | NODEV, "nr_inodes=4")
     stdin = os.open(made + "/stdin", os.O_RDWR | os.O_CREAT, 0o644)
@@ -85,7 +86,8 @@ def _make_streams(root: str) -> int:
 
 
 def _show(root: str, path: str, device: bool = False) -> None:
-    """The file or directory, read-only, at its place under the new root; a link as a link."""
+    """Bind a file or directory read-only at the same path under the new root; a link becomes a
+    link."""
     target = root + path
     if not os.path.lexists(path) or os.path.lexists(target):
         return
@@ -129,18 +131,18 @@ def _read_only(path: str, recursive: bool) -> None:
     check(done, "mount_setattr (Linux 5.12)")
 
 
-def check(result: int, what: str) -> None:
+def check(result: int, call: str) -> None:
     """Raise CannotIsolate if a call of the C library has failed."""
     if result != 0:
-        raise CannotIsolate(f"{what}: {last_error()}")
+        raise CannotIsolate(f"{call}: {last_error()}")
 
 
 def last_error() -> str:
-    """What the last such call has said."""
+    """Return the message of the C library's last error."""
     return os.strerror(ctypes.get_errno())
 
 
 def write_text(path: str, text: str) -> None:
-    """Make a file of some text."""
+    """Create a file that holds a text."""
     with open(path, "w", encoding="utf-8", errors="surrogatepass") as file:
         file.write(text)

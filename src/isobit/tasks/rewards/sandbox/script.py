@@ -11,7 +11,7 @@ import types
 
 
 def main() -> None:
-    """Become the program."""
+    """Run program.py in this process as its `__main__`."""
     path = sys.argv[0] = sys.path[0].rstrip("/") + "/program.py"
     with open(path, "rb") as file:
         source = file.read()

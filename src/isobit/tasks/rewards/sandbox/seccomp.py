@@ -53,7 +53,8 @@ _ALLOW, _FAIL = 0x7FFF0000, 0x00050000
 
 
 def denied(machine: str) -> dict[str, int]:
-    """The system calls that are denied whatever their arguments are, by name."""
+    """Return the numbers of the system calls that are denied whatever their arguments are, by
+    name."""
     column = 1 + list(ARCHITECTURES).index(machine)
     old, new = ([entry.split() for entry in table.split(",")] for table in (_OLD, _NEW))
     numbers = {entry[0]: entry[column] for entry in old} | dict(new)
@@ -61,8 +62,8 @@ def denied(machine: str) -> dict[str, int]:
 
 
 def filter_for(machine: str) -> bytes | None:
-    """The filter, an array of `struct sock_filter`, for a machine as `platform.machine` calls it,
-    if there is one."""
+    """Return the filter, an array of `struct sock_filter`, for a machine as `platform.machine`
+    calls it; None for a machine without one."""
     if machine not in ARCHITECTURES:
         return None
     fail = (_RETURN, 0, 0, _FAIL | EPERM)

@@ -22,7 +22,7 @@ CLASSES = {name: value for name, value in vars(builtins).items() if isinstance(v
 
 
 class Gone(BaseException):
-    """The other side has closed its pipe or said something that is no message."""
+    """Raised when the other side has closed its pipe or sent something that is not a message."""
 
 
 def send(pipe: int, message: Any) -> None:
@@ -50,15 +50,16 @@ def receive(pipe: int) -> Any:
 def _exactly(pipe: int, count: int) -> bytes:
     data = bytearray()
     while len(data) < count:
-        part = os.read(pipe, min(count - len(data), 1 << 20))
-        if not part:
+        chunk = os.read(pipe, min(count - len(data), 1 << 20))
+        if not chunk:
             raise Gone
-        data += part
+        data += chunk
     return bytes(data)
 
 
 def encode(value: Any, foreign: Callable[[Any], Any]) -> Any:
-    """The value as JSON: itself, a list, or an object of one key, which is its class."""
+    """Return a value as JSON: itself, a list, or an object of one key, which is its class.
+    `foreign` encodes values of other classes."""
     kind: Any = type(value)
     if (
         value is None
@@ -77,8 +78,8 @@ def encode(value: Any, foreign: Callable[[Any], Any]) -> Any:
 
 
 def decode(body: Any, foreign: Callable[[str, Any], Any]) -> Any:
-    """The value of some JSON; `foreign` is given the key and the content of an object that is not
-    plain."""
+    """Return the value of some JSON; `foreign` is called with the key and the content of an object
+    that is not plain."""
     if type(body) is list:
         return [decode(item, foreign) for item in body]
     if type(body) is not dict:
@@ -94,7 +95,8 @@ def _pairs(value: Any) -> list[Any]:
 
 
 def _of(module: str, name: str, how: str = "") -> Callable[[Any], Any]:
-    """Makes an object of a class of a module that is imported only then."""
+    """Return a function that makes an object of a class of a module, which is imported at the first
+    call."""
 
     def make(content: Any) -> Any:
         kind = getattr(__import__(module), name)
@@ -153,15 +155,15 @@ _PLAIN: dict[Any, Any] = {str: str.__str__, int: int.__int__, float: float.__flo
 
 
 def builtin_class(value: Any) -> str | None:
-    """The name of a builtin class, or None."""
+    """Return the name of a builtin class; None for any other object."""
     return (
         value.__name__ if isinstance(value, type) and CLASSES.get(value.__name__) is value else None
     )
 
 
 def content(value: Any) -> Any:
-    """What a value of a class derived from a plain one holds, as that. Raises TypeError for
-    others."""
+    """Return the plain value that an object of a derived class holds. Raises TypeError for an
+    object whose class derives from no plain one."""
     for base in BASES:
         if isinstance(value, base):
             return _PLAIN.get(base, base)(value)
@@ -169,8 +171,8 @@ def content(value: Any) -> Any:
 
 
 def error(raised: BaseException) -> list[Any]:
-    """The name of the builtin class of an exception, and its arguments where they are all plain,
-    else as text."""
+    """Return the name of an exception's nearest builtin class, and its arguments: as they are where
+    all are plain, else as one text."""
     name = next(
         kind.__name__ for kind in type(raised).__mro__ if CLASSES.get(kind.__name__) is kind
     )
