@@ -106,7 +106,10 @@ def test_samples_are_drawn_as_asked(base_model: Path, evaluate: Eval, folder: Pa
         ("sampling.min_p", 1.0),
         ("sampling.repetition_penalty", 50),
     ):
-        evaluate(base_model, *asked("-n", 2, "--out", "result.json", *("=".join(map(str, words)),) * bool(words)))
+        evaluate(
+            base_model,
+            *asked("-n", 2, "--out", "result.json", *("=".join(map(str, words)),) * bool(words)),
+        )
         result = json.loads((folder / "result.json").read_text())
         texts = [
             [row["greedy"]["completion"], *(s["completion"] for s in row["samples"])]

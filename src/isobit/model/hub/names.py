@@ -340,7 +340,8 @@ def matrices(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _heights(base: str, rows: int, config: ModelConfig, layer: int) -> tuple[int, ...]:
     """Return the rows of each of the matrices that a master, or its bias, is made of."""
-    if base == "gates" or (base == "gate_up" and config.gated):
+    by_head = config.linear is not None and config.linear.by_head
+    if (base == "gates" and not by_head) or (base == "gate_up" and config.gated):
         return rows // 2, rows // 2
     if base == "qkv_a":
         assert config.latent is not None

@@ -4,7 +4,7 @@ as it takes a loss of `loss.py`; a run that samples cannot name them.
 A loss of pairs is of both answers, which are sequences 2k and 2k + 1 of a micro-batch, the
 preferred one first; the learner never cuts between them. A loss of single answers that are
 desirable or not (`kto`) is of one answer, whose advantage is 1 or -1. Left out: where the answers
-come from (`training/sft/`).
+come from (`training/parts/given.py`).
 """
 
 import math
