@@ -60,7 +60,7 @@ from isobit.rl.learner.batch import (
     training_batch,
 )
 from isobit.rl.learner.forward import Computed, PolicyForward, Teacher, values_of
-from isobit.rl.learner.gradient import Differentiation, Gradient
+from isobit.rl.learner.gradient import Differentiation, Gradient, OptimizerBatch
 from isobit.rl.learner.schedule import Cutting, MicroBatches, Schedule
 from isobit.rl.learner.totals import Totals
 from isobit.rl.optim.schedule import learning_rate
@@ -286,7 +286,9 @@ class Learner:
             objective = replace(objective, kl_baseline=self.kl_baseline(samples))
         policy = self._forward(objective)
         batch = training_batch(objective, samples, advantages, self.model.weights_version)
-        schedule = self._schedule(batch, step, needs)
+        unknown = self._unknown(samples) if "old" in needs else ()
+        everything = objective.rule.of_batch or self.model.config.routed is not None
+        schedule = batch.cut(self._cutting, step, unknown, everything)
         try:
             batch, metrics = self._with_needs(batch, schedule, policy, needs)
         except NonFiniteError:
@@ -302,7 +304,7 @@ class Learner:
         for update in schedule.updates:
             if not update.micro_batches:
                 continue  # nothing to learn from is no reason to decay the weights
-            data = batch.optimizer_batch(update, self.entropy_bonus.applied(objective))
+            data = OptimizerBatch.of(batch, update, self.entropy_bonus.applied(objective))
             if data is None:
                 totals.skipped += 1
                 continue
@@ -341,13 +343,6 @@ class Learner:
         self.optimizer.step(rate, gradient.norm)
         self.entropy_bonus.stepped(gradient.totals.mean_entropy, objective)
         self.bad_steps_in_a_row = 0
-
-    def _schedule(self, batch: TrainingBatch, step: int, needs: Collection[str]) -> Schedule:
-        """Cut a batch into micro-batches, and those whose old log-probabilities are needed."""
-        unknown = self._unknown(batch.samples) if "old" in needs else ()
-        everything = batch.objective.rule.of_batch or self.model.config.routed is not None
-        old_zero = [False] * len(batch.samples) if everything else batch.zero
-        return self._cutting.schedule(batch.samples, batch.zero, step, unknown, old_zero)
 
     def _with_needs(
         self,
