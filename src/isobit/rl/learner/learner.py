@@ -214,19 +214,12 @@ class Learner:
             old = [row[:, 0] for row in rows]
             self._unknown(samples)  # forgets those of other weights
             self._old |= {sample_key(s): row for s, row in zip(samples, old, strict=True)}
-            norms = self._weighed(norms, old, rollout_logprobs(samples))
+            lengths, rule = [len(row) for row in norms], self.objective.rule
+            if rule.active and any(lengths):
+                rollout = torch.cat(rollout_logprobs(samples))
+                weights = correct(rule, torch.cat(old), rollout, lengths).weights.double()
+                norms = [norm * w**2 for norm, w in zip(norms, weights.split(lengths), strict=True)]
         return [tuple(row.tolist()) for row in norms]
-
-    def _weighed(
-        self, norms: Sequence[Tensor], old: Sequence[Tensor], rollout: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Norms times the square of each token's weight in the correction, if there is one."""
-        lengths = [len(row) for row in norms]
-        if not self.objective.rule.active or not any(lengths):
-            return list(norms)
-        correction = correct(self.objective.rule, torch.cat([*old]), torch.cat([*rollout]), lengths)
-        weights = correction.weights.double().split(lengths)
-        return [norm * weight**2 for norm, weight in zip(norms, weights, strict=True)]
 
     def reference_kl(
         self, samples: Sequence[Sample], prompts: Sequence[tuple[int, ...] | None] | None = None
