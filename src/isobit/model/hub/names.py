@@ -40,7 +40,9 @@ _BARE = (
     *("router_norm", "expert_scale"),
 )
 """Tensors whose names end with the module's."""
-_KEYS = tuple(f"self_attn.{one}_{part}." for one in "kv" for part in ("proj", "norm"))
+_KEYS = tuple(
+    f"self_attn.{letter}_{submodule}." for letter in "kv" for submodule in ("proj", "norm")
+)
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 
@@ -338,7 +340,8 @@ def matrices(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _heights(base: str, rows: int, config: ModelConfig, layer: int) -> tuple[int, ...]:
     """Return the rows of each of the matrices that a master, or its bias, is made of."""
-    if base == "gates" or (base == "gate_up" and config.gated):
+    by_head = config.linear is not None and config.linear.by_head
+    if (base == "gates" and not by_head) or (base == "gate_up" and config.gated):
         return rows // 2, rows // 2
     if base == "qkv_a":
         assert config.latent is not None
