@@ -224,8 +224,8 @@ def delta_rule_backward(
 def through_parts(
     dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, backward: Backward
 ) -> tuple[Tensor, ...]:
-    """Compute `Ops.delta_rule_backward`, given that of the recurrence: `backward(parts, dout)`
-    gives the gradients of parts, skip left out."""
+    """Compute `Ops.delta_rule_backward` from the backward of the recurrence: `backward(inputs,
+    dout)` returns the gradients of the recurrence's inputs, without the skip's."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (qkv, gates, heads.decay, heads.step_bias)]
         qkv_leaf, gates_leaf, decay, step_bias = leaves
