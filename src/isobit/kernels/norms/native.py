@@ -157,11 +157,7 @@ def gate_mul_backward(
 
 def _alike(x: Tensor, weight: Tensor, other: Tensor | None) -> bool:
     """Return whether C++ norms x: a norm's weight may be float32 where rows are BF16."""
-    return (
-        x.dtype in PLAIN
-        and weight.dtype in PLAIN
-        and (other is None or other.dtype == x.dtype)
-    )
+    return x.dtype in PLAIN and weight.dtype in PLAIN and (other is None or other.dtype == x.dtype)
 
 
 def _block_of_row(spec: QuantSpec, rows: int, columns: int) -> int | None:
