@@ -398,7 +398,7 @@ def test_a_run_of_another_processor_goes_on_in_its_order(tmp_path: Path, base_mo
         resume(run_dir, ["steps=2"])
     (run_dir / "config.yaml").write_text(text.replace(f"bitwise-{there}", "bitwise"))
     (run_dir / "machine.json").write_text(json.dumps(machine | {"bitwise": there}))
-    assert evaluation_config(run_dir, {}).consistency == f"bitwise-{there}"
+    assert evaluation_config(run_dir, ()).consistency == f"bitwise-{there}"
     resume(run_dir, ["steps=2"])
     assert fingerprint(run_dir) == unbroken
 

@@ -2,7 +2,7 @@
 keys that are set, and that the run does not read.
 
 A key counts as set where its value is not the default, or that of its preset. Left out: what
-contradicts (`config/contradictions.py`), which is refused, and what only a run that samples can
+contradicts (`config/schema.py`), which is refused, and what only a run that samples can
 mean (`session/cautions.py`).
 """
 
