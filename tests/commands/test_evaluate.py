@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from isobit.cli.commands.evaluate import evaluation_config
 from isobit.cli.evaluation import _data, _task
 from isobit.config import load_config
+from isobit.training.commands.evaluate import evaluation_config
 from isobit.training.train import train
 from tests.conftest import RunIsobit
 from tests.models import tiny_model
@@ -106,7 +106,10 @@ def test_samples_are_drawn_as_asked(base_model: Path, evaluate: Eval, folder: Pa
         ("sampling.min_p", 1.0),
         ("sampling.repetition_penalty", 50),
     ):
-        evaluate(base_model, *asked("-n", 2, "--out", "result.json", *("=".join(map(str, words)),) * bool(words)))
+        evaluate(
+            base_model,
+            *asked("-n", 2, "--out", "result.json", *("=".join(map(str, words)),) * bool(words)),
+        )
         result = json.loads((folder / "result.json").read_text())
         texts = [
             [row["greedy"]["completion"], *(s["completion"] for s in row["samples"])]
