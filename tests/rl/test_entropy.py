@@ -46,7 +46,7 @@ def ours(preset: str, **changed: object) -> Found:
     one = batch.optimizer_batch(Update(everything, [everything]), coefficient)
     assert one is not None
     sequence = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
-    inputs = one.inputs[0].with_policy(policy, ENTROPY, sequence)
+    inputs = one.loss_inputs(0, policy, ENTROPY, sequence)
     total = weighted_sum(LOSSES[objective.loss](inputs), inputs)
     total = total - one.entropy_coefficient * (inputs.entropy * inputs.token_weights).sum()
     (gradient,) = torch.autograd.grad(total, policy)

@@ -93,7 +93,7 @@ class ServedTools:
     parser: Annotated[
         str,
         "how the model writes calls of tools: auto, hermes, qwen3_coder, llama3_json, mistral, "
-        "harmony, pythonic, glm45, gemma4, deepseek_v3 or json",
+        "harmony, pythonic, glm45, minimax_m2, gemma4, deepseek_v3 or json",
     ] = "auto"
 
 

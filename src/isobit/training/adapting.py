@@ -6,11 +6,11 @@ from pathlib import Path
 
 from isobit.config import Config, SftConfig
 from isobit.distributed import ALONE, Ranks
-from isobit.errors import IsobitError
+from isobit.errors import IsobitError, brief
 from isobit.model import Model, TextRules
 from isobit.model.adapters.peft import check_served
 from isobit.model.adapters.targets import NewAdapter, beyond_use, targeted
-from isobit.model.described import Described
+from isobit.model.described import Described, described
 from isobit.model.families import FAMILIES
 from isobit.model.hub.checkpoint import model_folder
 from isobit.run.directory import model_directory
@@ -29,23 +29,51 @@ def text_rules(config: Config | SftConfig, now: datetime | None = None) -> TextR
     return TextRules(rule, now, model.chat_template, model.chat_template_kwargs)
 
 
+def shared_vocabulary(config: Config, base: Path) -> int | None:
+    """Return the number of token ids that the policy at `base` and its teacher have in common: the
+    tokenizer's, where their embeddings have other numbers of rows behind these; else None, and each
+    model has all its rows. Raises IsobitError for a teacher that has another tokenizer."""
+    if config.reference.path is None:
+        return None
+    teacher, adapter = model_named(config.reference.path), config.adapter
+    init = None if adapter is None or adapter.init is None else str(model_named(adapter.init))
+    policy, other = described(base, init), described(teacher)
+    ours, theirs = (each.tokenizer.fast.get_vocab() for each in (policy, other))
+    if theirs != ours:
+        word = min(
+            word
+            for word, token in ours.items() | theirs.items()
+            if ours.get(word) != theirs.get(word)
+        )
+        raise IsobitError(
+            f"reference.path: {config.reference.path} has another tokenizer than the policy: "
+            f"{brief(word)!r} is token {theirs.get(word)} there and {ours.get(word)} here; a teacher "
+            "reads the policy's tokens, so take one of its family"
+        )
+    same = policy.config.vocab_size == other.config.vocab_size
+    return None if same else policy.tokenizer.vocab_size
+
+
 def load_trained(
     config: Config | SftConfig,
     base: Path,
     checkpoint: Path | None = None,
     ranks: Ranks = ALONE,
     now: datetime | None = None,
+    vocabulary: int | None = None,
 ) -> Model:
     """Load the model at `base`, or its state in a `checkpoint`, which holds only the adapter where
     the config has one, with a tokenizer that reads prompts as the run does; `now`: the date that
-    prompts name. Raises IsobitError for an adapter that does not fit the config."""
+    prompts name; `vocabulary`: as in `Model.load`. Raises IsobitError for an adapter that does not
+    fit the config."""
     rules = text_rules(config, now)
     if checkpoint is not None:  # the template is saved in it
         rules = replace(rules, chat_template=None)
     flow = config.precision, config.backend, config.consistency, ranks
     given, masters = config.adapter, config.optimizer.masters
     if given is None:
-        model = Model.load(checkpoint or base, *flow, masters=masters, rules=rules)
+        path = checkpoint or base
+        model = Model.load(path, *flow, masters=masters, rules=rules, vocabulary=vocabulary)
         if model.transformer.adapter is not None:
             raise IsobitError(
                 f"model.path: {base} is an adapter; give its model, and the adapter as adapter.init"
@@ -55,7 +83,8 @@ def load_trained(
     init = None if given.init is None else model_named(given.init)
     if init is not None and checkpoint is None:
         check_served(model_folder(init, "adapter"), base)
-    model = Model.load(base, *flow, adapter=checkpoint or init or new, masters=masters, rules=rules)
+    own = checkpoint or init or new
+    model = Model.load(base, *flow, own, masters, rules, vocabulary)
     found, wanted = model.transformer.adapter, targeted(model.config, given.targets)
     assert found is not None
     settings = (given.rank, given.alpha, given.rslora, wanted)

@@ -22,7 +22,7 @@ from isobit.model.keeping import KeptWeights
 from isobit.rl import Group, Sample
 from isobit.rl.learner.agreement import Compared
 from isobit.rl.learner.learner import Learner
-from isobit.rl.learner.zero_advantage import drawn
+from isobit.rl.learner.schedule import drawn
 from isobit.training.measuring.meter import Meter
 from isobit.training.saving.saver import Saver
 from isobit.training.saving.snapshot import State

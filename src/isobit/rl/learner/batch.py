@@ -15,9 +15,8 @@ from isobit.rl.algorithm.mismatch import mismatch_metrics, position_metrics, seq
 from isobit.rl.algorithm.objective import ResolvedObjective
 from isobit.rl.algorithm.samples import Sample
 from isobit.rl.learner.agreement import Compared
-from isobit.rl.learner.schedule import Update
+from isobit.rl.learner.schedule import Update, zero_advantage_samples
 from isobit.rl.learner.totals import Totals
-from isobit.rl.learner.zero_advantage import zero_advantage_samples
 
 SampleKey = tuple[int, int]
 
@@ -115,55 +114,16 @@ class TrainingBatch:
     def optimizer_batch(
         self, update: Update, entropy_coefficient: float = 0.0
     ) -> "OptimizerBatch | None":
-        """Return the tensors of an update, micro-batch by micro-batch; None where the mask or the
-        correction left nothing of it."""
-        minibatch = update.part
-        if all(self.masked[i] for i in minibatch):
+        """Return the batch of an update; None where the mask or the correction left nothing of
+        it."""
+        chosen = update.part
+        if all(self.masked[i] for i in chosen):
             return None
-        if self.importance is not None and not any(
-            bool(self.importance[i].any()) for i in minibatch
-        ):
+        if self.importance is not None and not any(bool(self.importance[i].any()) for i in chosen):
             return None
-        weights = dict(zip(minibatch, self.weights_of(minibatch)))
-        inputs = [
-            self._tokens(chosen, [weights[i] for i in chosen]) for chosen in update.micro_batches
-        ]
-        return OptimizerBatch(
-            self.objective,
-            self.samples,
-            update,
-            inputs,
-            self._sizes(update),
-            entropy_coefficient,
-            self.observation_weights_of(minibatch),
-        )
-
-    def _tokens(self, chosen: Sequence[int], weights: Sequence[float]) -> "TokenInputs":
-        """Return the loss's inputs of a micro-batch, whose samples' tokens have these weights."""
-        return TokenInputs(
-            self.objective,
-            torch.tensor(list(weights)),
-            advantages=_joined(self.advantages, chosen),
-            old=_joined(self.old, chosen),
-            rollout=_joined(self.rollout, chosen),
-            reference=None if self.reference is None else _joined(self.reference, chosen),
-            importance=None if self.importance is None else _joined(self.importance, chosen),
-            kept=None if self.kept is None else _joined(self.kept, chosen),
-        )
-
-    def _sizes(self, update: Update) -> Totals:
-        """Return how many tokens there are, and how many of them are left out."""
-        samples, micro_batches = self.samples, update.micro_batches
-        rows = {
-            i: len(samples[i].prompt_ids) + len(samples[i].completion_ids)
-            for micro_batch in micro_batches
-            for i in micro_batch
-        }
-        return Totals(
-            tokens=sum(samples[i].num_trained for i in rows),
-            rows=sum(rows.values()),
-            rows_left_out=sum(rows[i] for i in update.zero_advantage_samples),
-        )
+        weights = dict(zip(chosen, self.weights_of(chosen)))
+        observed = self.observation_weights_of(chosen)
+        return OptimizerBatch(self, update, weights, observed, entropy_coefficient)
 
     def compared(self, found: Mapping[int, Tensor]) -> dict[int, Compared]:
         """Samples with fresh tokens, by index, with the rollout's log-probabilities of these and
@@ -185,56 +145,67 @@ class TrainingBatch:
 
 
 @dataclass(frozen=True, eq=False)
-class TokenInputs:
-    """The inputs of a loss of a micro-batch besides the policy's forward, [trained tokens];
-    `weights`: of the tokens of each sample."""
+class OptimizerBatch:
+    """The samples of an `update` of a batch, and by the index of a sample: the weight of a token in
+    the loss, the weight of a token that an environment said, where such are learned; the weight of
+    the entropy bonus."""
 
-    objective: ResolvedObjective
-    weights: Tensor
-    advantages: Tensor
-    old: Tensor
-    rollout: Tensor
-    reference: Tensor | None
-    importance: Tensor | None
-    kept: Tensor | None
+    batch: TrainingBatch
+    update: Update
+    weights: Mapping[int, float]
+    observation_weights: Mapping[int, float] = field(default_factory=dict)
+    entropy_coefficient: float = 0.0
 
-    def with_policy(self, logprobs: Tensor, entropy: Tensor, sequence: Tensor) -> LossInputs:
-        """With the forward of the policy over them; `sequence`: of each token its sample's
-        number."""
-        token_weights = self.weights[sequence]
-        if self.kept is not None:
-            token_weights = token_weights * self.kept
+    def samples(self, number: int) -> list[Sample]:
+        """Return the samples of a micro-batch."""
+        return [self.batch.samples[i] for i in self.update.micro_batches[number]]
+
+    def loss_inputs(
+        self,
+        number: int,
+        logprobs: Tensor,
+        entropy: Tensor,
+        sequence: Tensor,
+        divergence: Tensor | None = None,
+    ) -> LossInputs:
+        """Return the loss's inputs of a micro-batch, given the forward of the policy over its
+        tokens; `sequence`: of each token its sample's number."""
+        batch, chosen = self.batch, self.update.micro_batches[number]
+
+        def of(rows: Sequence[Tensor] | None) -> Tensor | None:
+            return None if rows is None else _joined(rows, chosen)
+
+        token_weights = torch.tensor([self.weights[i] for i in chosen])[sequence]
+        counted, importance = of(batch.kept), of(batch.importance)
         return LossInputs(
             policy_logprobs=logprobs,
-            old_logprobs=self.old,
-            rollout_logprobs=self.rollout,
-            advantages=self.advantages,
-            importance_weights=torch.ones_like(entropy)
-            if self.importance is None
-            else self.importance,
-            token_weights=token_weights,
+            old_logprobs=_joined(batch.old, chosen),
+            rollout_logprobs=_joined(batch.rollout, chosen),
+            advantages=_joined(batch.advantages, chosen),
+            importance_weights=torch.ones_like(entropy) if importance is None else importance,
+            token_weights=token_weights if counted is None else token_weights * counted,
             entropy=entropy,
             sequence=sequence,
-            clip_low=self.objective.clip_low,
-            clip_high=self.objective.clip_high,
-            settings=self.objective,
-            reference_logprobs=self.reference,
+            clip_low=batch.objective.clip_low,
+            clip_high=batch.objective.clip_high,
+            settings=batch.objective,
+            reference_logprobs=of(batch.reference),
+            divergence=divergence,
         )
 
-
-@dataclass(frozen=True, eq=False)
-class OptimizerBatch:
-    """The samples of an `update`, of all `samples` of the batch by index; `inputs` of each of its
-    micro-batches, and their `sizes`; the weight of the entropy bonus; the weight of each token that
-    an environment said, by its sample's index, where such are learned."""
-
-    objective: ResolvedObjective
-    samples: Sequence[Sample]
-    update: Update
-    inputs: Sequence[TokenInputs]
-    sizes: Totals
-    entropy_coefficient: float = 0.0
-    observation_weights: Mapping[int, float] = field(default_factory=dict)
+    def sizes(self) -> Totals:
+        """Return how many tokens there are, and how many of them are left out."""
+        samples = self.batch.samples
+        rows = {
+            i: len(samples[i].prompt_ids) + len(samples[i].completion_ids)
+            for micro_batch in self.update.micro_batches
+            for i in micro_batch
+        }
+        return Totals(
+            tokens=sum(samples[i].num_trained for i in rows),
+            rows=sum(rows.values()),
+            rows_left_out=sum(rows[i] for i in self.update.zero_advantage_samples),
+        )
 
 
 def training_batch(

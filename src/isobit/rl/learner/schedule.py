@@ -3,16 +3,26 @@ all that is computed on them: the reference's log-probabilities, the old ones, a
 each update.
 
 Micro-batches are a function of the samples and of the step, of nothing else, so they are the same
-at any number of ranks and after a resume. Left out: the rows of a micro-batch (`packing.py`).
+at any number of ranks and after a resume.
+
+Samples whose advantage is exactly 0, or whose tokens the loss leaves out, teach nothing: no term of
+the loss has a gradient, and no micro-batch of them alone needs a backward. Only whole micro-batches
+are left out. Samples that share one with others stay: their rows decide with others the scales by
+which FP8 WGrad quantizes 128 tokens, and a library may choose the order of a sum by its length.
+What remains is computed as it would be, and what is left out would have added zeros
+(docs/numerics.md, section 6; tests/rl/test_idle.py). Left out: the rows of a micro-batch
+(`packing.py`).
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
+from isobit.rl.algorithm.loss import LOSSES
+from isobit.rl.algorithm.objective import Objective
 from isobit.rl.learner.packing import MOST_KEYS, Trainable
-from isobit.rl.learner.zero_advantage import drawn, without_teaching
 
 MicroBatches = Sequence[Sequence[int]]
 """Samples by index, micro-batch by micro-batch."""
@@ -45,10 +55,9 @@ class Update:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """A step's schedule: micro-batches of the `whole` batch, of the samples whose `old`
-    log-probabilities are computed, and of its `updates`."""
+    """A step's schedule: micro-batches of the samples whose `old` log-probabilities are computed,
+    and its `updates`."""
 
-    whole: MicroBatches
     old: MicroBatches
     updates: Sequence[Update]
 
@@ -93,7 +102,7 @@ class Cutting:
             for minibatch in self._parts(len(samples), step, epoch)
         ]
         updates = [self._update(samples, minibatch, zero, step) for minibatch in minibatches_]
-        return Schedule(self.whole(samples), wanted, updates)
+        return Schedule(wanted, updates)
 
     def old(
         self, samples: Sequence[Trainable], old: Sequence[int], zero: Sequence[bool], step: int
@@ -135,6 +144,42 @@ class Cutting:
                 [samples[i] for i in run], self.most_tokens, self.share_prompts, self.together
             )
         ]
+
+
+def zero_advantage_samples(
+    objective: Objective,
+    advantages: Sequence[Tensor],
+    masked: Sequence[bool],
+    observed: Sequence[int],
+) -> list[bool]:
+    """Return which samples teach nothing, given the advantages [trained tokens] of each, which the
+    loss leaves out, and how many tokens of each are learned as `observed`. None where another term
+    of the loss needs them: a KL penalty, an entropy bonus, a divergence, or what a user's own loss
+    may add, which leave out what is masked; a load-balancing loss, which does not."""
+    if objective.router_aux_coefficient > 0:
+        return [False] * len(advantages)
+    penalized = objective.kl_coefficient > 0 and not objective.kl_in_reward
+    loss = LOSSES.get(objective.loss)
+    if penalized or objective.pays_entropy or loss is None or loss.factor is None:
+        return list(masked)
+    return [
+        out or not (written or bool(advantage.any()))
+        for advantage, out, written in zip(advantages, masked, observed, strict=True)
+    ]
+
+
+def without_teaching(micro: Sequence[Sequence[int]], zero: Sequence[bool]) -> frozenset[int]:
+    """Return which of the micro-batches have samples of zero advantage alone."""
+    return frozenset(
+        number for number, indices in enumerate(micro) if all(zero[i] for i in indices)
+    )
+
+
+def drawn(candidates: Sequence[int], count: int, seed: int, step: int) -> list[int]:
+    """At most `count` of the candidates, by raw Philox numbers of (seed, step), in their order."""
+    key = np.random.SeedSequence([seed, step, 0x1D1E]).generate_state(2, np.uint64)
+    order = np.argsort(np.random.Philox(key=key).random_raw(len(candidates)), kind="stable")
+    return [candidates[i] for i in sorted(order[:count].tolist())]
 
 
 def _is_trained(sample: Trainable) -> bool:

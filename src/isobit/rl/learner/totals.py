@@ -57,17 +57,9 @@ class Totals:
 
     def merge(self, other: "Totals") -> None:
         """Add the sums of another `Totals`: those of a later micro-batch, say."""
-        self.loss += other.loss
-        self.kl += other.kl
-        self.entropy += other.entropy
-        self.clipped += other.clipped
-        self.tokens += other.tokens
-        self.computed += other.computed
-        self.rows += other.rows
-        self.rows_left_out += other.rows_left_out
-        self.rows_shared += other.rows_shared
-        self.observed += other.observed
-        self.observation += other.observation
+        for name, value in vars(other).items():
+            if isinstance(value, (int, float)):
+                setattr(self, name, getattr(self, name) + value)
         self._add_named(other.named)
 
     def add(self, step: "Totals", norm: float) -> None:

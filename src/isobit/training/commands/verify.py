@@ -204,7 +204,9 @@ def _load(run: Path, config: Config | SftConfig, folder: Path) -> Model:
         base = base_of(config, began, quiet=True)
     elif config.adapter is not None and config.model.path is not None:
         base = model_named(config.model.path)
-    return load_trained(config, base, folder, now=date_of(began))
+    ids = began.get("vocabulary")
+    vocabulary = ids if isinstance(ids, int) and ids > 0 else None
+    return load_trained(config, base, folder, now=date_of(began), vocabulary=vocabulary)
 
 
 def _best_problem(run: Path, config: Config | SftConfig, chain: Chain | None) -> str | None:

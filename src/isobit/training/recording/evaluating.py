@@ -30,8 +30,8 @@ def evaluated_only_as_the_last(config: Config | SftConfig, step: int) -> bool:
     """Return whether a step is evaluated only because it is the last, so that a run of more steps
     would not evaluate it: also without `evaluation.every` if the run is supervised."""
     every = config.evaluation.every
-    asked = bool(every) or isinstance(config, SftConfig)
-    return asked and step == config.steps and not _due(step, every)
+    evaluated = bool(every) or isinstance(config, SftConfig)
+    return evaluated and step == config.steps and not _due(step, every)
 
 
 def _due(step: int, every: int) -> bool:
@@ -41,7 +41,7 @@ def _due(step: int, every: int) -> bool:
 def rows_of(step: int, questions: Sequence[Question]) -> Iterator[dict[str, Any]]:
     """Yield the rows of held_out.jsonl.gz: for each prompt the greedy completion, whose
     `sample_index` is 0, and the samples; each with the columns of the data, whose `answer` is the
-    right answer, and with the model's answer as `found`."""
+    right answer, and with the model's answer under the key `found`."""
     for number, question in enumerate(questions):
         prompt = question.prompt
         if not isinstance(prompt, str):
@@ -49,7 +49,7 @@ def rows_of(step: int, questions: Sequence[Question]) -> Iterator[dict[str, Any]
         columns = {name: shortened(value) for name, value in question.columns.items()}
         for sample, graded in enumerate((question.greedy, *question.samples)):
             values = graded.to_json()
-            found = values.pop("answer")
+            answer = values.pop("answer")
             yield {
                 "step": step,
                 "prompt_index": number,
@@ -58,7 +58,7 @@ def rows_of(step: int, questions: Sequence[Question]) -> Iterator[dict[str, Any]
                 "tag": question.tag,
                 "columns": columns,
                 **values,
-                "found": found,
+                "found": answer,
             }
 
 

@@ -33,7 +33,7 @@ class Learned(Protocol):
     has its own."""
 
     def metrics(self, batch: StepBatch, lesson: Lesson) -> dict[str, float]:
-        """Return the metrics of the batch and of the lesson learned from it."""
+        """Return the metrics of the batch, plus those of the lesson learned from it."""
 
     def rows(self, step: int, batch: StepBatch, lesson: Lesson) -> Iterable[Mapping[str, Any]]:
         """Return the rows of the batch for completions.jsonl.gz."""
@@ -130,11 +130,11 @@ class Recorder:
         self, synced: Synced, took: Mapping[str, float], lesson: Lesson
     ) -> dict[str, float]:
         """Return the metrics that the verbs counted, and the time and memory of the step."""
-        found = added(synced.metrics, took, lesson.took)
+        totals = added(synced.metrics, took, lesson.took)
         return {
             **lesson.activations.metrics(),
-            **found,
-            **rollout_rates(found),
+            **totals,
+            **rollout_rates(totals),
             "prompts/consumed": float(self._state.cursor),
             "weights_version": float(self._trained.model.weights_version),
             "time/step": time.perf_counter() - synced.began,

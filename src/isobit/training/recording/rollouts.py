@@ -16,26 +16,26 @@ from isobit.training.saving.snapshot import State
 
 @dataclass(frozen=True, eq=False)
 class LearnedRollouts:
-    """Of a step that is counted already: `state.step` is its number."""
+    """The metrics and rows of a step of RL that is counted already: `state.step` is its number."""
 
     completions: CompletionRows
     state: State
     replay: ReplayBuffer
 
     def metrics(self, batch: StepBatch, lesson: Lesson) -> dict[str, float]:
-        """Of the batch, how old its samples were, and what the learner measured."""
-        before = self.state.step - 1
-        staleness = [before - s.oldest_step for group in batch.learned_from for s in group]
+        """Return the metrics of the batch, its samples' age in steps, and the lesson."""
+        learned_step = self.state.step - 1
+        staleness = [learned_step - s.oldest_step for group in batch.learned_from for s in group]
         staled = staleness_metrics(staleness, len(batch.replayed), len(self.replay.groups))
         partial = partial_metrics([s for group in batch.learned_from for s in group])
         return batch_metrics(batch) | staled | partial | dict(lesson.metrics)
 
     def rows(self, step: int, batch: StepBatch, lesson: Lesson) -> Iterator[dict[str, Any]]:
-        """A row for each completion that was sampled for the step."""
+        """Yield a row for each completion that was sampled for the step."""
         return self.completions.of(step, batch.groups, lesson.compared)
 
     def shown(self, batch: StepBatch) -> Iterator[Shown]:
-        """Each completion with its prompt."""
+        """Return each completion of the batch with its prompt, to be shown on the screen."""
         decode = self.completions.tokenizer.decode
         for group in batch.groups:
             for sample in group:

@@ -1,11 +1,11 @@
-"""Batches that a fleet of engines samples beside the learner: those of
+"""Batches that a fleet of engines samples while the learner works: those of
 `sources.PrefetchedRollouts`, bit for bit.
 
 `PrefetchedRollouts` is the definition: before the learner learns batch t with the weights of
 version t, batch t + k is sampled with them. Here that sampling begins before the learner learns, in
 a thread, and has ended when it has learned: a step ends when both have, so a checkpoint, the
 metrics and the state of a step are those of one process (tests/fleet/test_training.py). Reward
-functions run beside the learner too; what the learner's own process computes of rewards, by models
+functions run at that time too; what the learner's own process computes of rewards, by models
 that are frozen, waits until it has learned, and so does whatever depends on it. A KL in the reward
 that needs the policy's log-probabilities needs the weights before they are learned, so such a batch
 is waited for; and so is every batch without `rollouts_ahead`. Where there are several ranks, the
@@ -38,9 +38,9 @@ from isobit.training.saving.snapshot import State
 
 
 def open_fleet(config: Config, sampling: Sampling, engine: Engine, ranks: Ranks) -> Fleet | None:
-    """The engines that a config asks for, starting, each like `engine`; None if it asks for none,
-    and on ranks that are not the first. Raises IsobitError where Ray is not installed, cannot be
-    reached, or has no room for them."""
+    """Start the engines that a config asks for, each like `engine`. Return None without engines,
+    and on ranks after the first. Raises IsobitError where Ray is not installed, cannot be reached,
+    or has no room for them."""
     if not config.fleet.engines or not ranks.first:
         return None
     sequences, most = config.prompts_per_step * sampling.n, config.most_tokens
@@ -115,7 +115,8 @@ class AsyncRollouts:
         self._fleet.close()
 
     def next(self) -> Rollout:
-        """The batch of the present step; from now on the one that is `steps` ahead is sampled."""
+        """Return the batch of the present step, and begin to sample the one that is `steps`
+        ahead."""
         queue, took = self._state.queue, dict[str, float]()
         with self._meter.timed(took, "send"), self._saver.broken_weights_end_the_run():
             self._ranks.run_on_all(self._send)
@@ -131,8 +132,9 @@ class AsyncRollouts:
         return Rollout(queue.pop(0), took)
 
     def settle(self) -> dict[str, float]:
-        """The learner has learned: wait for the batch that is sampled beside it, and put it into
-        the queue. Returns what that took; raises what sampling or scoring has raised."""
+        """Wait, after the learner has learned, for the batch that was sampled at the same time, and
+        put it into the queue. Return the metrics of that; raises what sampling or scoring has
+        raised."""
         if not self._under_way:
             return {}
         began = time.perf_counter()
@@ -143,7 +145,7 @@ class AsyncRollouts:
         return {**arrived.metrics, "time/rollout_waited": time.perf_counter() - began}
 
     def _joined(self) -> Rollout:
-        """What the thread has found, at its end."""
+        """Wait for the sampling thread and return its batch, or raise the error that ended it."""
         assert self._thread is not None
         self._learned.set()
         self._thread.join()
@@ -152,24 +154,25 @@ class AsyncRollouts:
             raise self._found
         return self._found
 
-    def _arrived(self, found: Rollout | None) -> Rollout:
-        """What the first rank `found`, on every rank, and what it changed in the state."""
+    def _arrived(self, rollout: Rollout | None) -> Rollout:
+        """Return the first rank's rollout on every rank, and bring its changes of the state
+        there."""
         state = self._state
         mine: dict[str, Any] | None = None
-        if found is not None and self._ranks.size > 1:
+        if rollout is not None and self._ranks.size > 1:
             mine = {
-                "batch": found.batch.to_json(),
+                "batch": rollout.batch.to_json(),
                 "pending": groups_to_json(state.pending),
                 "cursor": state.cursor,
-                "metrics": dict(found.metrics),
+                "metrics": dict(rollout.metrics),
             }
-        given: Mapping[str, Any] = self._ranks.all_gather_json(mine)[0] or {}
-        if found is not None:
-            return found
-        state.cursor = given["cursor"]
-        state.pending = groups_from_json(given["pending"])
-        batch = StepBatch.from_json(given["batch"], self._prompts_per_step)
-        return Rollout(batch, given["metrics"])
+        shared: Mapping[str, Any] = self._ranks.all_gather_json(mine)[0] or {}
+        if rollout is not None:
+            return rollout
+        state.cursor = shared["cursor"]
+        state.pending = groups_from_json(shared["pending"])
+        batch = StepBatch.from_json(shared["batch"], self._prompts_per_step)
+        return Rollout(batch, shared["metrics"])
 
     def _send(self) -> None:
         if self._fleet is not None:

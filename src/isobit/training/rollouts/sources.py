@@ -47,8 +47,8 @@ class Sampler(Protocol):
     def __call__(
         self, examples: Sequence[Example], ids: Sequence[int], on_group: OnGroup
     ) -> tuple[dict[int, list[Completion]], Stats]:
-        """Sample and return the groups of this rank, by the place of their example, and the
-        statistics of its engines; `on_group` is called with each group as soon as it is done."""
+        """Sample and return the groups of this rank, by the index of their example, and the
+        statistics of its engines; calls `on_group` with each group that is done."""
 
 
 class LiveRollouts:
@@ -103,7 +103,7 @@ class LiveRollouts:
         """Sample a group of completions for each of the next `count` prompts that this rank claims;
         reward functions begin on finished groups while others are still sampled."""
         state, took = self._state, dict[str, float]()
-        ids, after = self._curriculum.take(state.cursor, count)
+        ids, next_cursor = self._curriculum.take(state.cursor, count)
         examples = [self._train.at(cursor) for cursor in ids]
         progress = state.progress(self._steps, len(self._train))
         scoring = self._scorer.begin(examples, self._sampler.n, progress)
@@ -111,14 +111,16 @@ class LiveRollouts:
             self._meter.timed(took, "rollout", peak=True),
             self._saver.broken_weights_end_the_run(),
         ):
-            found, stats = self._ranks.run_on_all(lambda: self._sampler(examples, ids, scoring.add))
+            completed, stats = self._ranks.run_on_all(
+                lambda: self._sampler(examples, ids, scoring.add)
+            )
         stats = gather_stats(self._ranks, stats)
         took |= _counted(stats) | clamped_fraction(stats.kv_clamped, stats.kv_written)
         if self._curriculum.chooses:
-            took["prompts/skipped"] = float(after - state.cursor - count)
-        state.cursor = after
+            took["prompts/skipped"] = float(next_cursor - state.cursor - count)
+        state.cursor = next_cursor
         groups = {
-            i: [sample_of(c, state.step) for c in group] for i, group in sorted(found.items())
+            i: [sample_of(c, state.step) for c in group] for i, group in sorted(completed.items())
         }
         return Sampled(groups, scoring, took)
 
@@ -149,10 +151,10 @@ class LiveRollouts:
         if self._reference_kl is None:
             return Scored(scored, took)
         with self._meter.timed(took, "score"), self._saver.broken_weights_end_the_run():
-            found = self._reference_kl(scored)
+            distances = self._reference_kl(scored)
         if self._objective.distills:
-            took["groups/unshown"] = float(sum(distance is None for distance, _ in found))
-        judged = iter(found)
+            took["groups/unshown"] = float(sum(distance is None for distance, _ in distances))
+        judged = iter(distances)
         charged = [[_charged(sample, *next(judged)) for sample in group] for group in scored]
         return Scored(charged, took)
 
@@ -231,7 +233,7 @@ def _counted(stats: Stats) -> dict[str, float]:
 
 
 def drafted(stats: Stats) -> dict[str, float]:
-    """Return the metrics of drafted and of accepted tokens; empty where nothing was drafted."""
+    """Return the metrics of drafted and accepted tokens; empty where nothing was drafted."""
     if not stats.num_drafts:
         return {}
     counts = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")

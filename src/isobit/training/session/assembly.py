@@ -20,7 +20,7 @@ from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import Engine
 from isobit.engine.prompts import Prompt
 from isobit.engine.types import Sampling
-from isobit.errors import IsobitError, brief
+from isobit.errors import IsobitError
 from isobit.evaluation.answers import answer_extractor
 from isobit.evaluation.measure import EvaluationPlan, Scorer, default_ks
 from isobit.evaluation.periodic import SEED_OFFSET, PeriodicEvaluation
@@ -35,7 +35,7 @@ from isobit.rl.algorithm.replay import ReplayBuffer
 from isobit.rl.learner.learner import Learner
 from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.tasks.builtin import Task, load_task
-from isobit.training.adapting import load_trained, model_named
+from isobit.training.adapting import load_trained, model_named, shared_vocabulary
 from isobit.training.measuring.agreement import unlike
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts import Parts
@@ -265,7 +265,8 @@ def _trained(
     config: Config, base: Path, began: Mapping[str, Any], checkpoint: Path | None, ranks: Ranks
 ) -> Model:
     """Load the model that is trained, with a tokenizer that reads prompts as the run does."""
-    model = load_trained(config, base, checkpoint, ranks, date_of(began, ranks))
+    vocabulary = shared_vocabulary(config, base)
+    model = load_trained(config, base, checkpoint, ranks, date_of(began, ranks), vocabulary)
     check_alike(ranks, computed_by(model.ops))  # a machine may lack a compiler
     return model
 
@@ -286,8 +287,8 @@ def base_of(config: Config, began: Mapping[str, Any], quiet: bool) -> Path:
 def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
     """Return the frozen model of the KL penalty, or a teacher: a model with working weights that
     are whole on every rank, made of masters that no rank had whole; or the policy's base without
-    its adapter; or the policy itself. Raises IsobitError for a teacher that has another tokenizer
-    than the policy, or cannot be compared with it."""
+    its adapter; or the policy itself. Raises IsobitError for a teacher that cannot be compared with
+    the policy."""
     if config.reference.weights == "policy":
         return model
     if config.shares_reference:
@@ -299,49 +300,22 @@ def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
         masters = config.optimizer.masters if config.adapter is None else "fp32"
         flow = precision, config.backend, config.consistency, model.ranks
         path = base if teacher is None else model_named(teacher)
-        reference = Model.load(path, *flow, masters=masters)
+        ids = model.config.vocab_size
+        reference = Model.load(path, *flow, masters=masters, vocabulary=ids)
         if teacher is not None:
-            _check_teacher(teacher, reference, model, config.algorithm.loss)
+            _check_teacher(teacher, reference, model)
         reference.tokenizer = model.tokenizer  # with its chat template
     calibrate_reference(reference, task)
     reference.transformer.freeze()
     return reference
 
 
-def _check_teacher(path: str, teacher: Model, policy: Model, loss: str) -> None:
-    """Raise IsobitError unless each token means the same to both models, since the teacher reads
-    the policy's tokens, and the teacher has all tokens of the policy and a context at least as
-    long; and, for a loss that compares all tokens, unless both have equally many."""
-    theirs, ours = (model.tokenizer.fast.get_vocab() for model in (teacher, policy))
-    if theirs != ours:
-        word = min(
-            word
-            for word, token in ours.items() | theirs.items()
-            if ours.get(word) != theirs.get(word)
-        )
-        raise IsobitError(
-            f"reference.path: {path} has another tokenizer than the policy: {brief(word)!r} is token "
-            f"{theirs.get(word)} there and {ours.get(word)} here; a teacher reads the policy's tokens, so "
-            "take one of its family"
-        )
+def _check_teacher(path: str, teacher: Model, policy: Model) -> None:
+    """Raise IsobitError unless the teacher has a context at least as long."""
     if teacher.config.max_positions < policy.config.max_positions:
         raise IsobitError(
             f"reference.path: {path} has a context of {teacher.config.max_positions} tokens, and the "
             f"policy one of {policy.config.max_positions}, which the teacher cannot read"
-        )
-    sizes = teacher.config.vocab_size, policy.config.vocab_size
-    if sizes[0] < sizes[1]:
-        raise IsobitError(
-            f"reference.path: {path} has a vocab_size of {sizes[0]}, and the policy one of "
-            f"{sizes[1]}: ids above the tokenizer's may be sampled, and the teacher has no "
-            "log-probability of them; take one with as many or more, or enlarge it "
-            f"(resize_token_embeddings({sizes[1]}) in transformers)"
-        )
-    if loss == "divergence" and sizes[0] != sizes[1]:
-        raise IsobitError(
-            f"reference.path: {path} has a vocab_size of {sizes[0]}, and the policy one of "
-            f"{sizes[1]}; algorithm.loss: divergence compares every token of both: take a teacher "
-            "with as many, or leave the loss out"
         )
 
 

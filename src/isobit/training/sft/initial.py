@@ -10,7 +10,7 @@ from isobit.config import ArchitectureConfig, SftConfig
 from isobit.distributed import Ranks
 from isobit.distributed.launch import check_alike
 from isobit.errors import IsobitError
-from isobit.kernels import computed_by
+from isobit.kernels import Scoring, computed_by
 from isobit.model import Experts, Model, ModelConfig, Tokenizer
 from isobit.model.described import Described, described
 from isobit.model.families import FAMILIES
@@ -82,8 +82,11 @@ def _random(config: SftConfig, task: Task, ranks: Ranks, now: datetime) -> Model
 def architecture_of(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig:
     """What `model.init` describes, for this tokenizer."""
     family, head_dim = FAMILIES[init.family], init.head_dim or init.hidden_size // init.num_heads
+    scoring = None if family.mixtures is None else family.mixtures.scoring
     linear = (
-        LinearAttention.like(init.num_heads, head_dim, init.num_layers)
+        LinearAttention.like(
+            init.num_heads, head_dim, init.num_layers, family.linear_attention == "by head"
+        )
         if family.linear_attention
         else None
     )
@@ -99,7 +102,7 @@ def architecture_of(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConf
         rope=family.fresh_rope(init.rope_theta, init.max_positions),
         qkv_bias=family.qkv_bias or family.biased,
         o_bias=family.biased and family.output_bias,
-        qk_norm=family.qk_norm,
+        qk_norm=bool(family.qk_norm),
         linear=linear,
         unrotated=()
         if family.unrotated is None
@@ -115,5 +118,6 @@ def architecture_of(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConf
             init.experts_per_token or 2,
             init.intermediate_size,
             shared=init.intermediate_size if family.mixtures and family.mixtures.shared else 0,
+            scoring=None if scoring is None else Scoring(*scoring),
         ),
     )
