@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from isobit.cli.commands.verify import verify_command
+from isobit.training.commands.verify import verify_command
 from isobit.config import load_config
 from isobit.distributed.files import Part
 from isobit.errors import IsobitError
