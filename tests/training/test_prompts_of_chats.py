@@ -22,8 +22,8 @@ from isobit.run.directory import model_directory
 from isobit.training.commands.evaluate import Request, evaluate_command
 from isobit.training.commands.generate import print_completions
 from isobit.training.commands.verify import verify_command
+from isobit.training.parts.assembly import open_parts
 from isobit.training.rollouts.lengths import encode_prompt
-from isobit.training.session.assembly import open_parts
 from isobit.training.train import replay
 from tests.models import ALPHABET, tiny_model
 from tests.runs import fingerprint
