@@ -146,6 +146,7 @@ def _open_models(
         config.rewards.on_error == "stop",
         processes.earned,
         required=config.needs_rewards,
+        tokenizer=model.tokenizer,
     )
     longest = encode_prompt(fitted.longest, model, tools)
     return _Models(model, base, fitted.task, longest, scorer, dialogue)
