@@ -25,8 +25,7 @@ from isobit.run import checkpoints
 from isobit.run.directory import LOCK, REPORT, read_jsonl
 from isobit.training.loop import training_step
 from isobit.training.objects import Given
-from isobit.training.session.opening import open_resumed
-from isobit.training.train import resume, train
+from isobit.training.train import open_resumed, resume, train
 from tests import warm
 from tests.models import slow_where, tiny_model
 from tests.runs import fingerprint, killed_after, wait_for_lines, write_config

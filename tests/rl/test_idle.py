@@ -26,9 +26,8 @@ from isobit.rl import (
 from isobit.rl.algorithm.correction_rule import CorrectionRule, Rejection
 from isobit.rl.algorithm.loss import Loss, LossInputs, LossOutputs
 from isobit.rl.learner.agreement import Disagreement
-from isobit.rl.learner.batch import OptimizerBatch
 from isobit.rl.learner.forward import PolicyForward, values_of
-from isobit.rl.learner.gradient import Differentiation
+from isobit.rl.learner.gradient import Differentiation, OptimizerBatch
 from isobit.rl.learner.learner import Learner
 from isobit.rl.learner.schedule import Cutting, Schedule, Update, drawn
 from isobit.rl.optim.sharded import ShardedOptimizer

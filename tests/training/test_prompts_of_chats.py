@@ -22,8 +22,8 @@ from isobit.errors import RunFailed
 from isobit.model import Tokenizer
 from isobit.run.completions import COMPLETIONS, read
 from isobit.run.directory import model_directory
+from isobit.training.parts.assembly import open_parts
 from isobit.training.rollouts.lengths import encode_prompt
-from isobit.training.session.assembly import open_parts
 from isobit.training.train import replay
 from tests.models import ALPHABET, tiny_model
 from tests.runs import fingerprint

@@ -43,6 +43,7 @@ UNREAD = {
     "phi4_multimodal": ("its adapters for images and sound are part of it", "phi3"),
     "deepseek_v2": ("its experts are chosen by a softmax in groups", "deepseek_v3"),
     "deepseek_v32": ("its attention is sparse, by an indexer", "deepseek_v3"),
+    "minimax": ("most of its layers have linear attention", "minimax_m2"),
     "qwen2_vl_text": ("its positions are those of pictures too", "qwen2"),
     "qwen2_5_vl_text": ("its positions are those of pictures too", "qwen2"),
     "qwen3_vl_text": ("its positions are those of pictures too", "qwen3"),

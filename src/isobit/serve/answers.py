@@ -98,9 +98,6 @@ class Asked:
         samples = range(self.sampling.n)
         return [Completion(prompt, each, ids, [], "", [], "length", version) for each in samples]
 
-    def _word(self, before: int, token: int) -> str:
-        return token_words(self.tokenizer, before, [token], self.keys.return_tokens_as_token_ids)[0]
-
     def size(self, before: int, token: int) -> int:
         """Return the number of characters that begin in a token that follows another one."""
         words = token_words(self.tokenizer, before, [token], False)
@@ -177,7 +174,10 @@ class Asked:
         words = token_words(tokenizer, before, tokens, by_id)
         tops = tops if self.sampling.top_logprobs else ()
         others = [
-            [(token, self._word(last, token), value) for token, value in top]
+            [
+                (token, token_words(tokenizer, last, [token], by_id)[0], value)
+                for token, value in top
+            ]
             for last, top in zip((before, *tokens), tops)
         ]
         if self.own_top:
@@ -186,10 +186,11 @@ class Asked:
             return self._chat_logprobs(zip(tokens, words, logprobs), others)
         texts = token_words(tokenizer, before, tokens, False) if by_id else words
         sizes = text_sizes(tokenizer, tokens, texts)
+        by_word = [{word: value for _, word, value in reversed(top)} for top in others]
         return {
             "tokens": words,
             "token_logprobs": list(logprobs),
-            "top_logprobs": [_by_word(each) for each in others] if others else None,
+            "top_logprobs": by_word or None,  # of several tokens with one text the first
             "text_offset": list(accumulate(sizes, initial=start))[:-1],
         }
 
@@ -216,12 +217,6 @@ class Asked:
                 for each, top in zip(drawn, tops)
             ]
         }
-
-
-def _by_word(shown: Sequence[_Shown]) -> dict[str, float]:
-    """Return the log-probabilities of the likeliest tokens by their texts; of several tokens with
-    one text that of the first."""
-    return {word: logprob for _, word, logprob in reversed(shown)}
 
 
 class ChoiceStream:

@@ -84,10 +84,7 @@ class OpenAI:
         """Answer a conversation with the next message."""
         gateway = self._gateway
         keys = await read_request(request, ChatRequest, gateway.limits)
-        adapter = gateway.adapter_of(keys.model)
-        messages = await at_desk(gateway, request, chat.messages_of, keys.messages)
-        variables, positions = chat.variables_of(keys), self._encoder.positions
-        chat.check_continued(keys, messages)
+        adapter, positions = gateway.adapter_of(keys.model), self._encoder.positions
         sampling = sampling_of(keys, gateway.limits, positions, keys.top_logprobs)
         if keys.top_logprobs and not keys.logprobs:
             raise BadRequest("top_logprobs: set logprobs to true beside it", "top_logprobs")
@@ -97,8 +94,8 @@ class OpenAI:
                 f"X-Session-ID: expected n = 1, and 1 to {_LONGEST_SESSION} characters"
             )
         before = None if session is None else gateway.sessions.find(tenant, session)
-        encode = partial(self._encoder.conversation, messages, variables, before)
-        prompt = await at_desk(gateway, request, encode)
+        conversation = self._encoder.conversation, keys, before
+        messages, variables, prompt = await at_desk(gateway, request, *conversation)
         check_length(keys, [prompt], positions)
         asked = Asked(
             *(keys.model or gateway.name, gateway.tokenizer, [prompt], sampling),
@@ -112,15 +109,15 @@ class OpenAI:
         )
 
         def keep(completion: Completion) -> None:
-            if session is not None:
-                said = chat.messages_of([asked.message(completion)[1]])[0]
-                turn = sessions.Turn(
-                    *(tuple(messages), variables, tuple(prompt), tuple(completion.token_ids)),
-                    *(said, len(request.state.body)),
-                )
-                gateway.sessions.keep(tenant, session, turn)
+            assert session is not None
+            said = chat.messages_of([asked.message(completion)[1]])[0]
+            turn = sessions.Turn(
+                *(tuple(messages), variables, tuple(prompt), tuple(completion.token_ids)),
+                *(said, len(request.state.body)),
+            )
+            gateway.sessions.keep(tenant, session, turn)
 
-        return await answer(gateway, request, asked, keep)
+        return await answer(gateway, request, asked, None if session is None else keep)
 
     async def generate(self, request: Request) -> Response:
         """Answer token ids with token ids, as vLLM's token route does."""
@@ -172,13 +169,11 @@ class OpenAI:
             raise BadRequest("expected either prompt or messages", "prompt")
         check = check_counted(encoder.positions)
         if keys.prompt is None:
-            messages = await at_desk(gateway, request, chat.messages_of, keys.messages)
-            chat.check_continued(keys, messages)
-            encode = partial(encoder.conversation, messages, chat.variables_of(keys), None, check)
+            conversation = encoder.conversation, keys, None, check
+            tokens = (await at_desk(gateway, request, *conversation))[2]
         else:
-            text, special = keys.prompt, keys.add_special_tokens
-            encode = partial(encoder.tokenizer.encode_text, text, special, check)
-        tokens = await at_desk(gateway, request, encode)
+            given = encoder.tokenizer.encode_text, keys.prompt, keys.add_special_tokens, check
+            tokens = await at_desk(gateway, request, *given)
         value = {"tokens": tokens, "count": len(tokens), "max_model_len": encoder.positions}
         return await in_json(gateway, request, lambda: value)
 

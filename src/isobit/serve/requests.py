@@ -22,7 +22,6 @@ from isobit.data.foreign import BadJson, parse_json
 from isobit.errors import IsobitError, brief, did_you_mean
 from isobit.options.declare import (
     REQUIRED,
-    Limit,
     Preprocess,
     at_least,
     is_union,
@@ -80,8 +79,9 @@ class Neutral:
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 class Declared:
-    """The base of requests, which are frozen dataclasses. `neutral`: keys beside the fields that
-    are taken with these values; `strict`: whether any other key is refused, and not passed over."""
+    """The base of requests, which are frozen dataclasses; a whole number's first marks are its
+    bounds. `neutral`: keys beside the fields that are taken with these values; `strict`: whether any
+    other key is refused, and not passed over."""
 
     neutral: ClassVar[Mapping[str, Neutral]] = {}
     strict: ClassVar[bool] = True
@@ -122,7 +122,9 @@ def read(schema: type[_Schema], value: Any, limits: Limits, where: str = "the bo
             elif option.default is REQUIRED:
                 raise BadRequest(f"{key}: required, but not given", key)
     neutral = getattr(schema, "neutral", {})
-    for key in value.keys() - options.keys() if getattr(schema, "strict", True) else ():
+    for key in value if getattr(schema, "strict", True) else ():
+        if key in options:
+            continue
         if key in neutral:
             _check_neutral(neutral[key], value[key], key)
         elif value[key] is not None:
@@ -148,22 +150,14 @@ def _typed(declared: Any, value: Any, key: str, limits: Limits) -> Any:
     if is_dataclass(declared):
         return read(cast(type, declared), value, limits, key)
     if declared is int:
-        low, high = _bounds(marks, limits)
+        low, high = (
+            getattr(limits, mark.limit) if isinstance(mark, Most) else int(mark.bound)
+            for mark in marks[:2]
+        )
         check_whole(key, value, low, high)
     elif not isinstance(value, get_origin(declared) or declared):
         raise BadRequest(f"{key}: expected {_WANTED[declared]}, got {kind(value)}", key)
     return value
-
-
-def _bounds(marks: tuple[Any, ...], limits: Limits) -> tuple[int, int]:
-    """Return the (lowest, highest) of a whole number."""
-    (low,) = (int(mark.bound) for mark in marks if isinstance(mark, Limit) and mark.sign == "≥")
-    (high,) = (
-        getattr(limits, mark.limit) if isinstance(mark, Most) else mark.bound
-        for mark in marks
-        if isinstance(mark, Most) or (isinstance(mark, Limit) and mark.sign == "≤")
-    )
-    return low, int(high)
 
 
 def check_whole(key: str, value: Any, lowest: int, highest: int) -> None:
@@ -177,16 +171,12 @@ def check_whole(key: str, value: Any, lowest: int, highest: int) -> None:
 def _check_neutral(neutral: Neutral, value: Any, key: str) -> None:
     """Raise BadRequest for a value that asks for what is not served."""
     nothing = neutral.values
-    if value is not None and nothing is not None and not any(_same(value, x) for x in nothing):
+    same = (isinstance(value, bool) == isinstance(x, bool) and value == x for x in nothing or ())
+    if value is not None and nothing is not None and not any(same):  # in JSON 0 is not false
         wanted = " or ".join(map(repr, nothing)) or "null"
         raise BadRequest(
             f"{key}: {neutral.what}: not served; expected {wanted}, got {kind(value)}", key
         )
-
-
-def _same(value: Any, other: Any) -> bool:
-    """Tell whether two values are the same in JSON, where 0 is not false."""
-    return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
 def kind(value: Any) -> str:

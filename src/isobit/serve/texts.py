@@ -7,7 +7,7 @@ from isobit.engine.prompts import encode_prompt
 from isobit.model import Model
 from isobit.model.text.tokenizer import Check, Tokenizer
 from isobit.serve import chat, sessions
-from isobit.serve.protocol import token_list, too_long
+from isobit.serve.protocol import TemplateKeys, token_list, too_long
 from isobit.serve.requests import BadRequest
 
 _MOST_CHARACTERS = 1 << 20  # of a text that is encoded to count its tokens
@@ -42,19 +42,19 @@ class Encoder:
         return encode_prompt(key, token_list(given, key), self.tokenizer, self._vocabulary)
 
     def conversation(
-        self,
-        messages: list[chat.Message],
-        variables: dict[str, Any],
-        before: sessions.Turn | None = None,
-        check: Check | None = None,
-    ) -> list[int]:
-        """Return the prompt of a conversation; where it goes on from the turn `before`, with that
-        turn's tokens. `check`: of its text, None: that it may fit the context."""
+        self, keys: TemplateKeys, before: sessions.Turn | None = None, check: Check | None = None
+    ) -> tuple[list[chat.Message], dict[str, Any], list[int]]:
+        """Return (messages, the template's variables, the prompt) of a conversation; where it goes
+        on from the turn `before`, with that turn's tokens. `check`: of its text, None: that it may
+        fit the context."""
+        messages, variables = chat.messages_of(keys.messages), chat.variables_of(keys)
+        chat.check_continued(keys, messages)
         if before is not None and sessions.goes_on(before, messages, variables):
-            return sessions.spliced(self.tokenizer, before, messages, variables)
+            prompt = sessions.spliced(self.tokenizer, before, messages, variables)
+            return messages, variables, prompt
         chat.check_tools(self.tokenizer, messages, variables)
         check = check or check_prompt(self.tokenizer, self.positions, "messages")
-        return self.tokenizer.encode_chat(messages, True, variables, check)
+        return messages, variables, self.tokenizer.encode_chat(messages, True, variables, check)
 
 
 def check_prompt(tokenizer: Tokenizer, positions: int, key: str) -> Check:

@@ -107,9 +107,11 @@ class Learning:
                 learned = self._learner.learn(samples, advantages, self._state.step)
                 self._reference_follows(step)
         self._calibrator.learned_from([tokens for s in samples for tokens in s.contexts])
-        took |= _counted(samples, took["time/learn"])
+        tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
+        took["throughput/learn_tokens_per_s"] = tokens / max(took["time/learn"], 1e-9)
         if self._learner.objective.advantage != GIVEN:
-            took["advantage/nonzero_fraction"] = _nonzero(advantages)
+            nonzero = sum(a != 0 if isinstance(a, float) else any(a) for a in advantages)
+            took["advantage/nonzero_fraction"] = nonzero / (len(advantages) or math.nan)
         settled = self._settle()
         with self._differing_bits_end_the_run(step):
             compared = self._ahead.after_learning(took) or compared
@@ -158,13 +160,3 @@ def _with_those_ahead(learned: Learned, ahead: AheadCompared) -> dict[str, float
         if "mismatch/corrected" in metrics and metrics["mismatch/differing_tokens"]:
             metrics["mismatch/corrected"] = 1.0
     return metrics
-
-
-def _nonzero(advantages: Sequence[Advantage]) -> float:
-    nonzero = sum(a != 0 if isinstance(a, float) else any(a) for a in advantages)
-    return nonzero / len(advantages) if advantages else math.nan
-
-
-def _counted(samples: Sequence[Sample], seconds: float) -> dict[str, float]:
-    tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
-    return {"throughput/learn_tokens_per_s": tokens / max(seconds, 1e-9)}

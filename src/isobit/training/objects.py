@@ -147,6 +147,9 @@ class Given:
         return [(key, label, table) for key, label, table in both if table is not None]
 
 
+NOTHING_GIVEN = Given()
+
+
 def measured(
     measure: Measure, samples: Sequence[Sample], advantages: Sequence[Advantage]
 ) -> dict[str, float]:

@@ -30,7 +30,15 @@ from isobit.model.hub.checkpoint import model_folder
 from isobit.options.declare import plain
 from isobit.run import directory as runs
 from isobit.tasks.builtin import Task
-from isobit.training.adapting import text_rules
+from isobit.training.parts.assembly import (
+    evaluation_plan,
+    held_out_scorer,
+    open_dialogue,
+    reward_models,
+    sized_engine,
+    task_of,
+)
+from isobit.training.parts.model import text_rules
 from isobit.training.rollouts.lengths import (
     encode_prompt,
     endings,
@@ -41,14 +49,6 @@ from isobit.training.rollouts.lengths import (
 from isobit.training.rollouts.processes import Processes, open_processes
 from isobit.training.running.machine import date_of
 from isobit.training.scoring import RewardScorer
-from isobit.training.session.assembly import (
-    evaluation_plan,
-    held_out_scorer,
-    reward_models,
-    sized_engine,
-    task_of,
-)
-from isobit.training.session.conversing import open_dialogue
 
 DEFAULT_SAMPLES = 8
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

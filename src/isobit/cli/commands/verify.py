@@ -37,13 +37,17 @@ from isobit.rl.algorithm.partial import unfinished
 from isobit.run import checkpoints
 from isobit.run import directory as runs
 from isobit.run.certificate import CERTIFICATE, Chain
-from isobit.training.adapting import load_trained, model_named
 from isobit.training.measuring.agreement import unlike
+from isobit.training.parts.assembly import (
+    base_of,
+    recorded_dialogue,
+    rollout_sampling,
+    sized_engine,
+)
+from isobit.training.parts.model import load_trained, model_named
 from isobit.training.rollouts.partial import completion_of
 from isobit.training.running.machine import date_of
 from isobit.training.saving.certificate import of_weights
-from isobit.training.session.assembly import base_of, rollout_sampling, sized_engine
-from isobit.training.session.conversing import recorded_dialogue
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 distance to the rollout."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,13 +10,12 @@ from torch import Tensor
 
 from isobit.rl.algorithm.advantages import Advantage
 from isobit.rl.algorithm.correction import correct, correction_metrics, step_metrics
-from isobit.rl.algorithm.loss import LossInputs, token_weights
+from isobit.rl.algorithm.loss import token_weights
 from isobit.rl.algorithm.mismatch import mismatch_metrics, position_metrics, sequence_metrics
 from isobit.rl.algorithm.objective import ResolvedObjective
 from isobit.rl.algorithm.samples import Sample
 from isobit.rl.learner.agreement import Compared
-from isobit.rl.learner.schedule import Update, zero_advantage_samples
-from isobit.rl.learner.totals import Totals
+from isobit.rl.learner.schedule import Cutting, Schedule, zero_advantage_samples
 
 SampleKey = tuple[int, int]
 
@@ -62,7 +61,7 @@ class TrainingBatch:
         rule, lengths = self.objective.rule, [len(self.rollout[i]) for i in known]
         if not rule.active or not any(lengths):
             return batch, {}
-        correction = correct(rule, _joined(rows, known), _joined(self.rollout, known), lengths)
+        correction = correct(rule, joined(rows, known), joined(self.rollout, known), lengths)
         importance = [torch.ones_like(row) for row in self.rollout]
         masks = [torch.ones_like(row, dtype=torch.bool) for row in self.rollout]
         weights, mask_rows = correction.weights.split(lengths), correction.kept.split(lengths)
@@ -73,7 +72,7 @@ class TrainingBatch:
         everything = range(len(self.samples))
         previous, weighed = (batch_.weights_of(everything) for batch_ in (batch, corrected))
         sizes = [previous[i] for i in known], [weighed[i] for i in known]
-        step = step_metrics(correction, _joined(self.advantages, known), lengths, *sizes)
+        step = step_metrics(correction, joined(self.advantages, known), lengths, *sizes)
         return corrected, correction_metrics(correction) | step
 
     def of_high_entropy(self, entropies: Sequence[Tensor]) -> "TrainingBatch":
@@ -111,19 +110,11 @@ class TrainingBatch:
         weights = token_weights(counts, "token_mean", self.objective.max_new_tokens)
         return {i: weight for i, weight, count in zip(part, weights, counts) if count}
 
-    def optimizer_batch(
-        self, update: Update, entropy_coefficient: float = 0.0
-    ) -> "OptimizerBatch | None":
-        """Return the batch of an update; None where the mask or the correction left nothing of
-        it."""
-        chosen = update.part
-        if all(self.masked[i] for i in chosen):
-            return None
-        if self.importance is not None and not any(bool(self.importance[i].any()) for i in chosen):
-            return None
-        weights = dict(zip(chosen, self.weights_of(chosen)))
-        observed = self.observation_weights_of(chosen)
-        return OptimizerBatch(self, update, weights, observed, entropy_coefficient)
+    def cut(self, cutting: Cutting, step: int, unknown: Sequence[int], whole: bool) -> Schedule:
+        """Cut the batch into micro-batches, and those samples whose old log-probabilities are
+        `unknown`: the `whole` of them, or without those of zero advantage."""
+        old_zero = [False] * len(self.samples) if whole else self.zero
+        return cutting.schedule(self.samples, self.zero, step, unknown, old_zero)
 
     def compared(self, found: Mapping[int, Tensor]) -> dict[int, Compared]:
         """Samples with fresh tokens, by index, with the rollout's log-probabilities of these and
@@ -141,70 +132,6 @@ class TrainingBatch:
         names = ("kl_k3", "token_mult_prob_error")
         return (
             {f"staleness/{name}": metrics[f"mismatch/{name}"] for name in names} if metrics else {}
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class OptimizerBatch:
-    """The samples of an `update` of a batch, and by the index of a sample: the weight of a token in
-    the loss, the weight of a token that an environment said, where such are learned; the weight of
-    the entropy bonus."""
-
-    batch: TrainingBatch
-    update: Update
-    weights: Mapping[int, float]
-    observation_weights: Mapping[int, float] = field(default_factory=dict)
-    entropy_coefficient: float = 0.0
-
-    def samples(self, number: int) -> list[Sample]:
-        """Return the samples of a micro-batch."""
-        return [self.batch.samples[i] for i in self.update.micro_batches[number]]
-
-    def loss_inputs(
-        self,
-        number: int,
-        logprobs: Tensor,
-        entropy: Tensor,
-        sequence: Tensor,
-        divergence: Tensor | None = None,
-    ) -> LossInputs:
-        """Return the loss's inputs of a micro-batch, given the forward of the policy over its
-        tokens; `sequence`: of each token its sample's number."""
-        batch, chosen = self.batch, self.update.micro_batches[number]
-
-        def of(rows: Sequence[Tensor] | None) -> Tensor | None:
-            return None if rows is None else _joined(rows, chosen)
-
-        token_weights = torch.tensor([self.weights[i] for i in chosen])[sequence]
-        counted, importance = of(batch.kept), of(batch.importance)
-        return LossInputs(
-            policy_logprobs=logprobs,
-            old_logprobs=_joined(batch.old, chosen),
-            rollout_logprobs=_joined(batch.rollout, chosen),
-            advantages=_joined(batch.advantages, chosen),
-            importance_weights=torch.ones_like(entropy) if importance is None else importance,
-            token_weights=token_weights if counted is None else token_weights * counted,
-            entropy=entropy,
-            sequence=sequence,
-            clip_low=batch.objective.clip_low,
-            clip_high=batch.objective.clip_high,
-            settings=batch.objective,
-            reference_logprobs=of(batch.reference),
-            divergence=divergence,
-        )
-
-    def sizes(self) -> Totals:
-        """Return how many tokens there are, and how many of them are left out."""
-        samples = self.batch.samples
-        rows = {
-            i: len(samples[i].prompt_ids) + len(samples[i].completion_ids)
-            for micro_batch in self.update.micro_batches
-            for i in micro_batch
-        }
-        return Totals(
-            tokens=sum(samples[i].num_trained for i in rows),
-            rows=sum(rows.values()),
-            rows_left_out=sum(rows[i] for i in self.update.zero_advantage_samples),
         )
 
 
@@ -269,7 +196,8 @@ def _per_token(sample: Sample, advantage: Advantage) -> Tensor:
     return torch.tensor(list(advantage), dtype=torch.float32)
 
 
-def _joined(rows: Sequence[Tensor] | Mapping[int, Tensor], chosen: Sequence[int]) -> Tensor:
+def joined(rows: Sequence[Tensor] | Mapping[int, Tensor], chosen: Sequence[int]) -> Tensor:
+    """Return the rows of the chosen samples, one after the other."""
     return torch.cat([rows[i] for i in chosen])
 
 

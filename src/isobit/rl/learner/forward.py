@@ -256,21 +256,19 @@ def gather_micro_batches(ranks: Ranks, mine: Mapping[int, MicroBatch]) -> dict[i
     """Return the micro-batches of all ranks, by index."""
     if ranks.size == 1:
         return dict(mine)
-    numbers = ranks.all_gather_json(
-        [[index, micro.totals.to_json(), micro.routing.to_json()] for index, micro in mine.items()]
-    )
-    tensors = ranks.all_gather_tensors(
-        {f"{i}.{k}": t for i, m in mine.items() for k, t in _tensors(m).items()}
-    )
+    numbers, tensors = [], dict[str, Tensor]()
+    for index, micro in mine.items():
+        routing = micro.routing
+        numbers.append([index, vars(micro.totals), routing.differing, routing.compared])
+        tensors |= {f"{index}.logprobs": micro.logprobs}
+        tensors |= {f"{index}.probabilities": routing.probabilities}
+        tensors |= {} if routing.load is None else {f"{index}.load": routing.load}
     micro_batches: dict[int, MicroBatch] = {}
-    for values, sent in zip(numbers, tensors):
-        for index, totals, routing in values:
-            load, probabilities = sent.get(f"{index}.load"), sent[f"{index}.probabilities"]
-            routed = RoutingTotals.from_json(routing, load, probabilities)
-            micro_batches[index] = MicroBatch(Totals(**totals), routed, sent[f"{index}.logprobs"])
+    sent = zip(ranks.all_gather_json(numbers), ranks.all_gather_tensors(tensors))
+    for index, totals, differing, compared, rows in (
+        (*values, rows) for numbers, rows in sent for values in numbers
+    ):
+        of_routers = rows.get(f"{index}.load"), rows[f"{index}.probabilities"]
+        routing = RoutingTotals(*of_routers, differing, compared)
+        micro_batches[index] = MicroBatch(Totals(**totals), routing, rows[f"{index}.logprobs"])
     return micro_batches
-
-
-def _tensors(micro: MicroBatch) -> dict[str, Tensor]:
-    tensors = {"logprobs": micro.logprobs, "probabilities": micro.routing.probabilities}
-    return tensors if micro.routing.load is None else tensors | {"load": micro.routing.load}

@@ -25,8 +25,9 @@ from isobit.model import Model
 from isobit.model.forward.accumulate_grad import adding_in_place
 from isobit.model.weights.checksums import checksums, first_difference
 from isobit.rl.algorithm.functions import weighted_sum
-from isobit.rl.algorithm.loss import LossFunction, kl_in_loss, without_off_policy
-from isobit.rl.learner.batch import OptimizerBatch
+from isobit.rl.algorithm.loss import LossFunction, LossInputs, kl_in_loss, without_off_policy
+from isobit.rl.algorithm.samples import Sample
+from isobit.rl.learner.batch import TrainingBatch, joined
 from isobit.rl.learner.forward import (
     Computed,
     MicroBatch,
@@ -42,8 +43,88 @@ from isobit.rl.learner.routing import (
     served_experts,
     summed,
 )
+from isobit.rl.learner.schedule import Update
 from isobit.rl.learner.totals import Totals
 from isobit.rl.optim.sharded import ShardedOptimizer
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerBatch:
+    """The samples of an `update` of a batch, and by the index of a sample: the weight of a token in
+    the loss, the weight of a token that an environment said, where such are learned; the weight of
+    the entropy bonus."""
+
+    batch: TrainingBatch
+    update: Update
+    weights: Mapping[int, float]
+    observation_weights: Mapping[int, float]
+    entropy_coefficient: float
+
+    @staticmethod
+    def of(
+        batch: TrainingBatch, update: Update, entropy_coefficient: float = 0.0
+    ) -> "OptimizerBatch | None":
+        """Return the batch of an update; None where the mask or the correction left nothing of
+        it."""
+        chosen, importance = update.part, batch.importance
+        if all(batch.masked[i] for i in chosen):
+            return None
+        if importance is not None and not any(bool(importance[i].any()) for i in chosen):
+            return None
+        weights = dict(zip(chosen, batch.weights_of(chosen)))
+        observed = batch.observation_weights_of(chosen)
+        return OptimizerBatch(batch, update, weights, observed, entropy_coefficient)
+
+    def samples(self, number: int) -> list[Sample]:
+        """Return the samples of a micro-batch."""
+        return [self.batch.samples[i] for i in self.update.micro_batches[number]]
+
+    def loss_inputs(
+        self,
+        number: int,
+        logprobs: Tensor,
+        entropy: Tensor,
+        sequence: Tensor,
+        divergence: Tensor | None = None,
+    ) -> LossInputs:
+        """Return the loss's inputs of a micro-batch, given the forward of the policy over its
+        tokens; `sequence`: of each token its sample's number."""
+        batch, chosen = self.batch, self.update.micro_batches[number]
+
+        def of(rows: Sequence[Tensor] | None) -> Tensor | None:
+            return None if rows is None else joined(rows, chosen)
+
+        token_weights = torch.tensor([self.weights[i] for i in chosen])[sequence]
+        counted, importance = of(batch.kept), of(batch.importance)
+        return LossInputs(
+            policy_logprobs=logprobs,
+            old_logprobs=joined(batch.old, chosen),
+            rollout_logprobs=joined(batch.rollout, chosen),
+            advantages=joined(batch.advantages, chosen),
+            importance_weights=torch.ones_like(entropy) if importance is None else importance,
+            token_weights=token_weights if counted is None else token_weights * counted,
+            entropy=entropy,
+            sequence=sequence,
+            clip_low=batch.objective.clip_low,
+            clip_high=batch.objective.clip_high,
+            settings=batch.objective,
+            reference_logprobs=of(batch.reference),
+            divergence=divergence,
+        )
+
+    def sizes(self) -> Totals:
+        """Return how many tokens there are, and how many of them are left out."""
+        samples = self.batch.samples
+        rows = {
+            i: len(samples[i].prompt_ids) + len(samples[i].completion_ids)
+            for micro_batch in self.update.micro_batches
+            for i in micro_batch
+        }
+        return Totals(
+            tokens=sum(samples[i].num_trained for i in rows),
+            rows=sum(rows.values()),
+            rows_left_out=sum(rows[i] for i in self.update.zero_advantage_samples),
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -60,7 +60,7 @@ from isobit.rl.learner.batch import (
     training_batch,
 )
 from isobit.rl.learner.forward import Computed, PolicyForward, Teacher, values_of
-from isobit.rl.learner.gradient import Differentiation, Gradient
+from isobit.rl.learner.gradient import Differentiation, Gradient, OptimizerBatch
 from isobit.rl.learner.schedule import Cutting, MicroBatches, Schedule
 from isobit.rl.learner.totals import Totals
 from isobit.rl.optim.schedule import learning_rate
@@ -214,19 +214,12 @@ class Learner:
             old = [row[:, 0] for row in rows]
             self._unknown(samples)  # forgets those of other weights
             self._old |= {sample_key(s): row for s, row in zip(samples, old, strict=True)}
-            norms = self._weighed(norms, old, rollout_logprobs(samples))
+            lengths, rule = [len(row) for row in norms], self.objective.rule
+            if rule.active and any(lengths):
+                rollout = torch.cat(rollout_logprobs(samples))
+                weights = correct(rule, torch.cat(old), rollout, lengths).weights.double()
+                norms = [norm * w**2 for norm, w in zip(norms, weights.split(lengths), strict=True)]
         return [tuple(row.tolist()) for row in norms]
-
-    def _weighed(
-        self, norms: Sequence[Tensor], old: Sequence[Tensor], rollout: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Norms times the square of each token's weight in the correction, if there is one."""
-        lengths = [len(row) for row in norms]
-        if not self.objective.rule.active or not any(lengths):
-            return list(norms)
-        correction = correct(self.objective.rule, torch.cat([*old]), torch.cat([*rollout]), lengths)
-        weights = correction.weights.double().split(lengths)
-        return [norm * weight**2 for norm, weight in zip(norms, weights, strict=True)]
 
     def reference_kl(
         self, samples: Sequence[Sample], prompts: Sequence[tuple[int, ...] | None] | None = None
@@ -286,7 +279,9 @@ class Learner:
             objective = replace(objective, kl_baseline=self.kl_baseline(samples))
         policy = self._forward(objective)
         batch = training_batch(objective, samples, advantages, self.model.weights_version)
-        schedule = self._schedule(batch, step, needs)
+        unknown = self._unknown(samples) if "old" in needs else ()
+        everything = objective.rule.of_batch or self.model.config.routed is not None
+        schedule = batch.cut(self._cutting, step, unknown, everything)
         try:
             batch, metrics = self._with_needs(batch, schedule, policy, needs)
         except NonFiniteError:
@@ -302,7 +297,7 @@ class Learner:
         for update in schedule.updates:
             if not update.micro_batches:
                 continue  # nothing to learn from is no reason to decay the weights
-            data = batch.optimizer_batch(update, self.entropy_bonus.applied(objective))
+            data = OptimizerBatch.of(batch, update, self.entropy_bonus.applied(objective))
             if data is None:
                 totals.skipped += 1
                 continue
@@ -341,13 +336,6 @@ class Learner:
         self.optimizer.step(rate, gradient.norm)
         self.entropy_bonus.stepped(gradient.totals.mean_entropy, objective)
         self.bad_steps_in_a_row = 0
-
-    def _schedule(self, batch: TrainingBatch, step: int, needs: Collection[str]) -> Schedule:
-        """Cut a batch into micro-batches, and those whose old log-probabilities are needed."""
-        unknown = self._unknown(batch.samples) if "old" in needs else ()
-        everything = batch.objective.rule.of_batch or self.model.config.routed is not None
-        old_zero = [False] * len(batch.samples) if everything else batch.zero
-        return self._cutting.schedule(batch.samples, batch.zero, step, unknown, old_zero)
 
     def _with_needs(
         self,

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from isobit.rl.algorithm.loss import LOSSES
 from isobit.rl.algorithm.objective import Objective
-from isobit.rl.learner.packing import MOST_KEYS, Trainable
+from isobit.rl.algorithm.samples import Sample
+from isobit.rl.learner.packing import MOST_KEYS
 
 MicroBatches = Sequence[Sequence[int]]
 """Samples by index, micro-batch by micro-batch."""
@@ -79,14 +80,14 @@ class Cutting:
     seed: int = 0
     together: int = 1
 
-    def whole(self, samples: Sequence[Trainable]) -> MicroBatches:
+    def whole(self, samples: Sequence[Sample]) -> MicroBatches:
         """Return all samples, in their order."""
         spans = micro_batches(samples, self.most_tokens, self.share_prompts, self.together)
         return [list(span) for span in spans]
 
     def schedule(
         self,
-        samples: Sequence[Trainable],
+        samples: Sequence[Sample],
         zero: Sequence[bool],
         step: int,
         old: Sequence[int] = (),
@@ -105,7 +106,7 @@ class Cutting:
         return Schedule(wanted, updates)
 
     def old(
-        self, samples: Sequence[Trainable], old: Sequence[int], zero: Sequence[bool], step: int
+        self, samples: Sequence[Sample], old: Sequence[int], zero: Sequence[bool], step: int
     ) -> MicroBatches:
         """Return micro-batches of the samples `old`, without those of zero advantage throughout,
         but for some of these."""
@@ -122,16 +123,16 @@ class Cutting:
         ]  # a prompt's together
 
     def _update(
-        self, samples: Sequence[Trainable], part: Sequence[int], zero: Sequence[bool], step: int
+        self, samples: Sequence[Sample], part: Sequence[int], zero: Sequence[bool], step: int
     ) -> Update:
-        trained = [i for i in part if _is_trained(samples[i])]
+        trained = [i for i in part if samples[i].num_trained]
         cut = self._cut(samples, trained, zero)
         update = Update(part, cut, without_teaching(cut, zero))
         chosen = drawn(update.zero_advantage_samples, self.measured, self.seed, step)
         return Update(part, cut, update.zero_advantage, self._cut(samples, chosen, zero))
 
     def _cut(
-        self, samples: Sequence[Trainable], chosen: Sequence[int], zero: Sequence[bool]
+        self, samples: Sequence[Sample], chosen: Sequence[int], zero: Sequence[bool]
     ) -> MicroBatches:
         """Cut the samples `chosen` into micro-batches, in their order."""
         runs = [chosen]
@@ -182,14 +183,8 @@ def drawn(candidates: Sequence[int], count: int, seed: int, step: int) -> list[i
     return [candidates[i] for i in sorted(order[:count].tolist())]
 
 
-def _is_trained(sample: Trainable) -> bool:
-    """Return whether any of its tokens is."""
-    mask = sample.completion_mask
-    return bool(sample.completion_ids) if mask is None else any(mask)
-
-
 def micro_batches(
-    samples: Sequence[Trainable], budget: int, share_prompts: bool = False, together: int = 1
+    samples: Sequence[Sample], budget: int, share_prompts: bool = False, together: int = 1
 ) -> Iterator[range]:
     """Consecutive ranges of samples of at most `budget` tokens each, those of a shared prompt
     counted once; a longer sample stands alone. They begin at multiples of `together`."""
@@ -210,7 +205,7 @@ def micro_batches(
         yield range(start, len(samples))
 
 
-def _own_rows(samples: Sequence[Trainable], prompts: set[tuple[int, ...]]) -> int:
+def _own_rows(samples: Sequence[Sample], prompts: set[tuple[int, ...]]) -> int:
     """Tokens of samples, those of prompts that are there counted once."""
     new = {sample.prompt_ids for sample in samples} - prompts
     return sum(map(len, new)) + sum(len(sample.completion_ids) for sample in samples)

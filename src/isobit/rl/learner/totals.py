@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
@@ -66,10 +65,6 @@ class Totals:
         """Add an optimizer step, whose gradient had this norm."""
         self.merge(step)
         self.norms.append(norm)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the arguments of an equal `Totals`."""
-        return dict(vars(self))
 
     def _add_named(self, sums: Mapping[str, float]) -> None:
         for name, value in sums.items():

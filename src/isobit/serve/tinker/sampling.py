@@ -238,30 +238,19 @@ class Samplers:
         scoring: Scoring | None,
     ) -> Response:
         """Return the response with the answers to a prompt, for the future of this name."""
+        completions, scores = list[Completion](), None
         sampler.open.add(name)
         try:
-            snapshot = await self._awake(sampler)
-            return await self._sampled(sampler.tenant, snapshot, prompt, sampling, scoring)
+            given = sampler.tenant, [prompt], sampling, await self._awake(sampler)
+            asked = self._gateway.ask(*given, streamed=False, scorings=[scoring], counted=True)
+            async with asked as events:
+                async for _, event in events:
+                    if isinstance(event, Done):
+                        completions.append(event.completion)
+                    elif isinstance(event, Scored):
+                        scores = event.scores
         finally:
             sampler.open.discard(name)
-
-    async def _sampled(
-        self,
-        tenant: str,
-        snapshot: Snapshot,
-        prompt: list[int],
-        sampling: Sampling,
-        scoring: Scoring | None,
-    ) -> Response:
-        completions, scores = list[Completion](), None
-        given = tenant, [prompt], sampling, snapshot
-        asked = self._gateway.ask(*given, streamed=False, scorings=[scoring], counted=True)
-        async with asked as events:
-            async for _, event in events:
-                if isinstance(event, Done):
-                    completions.append(event.completion)
-                elif isinstance(event, Scored):
-                    scores = event.scores
         completions.sort(key=lambda completion: completion.sample_index)
         return Response(await in_thread(encoded, completions, scores), media_type=PROTOBUF)
 

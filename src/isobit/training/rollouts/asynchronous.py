@@ -31,10 +31,9 @@ from isobit.engine.sequences import Stats
 from isobit.engine.types import Completion, Sampling
 from isobit.rl.algorithm.credit import StepBatch
 from isobit.rl.algorithm.samples import groups_from_json, groups_to_json
+from isobit.training.context import RunContext
 from isobit.training.loop import Rollout, Rollouts
-from isobit.training.measuring.meter import Meter, added
-from isobit.training.saving.saver import Saver
-from isobit.training.saving.snapshot import State
+from isobit.training.measuring.meter import added
 
 
 def open_fleet(config: Config, sampling: Sampling, engine: Engine, ranks: Ranks) -> Fleet | None:
@@ -75,28 +74,24 @@ class FleetGroups:
 
 
 class AsyncRollouts:
-    """Batches ahead of the learner by `steps`, which the first rank's `fleet` samples: its `source`
-    is called in a thread, and may wait for `learned`, which is set when the learner has learned.
+    """Batches ahead of the learner, which the first rank's `fleet` samples: its `source` is called
+    in a thread, and may wait for `learned`, which is set when the learner has learned.
     `needs_weights`: what a batch is charged needs the weights that sampled it. A context manager,
     which ends the fleet."""
 
     def __init__(
         self,
+        config: Config,
+        context: RunContext,
         fleet: Fleet | None,
         source: Rollouts | None,
         learned: Event,
-        state: State,
-        ranks: Ranks,
-        meter: Meter,
-        saver: Saver,
-        *,
-        steps: int,
-        prompts_per_step: int,
         needs_weights: bool,
     ) -> None:
         self._fleet, self._source, self._learned = fleet, source, learned
-        self._state, self._ranks, self._meter, self._saver = state, ranks, meter, saver
-        self._steps, self._prompts_per_step = steps, prompts_per_step
+        self._state, self._ranks = context.state, context.ranks
+        self._meter, self._saver = context.meter, context.saver
+        self._steps, self._prompts_per_step = config.rollouts_ahead, config.prompts_per_step
         self._needs_weights = needs_weights
         self._thread: Thread | None = None
         self._under_way = False  # on every rank

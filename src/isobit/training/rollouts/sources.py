@@ -11,21 +11,21 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
 
-from isobit.data.curriculum import Curriculum, CurriculumConfig
-from isobit.data.dataset import Dataset, Example
-from isobit.distributed import Ranks
+from isobit.config import Config
+from isobit.data.curriculum import Curriculum
+from isobit.data.dataset import Example
 from isobit.engine.engine import OnGroup
 from isobit.engine.sequences import Stats, clamped_fraction
 from isobit.engine.types import Completion
-from isobit.rl import Group, ResolvedObjective, Sample
+from isobit.rl import Group, Sample
 from isobit.rl.algorithm.credit import StepBatch
 from isobit.rl.algorithm.replay import ReplayBuffer
 from isobit.run.metrics import member
+from isobit.training.context import RunContext
 from isobit.training.loop import Rollout, Rollouts, Sampled, Scored, roll_out
-from isobit.training.measuring.meter import Meter, added
+from isobit.training.measuring.meter import added
 from isobit.training.rollouts.problems import Problems
 from isobit.training.rollouts.rank_sampling import gather_groups, gather_stats
-from isobit.training.saving.saver import Saver
 from isobit.training.saving.snapshot import State
 from isobit.training.scoring import RewardScorer
 
@@ -55,40 +55,31 @@ class LiveRollouts:
     """Batches of `prompts_per_step` groups of completions of the next prompts, sampled by the
     present weights. Groups that one step has left over begin the batch of the next step.
 
-    `steps`: those of the whole run, for reward functions that ask for them. `reference_kl`: returns
-    the KL of each sample, where the reward pays for its distance to the reference. `before_scoring`
-    is called before rewards are collected, and `meanwhile` over and over until they are there.
-    `variables`: the environment variables that environments are given.
+    `reference_kl`: returns the KL of each sample, where the reward pays for its distance to the
+    reference. `before_scoring` is called before rewards are collected, and `meanwhile` over and
+    over until they are there.
     """
 
     def __init__(
         self,
-        train: Dataset,
+        config: Config,
+        context: RunContext,
         sampler: Sampler,
         scorer: RewardScorer,
-        objective: ResolvedObjective,
-        state: State,
-        ranks: Ranks,
-        meter: Meter,
-        saver: Saver,
-        note: Callable[[str], None],
-        *,
-        prompts_per_step: int,
-        steps: int,
-        curriculum: CurriculumConfig,
         reference_kl: ReferenceKL | None,
         before_scoring: Callable[[], object] = lambda: None,
         meanwhile: Callable[[], None] | None = None,
-        variables: Sequence[str] = (),
     ) -> None:
-        self._train, self._sampler, self._scorer = train, sampler, scorer
-        self._objective, self._state, self._ranks = objective, state, ranks
-        self._meter, self._saver, self._note = meter, saver, note
-        self._prompts_per_step, self._steps = prompts_per_step, steps
+        self._train, self._sampler, self._scorer = context.train, sampler, scorer
+        self._objective, self._state = context.trained.objective, context.state
+        self._ranks, self._meter, self._saver = context.ranks, context.meter, context.saver
+        self._warn = context.display.warn
+        self._prompts_per_step, self._steps = config.prompts_per_step, config.steps
         self._reference_kl, self._before_scoring = reference_kl, before_scoring
         self._meanwhile = meanwhile
-        self._problems = Problems(ranks, scorer.stop_on_error, variables)
-        self._curriculum = Curriculum(curriculum, train, state.solved)
+        variables = config.environment.variables
+        self._problems = Problems(context.ranks, scorer.stop_on_error, variables)
+        self._curriculum = Curriculum(config.curriculum, context.train, context.state.solved)
 
     def next(self) -> Rollout:
         objective, state = self._objective, self._state
@@ -143,7 +134,7 @@ class LiveRollouts:
         scored = gather_groups(ranks, mine)
         notes = sampled.scoring.notes
         for line in self._problems.of_step(self._state.step + 1, notes, rewards, scored):
-            self._note(line)
+            self._warn(line)
         for group in scored:
             self._curriculum.see(group[0].prompt_index, [sample.reward for sample in group])
         tokens = sum(sample.num_trained for group in scored for sample in group)

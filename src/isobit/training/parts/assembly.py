@@ -1,21 +1,24 @@
 """Open what a config names: models, task, rewards, engine, optimizer, learner.
 
 Everything here runs before a run directory is written, so that a user's mistake costs nothing. Left
-out: the directory (`opening.py`).
+out: the directory (`run.py`).
 """
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from isobit.config import Config
+from isobit.data.dataset import Example
+from isobit.data.episodes import RecordedEnvironments
+from isobit.data.turns import Environments
 from isobit.distributed import ALONE, Ranks
 from isobit.distributed.launch import check_alike
-from isobit.engine.calibration import Calibrator
 from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import Engine
 from isobit.engine.prompts import Prompt
@@ -31,69 +34,82 @@ from isobit.monitor.trackers.process import check_trackers
 from isobit.options.declare import plain
 from isobit.rl import ResolvedObjective
 from isobit.rl.algorithm.functions import check_functions
-from isobit.rl.algorithm.replay import ReplayBuffer
-from isobit.rl.learner.learner import Learner
 from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.tasks.builtin import Task, load_task
-from isobit.training.adapting import load_trained, model_named, shared_vocabulary
+from isobit.tasks.environments.pool import EnvironmentPool
 from isobit.training.measuring.agreement import unlike
 from isobit.training.objects import NO_OBJECTS, Objects
-from isobit.training.parts import Parts
+from isobit.training.parts.base import cached_model
+from isobit.training.parts.learner import frozen_reference, trained_by, with_micro_batches
+from isobit.training.parts.model import load_trained, model_named, shared_vocabulary
+from isobit.training.parts.sampled import SampledParts
 from isobit.training.plan.advice import cannot_fit
 from isobit.training.plan.host import this_machine
 from isobit.training.plan.job import architecture, job_with
-from isobit.training.plan.memory import fitting_tokens
 from isobit.training.recording.evaluating import require_held_out
-from isobit.training.resolved import Resolved, in_steps, resolve
+from isobit.training.rollouts.asynchronous import open_fleet
 from isobit.training.rollouts.lengths import encode_prompt, fit_prompts
 from isobit.training.rollouts.processes import Processes, no_processes, open_processes
+from isobit.training.rollouts.serving import open_serving, take_place
 from isobit.training.rollouts.teaching import Teaching
 from isobit.training.running.machine import date_of, machine_facts
-from isobit.training.saving.checkpoint import Trained
-from isobit.training.saving.reference import calibrate_reference, followed
+from isobit.training.running.resolved import in_steps, resolve
+from isobit.training.saving.reference import FollowingReference, followed
 from isobit.training.scoring import RewardScorer, WeightedModel
-from isobit.training.session.conversing import open_dialogue
-from isobit.training.sft.base import cached_model
 
 
 def open_parts(
     config: Config,
-    *,
-    quiet: bool,
-    checkpoint: Path | None = None,
-    objects: Objects = NO_OBJECTS,
     ranks: Ranks = ALONE,
     began: Mapping[str, Any] = MappingProxyType({}),
-    before_weights: Callable[[Task, Path, Processes], None] | None = None,
+    checkpoint: Path | None = None,
+    *,
+    quiet: bool,
+    objects: Objects = NO_OBJECTS,
     recorded: Path | None = None,
-) -> Parts:
-    """Open all parts of a run and return them. `checkpoint`: where the weights are read from, if
-    given; `began`: the facts of the run that goes on, or is replayed; `recorded`: the run whose
+    before_weights: Callable[[Task, Path, Processes], None] | None = None,
+) -> SampledParts:
+    """Open all parts of a run and return them. `began`: the facts of the run that goes on, or is
+    replayed; `checkpoint`: where the weights are read from, if given; `recorded`: the run whose
     rollouts this run learns from: no environment is opened then, unless held-out prompts are asked.
-    `before_weights` is called with the task, the model's directory and the processes of the user's
-    code before a weight is read, and replaces the warning that the run cannot fit. Several `ranks`
-    share the policy's masters; a reference and reward models are whole on each rank once they are
-    read. Raises IsobitError for anything that does not fit."""
+    `before_weights`, of a dry run, is called with the task, the model's directory and the processes
+    of the user's code before a weight is read, and replaces the warning that the run cannot fit; no
+    fleet and no server is opened then. Several `ranks` share the policy's masters; a reference and
+    reward models are whole on each rank once they are read. Raises IsobitError for anything that
+    does not fit."""
     objects.require(config)
-    check_trackers(plain(config.tracking))
-    task = task_of(config, objects)
-    require_held_out(config, task)
-    if recorded is None or config.evaluation.every or not config.environment.used:
-        processes = open_processes(config, task, objects)
-    else:
-        processes = no_processes(config, task, recorded)
-    try:
+    samples = recorded is None and before_weights is None
+    with ExitStack() as held:
+        place = take_place(config) if samples else None
+        if place is not None:
+            held.callback(place.listener.close)
+        check_trackers(plain(config.tracking))
+        task = task_of(config, objects)
+        require_held_out(config, task)
+        if recorded is None or config.evaluation.every or not config.environment.used:
+            processes = open_processes(config, task, objects)
+        else:
+            processes = no_processes(config, task, recorded)
+        held.callback(processes.close)
         processes.check(config, task, quiet=not ranks.first)
         base = base_of(config, began, quiet)
         if before_weights is not None:
             before_weights(task, base, processes)
         elif checkpoint is None and ranks.first and not is_adapter(base):  # refused later
             _say_what_cannot_fit(config, base)
-        models = _open_models(config, task, processes, base, began, checkpoint, ranks)
-        return _put_together(config, processes, models, ranks, recorded)
-    except BaseException:
-        processes.close()
-        raise
+        vocabulary = shared_vocabulary(config, base)
+        model = load_trained(config, base, checkpoint, ranks, date_of(began, ranks), vocabulary)
+        check_alike(ranks, computed_by(model.ops))  # a machine may lack a compiler
+        parts = _put_together(config, task, processes, base, model, objects, recorded)
+        if samples:
+            fleet = ranks.run_on_all(
+                lambda: open_fleet(parts.config, parts.sampling, parts.engine, ranks)
+            )
+            coming = parts.optimizer.nbytes + parts.optimizer.gradient_bytes
+            serving = open_serving(parts.config, model, coming, place)
+            parts = replace(parts, fleet=fleet, serving=serving)
+        held.pop_all()  # the run closes them
+        return parts
 
 
 def task_of(config: Config, objects: Objects = NO_OBJECTS) -> Task:
@@ -111,35 +127,20 @@ def _say_what_cannot_fit(config: Config, base: Path) -> None:
         print(line, file=sys.stderr)
 
 
-@dataclass(frozen=True, eq=False)
-class _Models:
-    """The model that a run trains, its scorer and its dialogue, opened, and the task with the
-    prompts that fit; `longest`: the tokens of the longest prompt."""
-
-    model: Model
-    base: Path
-    task: Task
-    longest: list[int]
-    scorer: RewardScorer
-    dialogue: Dialogue | None
-
-
-def _open_models(
+def _put_together(
     config: Config,
     task: Task,
     processes: Processes,
     base: Path,
-    began: Mapping[str, Any],
-    checkpoint: Path | None,
-    ranks: Ranks,
-) -> _Models:
-    model = _trained(config, base, began, checkpoint, ranks)
-    environments, tools = processes.environments, processes.tools
-    new_tokens = config.sampling.max_new_tokens
-    fitted = fit_prompts(task, model, config.task, new_tokens, tools, quiet=not ranks.first)
-    dialogue = None
-    if environments is not None:
-        dialogue = open_dialogue(config, model, environments, fitted.longest)
+    model: Model,
+    objects: Objects,
+    recorded: Path | None,
+) -> SampledParts:
+    ranks, tools, most = model.ranks, processes.tools, config.sampling.max_new_tokens
+    fitted = fit_prompts(task, model, config.task, most, tools, quiet=not ranks.first)
+    task, dialogue = fitted.task, None
+    if processes.environments is not None:
+        dialogue = open_dialogue(config, model, processes.environments, fitted.longest)
     scorer = RewardScorer(
         processes.rewards,
         () if processes.recorded else reward_models(config, model.tokenizer.now, ranks),
@@ -149,78 +150,55 @@ def _open_models(
         tokenizer=model.tokenizer,
     )
     longest = encode_prompt(fitted.longest, model, tools)
-    return _Models(model, base, fitted.task, longest, scorer, dialogue)
-
-
-def _put_together(
-    config: Config, processes: Processes, models: _Models, ranks: Ranks, recorded: Path | None
-) -> Parts:
-    model, task, scorer, dialogue = models.model, models.task, models.scorer, models.dialogue
-    config = in_steps(config, len(task.train))
-    other = (
-        ()
-        if recorded is None
-        else tuple(unlike(recorded, config, machine_facts(model, config.algorithm)))
-    )
+    config, other = in_steps(config, len(task.train)), tuple[str, ...]()
+    if recorded is not None:
+        other = tuple(unlike(recorded, config, machine_facts(model, config.algorithm)))
     resolved = resolve(config, model, scorer.weights, learns_like_recorded=not other)
-    objective = resolved.objective
-    _check_router(objective, model)
-    check_functions(objective)
-    following = followed(model, config.reference.precision or config.precision, config, task)
-    reference = following.model if following is not None else None
-    if objective.kl_coefficient > 0 and following is None:
-        reference = _reference(config, models.base, model, task)
-    teaching = None
-    if config.reference.shown is not None and reference is not None and recorded is None:
-        teaching = Teaching.of(
-            config.reference.shown, task, reference, ranks, config.sampling.max_new_tokens
-        )
-    optimizer = optimizer_of(config, model)
+    _check_router(resolved.objective, model)
+    check_functions(resolved.objective)
+    precision = config.reference.precision or config.precision
+    reference: Model | FollowingReference | None = followed(model, precision, config, task)
+    if reference is None and resolved.objective.kl_coefficient > 0:
+        reference = _reference(config, base, model, task)
+    settings = replace(config.optimizer, total_steps=config.steps, seed=config.seed)
+    optimizer = ShardedOptimizer.of(model, settings)
     coming = optimizer.nbytes + optimizer.gradient_bytes
     sampling = rollout_sampling(config)
     sequences = config.prompts_under_way * sampling.n
-    engine = sized_engine(
-        config, model, [models.longest], sequences, coming, resolved.record_routes
+    engine = sized_engine(config, model, [longest], sequences, coming, resolved.record_routes)
+    held_out = None
+    if config.evaluation.every:
+        held_out = _held_out(config, model, task, scorer, coming, dialogue)
+    config = with_micro_batches(
+        config,
+        model,
+        lambda machine: job_with(
+            config, model.config, engine.longest_prompt, machine, ranks=ranks.size
+        ),
     )
-    held_out = (
-        _held_out(config, model, task, scorer, coming, dialogue)
-        if config.evaluation.every
-        else None
+    judges = [weighted.model.transformer for weighted in scorer.models]
+    expects, objective = resolved.expects_equal_bits, resolved.objective
+    trained = trained_by(config, optimizer, model, objective, reference, judges, expects)
+    teacher, shown, teaching = trained.learner.reference, config.reference.shown, None
+    if shown is not None and teacher is not None and recorded is None:
+        teaching = Teaching.of(shown, task, teacher, ranks, most)
+    return SampledParts(
+        config,
+        replace(resolved, micro_batch_tokens=trained.learner.micro_batch_tokens),
+        ranks,
+        trained,
+        task,
+        held_out,
+        processes,
+        scorer,
+        engine,
+        sampling,
+        other,
+        dialogue=dialogue,
+        teaching=teaching,
+        recorded=recorded,
+        objects=objects,
     )
-
-    def parts_with(config: Config, resolved: Resolved) -> Parts:
-        learner = _learner(config, model, optimizer, resolved, reference)
-        frozen = [weighted.model.transformer for weighted in scorer.models]
-        frozen += [] if reference is None or reference is model else [reference.transformer]
-        calibrator = Calibrator(model, resolved.micro_batch_tokens)
-        replay = ReplayBuffer(config.replay, config.seed)
-        trained = Trained(model, optimizer, learner, calibrator, replay, frozen, following)
-        return Parts(
-            config,
-            resolved,
-            ranks,
-            trained,
-            reference,
-            task,
-            held_out,
-            processes,
-            scorer,
-            engine,
-            sampling,
-            other,
-            dialogue=dialogue,
-            teaching=teaching,
-        )
-
-    if config.optimizer.micro_batch_tokens != "auto":
-        return parts_with(config, resolved)
-    # a number, in the config too: the split of a batch decides how gradients are rounded, so a
-    # run that goes on repeats the number, on any machine
-    machine = this_machine(model.ops, ranks.size)
-    job = job_with(config, model.config, engine.longest_prompt, machine, ranks=ranks.size)
-    fitting = min(ranks.all_gather_json(fitting_tokens(job)))
-    fixed = replace(config, optimizer=replace(config.optimizer, micro_batch_tokens=fitting))
-    return parts_with(fixed, replace(resolved, micro_batch_tokens=fitting))
 
 
 def _check_router(objective: ResolvedObjective, model: Model) -> None:
@@ -231,45 +209,6 @@ def _check_router(objective: ResolvedObjective, model: Model) -> None:
         raise IsobitError(
             f"algorithm.{key}: the model is dense ({model.config.family}): it has no router"
         )
-
-
-def optimizer_of(config: Config, model: Model) -> ShardedOptimizer:
-    """Return the optimizer of a run, for the model's masters."""
-    return ShardedOptimizer.of(
-        model, replace(config.optimizer, total_steps=config.steps, seed=config.seed)
-    )
-
-
-def _learner(
-    config: Config,
-    model: Model,
-    optimizer: ShardedOptimizer,
-    resolved: Resolved,
-    reference: Model | None,
-) -> Learner:
-    return Learner(
-        model,
-        optimizer,
-        resolved.objective,
-        reference=reference,
-        micro_batch_tokens=resolved.micro_batch_tokens,
-        recompute=config.optimizer.activation_checkpointing,
-        seed=config.seed,
-        on_mismatch=config.on_mismatch,
-        expects_equal_bits=resolved.expects_equal_bits,
-        check_gradients_every=config.run.check_gradients_every,
-        measured_zero_advantage=config.mismatch.samples_of_zero_advantage,
-    )
-
-
-def _trained(
-    config: Config, base: Path, began: Mapping[str, Any], checkpoint: Path | None, ranks: Ranks
-) -> Model:
-    """Load the model that is trained, with a tokenizer that reads prompts as the run does."""
-    vocabulary = shared_vocabulary(config, base)
-    model = load_trained(config, base, checkpoint, ranks, date_of(began, ranks), vocabulary)
-    check_alike(ranks, computed_by(model.ops))  # a machine may lack a compiler
-    return model
 
 
 def rollout_sampling(config: Config) -> Sampling:
@@ -306,9 +245,7 @@ def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
         if teacher is not None:
             _check_teacher(teacher, reference, model)
         reference.tokenizer = model.tokenizer  # with its chat template
-    calibrate_reference(reference, task)
-    reference.transformer.freeze()
-    return reference
+    return frozen_reference(reference, task)
 
 
 def _check_teacher(path: str, teacher: Model, policy: Model) -> None:
@@ -385,3 +322,35 @@ def sized_engine(
     whether the routes of a mixture of experts are recorded for its learner."""
     most = config.most_tokens
     return Engine.sized_for(model, prompts, sequences, most, config.engine, reserved, record_routes)
+
+
+def open_dialogue(
+    config: Config, model: Model, environments: EnvironmentPool, example: Example
+) -> Dialogue:
+    """Return the dialogue of a run with `environments`, checked on the prompt of the example.
+    Raises IsobitError for a prompt that is not a chat, and for a template with which the answers of
+    tools, or without tools any message, cannot be appended; other messages are checked when they
+    come."""
+    dialogue = _dialogue(config, model, environments)
+    if isinstance(example.prompt, str):
+        raise IsobitError(
+            f"environment: {example.place} has a text as its prompt, and turns need chats; set "
+            "task.chat: true"
+        )
+    if environments.tools:
+        appending = dialogue.appending(example.prompt)
+        (appending.check_shown if dialogue.forks else appending.check)("tool")
+    elif environments.answers_turns and environments.max_turns > 1 and not dialogue.forks:
+        dialogue.appending(example.prompt).check_end()
+    return dialogue
+
+
+def recorded_dialogue(config: Config, model: Model) -> Dialogue:
+    """Return a dialogue with environments that answer as the run recorded."""
+    return _dialogue(config, model, RecordedEnvironments(config.environment.max_turns))
+
+
+def _dialogue(config: Config, model: Model, environments: Environments) -> Dialogue:
+    parser = config.environment.parser or "auto"
+    forks = config.environment.history == "fork"
+    return Dialogue.of(model.tokenizer, environments, parser, config.most_tokens, forks=forks)
