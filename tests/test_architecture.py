@@ -286,8 +286,8 @@ def test_files_that_the_source_names_exist() -> None:
 
 def test_a_file_that_has_moved_is_noticed() -> None:
     assert unknown_files(
-        "(`loop.py`, `opening.py`, `session/opening.py`)", SOURCE / "training"
-    ) == {"opening.py"}
+        "(`loop.py`, `restoring.py`, `running/restoring.py`)", SOURCE / "training"
+    ) == {"restoring.py"}
 
 
 def test_native_sources_are_small() -> None:

@@ -37,6 +37,7 @@ from benchmarks.gpu.results import FILE, ROOMS, Results, digests
 from benchmarks.gpu.timing import CALLS, Rotation, Timer, computed_nothing, race
 from isobit import Engine, Sampling
 from isobit.kernels.backends.self_check import EXCHANGED, ONE_SIDE
+from isobit.kernels.backends.triton import TritonOps
 from isobit.kernels.triton.launch import record_launches
 from isobit.precision import E4M3, QTensor, QuantSpec
 from isobit.run.source import code_digest
@@ -610,6 +611,47 @@ def test_a_tile_that_changed_a_bit_would_be_found(
         assert line["status"] == expected
         wrong_rows = {row["contestant"][:6] for row in line["rows"] if not row["holds"]}
         assert wrong_rows == ({"N = 64", "64 tok"} if expected == "failed" else set())
+
+
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+def test_a_product_whose_columns_are_divided_would_be_found(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where one row alone is the sum of two halves of K, in float32: rounded to BF16, as results
+    were compared once, next to nothing shows."""
+    product: Any = TritonOps.product
+    share: list[list[float]] = []
+
+    def divided(ops: TritonOps, a: Any, b: Any, bias: Any, out: torch.dtype) -> torch.Tensor:
+        whole = product(ops, a, b, bias, torch.float32)
+        if a.shape[0] > 1:
+            return whole.to(out)
+        left, right = (
+            product(ops, *(_columns(x, part) for x in (a, b)), bias, torch.float32)
+            for part in (slice(0, 256), slice(256, 512))
+        )
+        pairs = [(left + right, whole), ((left + right).bfloat16(), whole.bfloat16())]
+        share.append([float((x != y).float().mean()) for x, y in pairs])
+        return (left + right).to(out)
+
+    monkeypatch.setattr(TritonOps, "product", divided)
+    torch.manual_seed(0)
+    bench = _bench(tmp_path, "bits", "rows")
+    with bench.case("rows") as case:
+        bits._rows_of_products(kind, 128, 512, case, bench)
+    rows = {row["contestant"]: row["holds"] for row in _lines(tmp_path)[-1]["rows"]}
+    assert not rows["1 from 0 of 9"]
+    assert rows["4 from 0 of 9"], "the control: as it was"
+    in_float32, in_bf16 = (sum(numbers) / len(share) for numbers in zip(*share))
+    assert in_float32 > 0.1
+    assert in_bf16 < 0.01
+
+
+def _columns(x: Any, part: slice) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x[:, part].contiguous()
+    scales = slice(part.start // 128, part.stop // 128)
+    return QTensor(x.data[:, part].contiguous(), x.scale[:, scales].contiguous(), x.spec)
 
 
 _SUITE = """

@@ -18,16 +18,16 @@ from torch import Tensor
 
 from benchmarks.gpu import adapters, approximate, two_processes
 from benchmarks.gpu.common import Bench, Case, random_model, shapes
-from benchmarks.gpu.comparing import ROW, compared, operands, taken
+from benchmarks.gpu.comparing import ROW, compared, cuts, operands, rows_of_weight, taken
 from benchmarks.gpu.decode import decode_step
 from benchmarks.gpu.instruction import compare_instruction
 from benchmarks.work import linear_sizes
 from isobit import Completion, Engine, Model, Sampling
-from isobit.kernels import KVStore, Layout, Operand, Stacked, get_ops
-from isobit.kernels.attention.triton.forward import keys_first
+from isobit.kernels import Divided, KVStore, Layout, Operand, Stacked, get_ops
+from isobit.kernels.attention.triton.forward import attend, keys_first
 from isobit.kernels.product.triton import product as product_module
 from isobit.kernels.product.triton.cublas import cublas_product, takes
-from isobit.kernels.product.triton.plan import ProductPlan, plan
+from isobit.kernels.product.triton.plan import ProductPlan, plan, splits_of
 from isobit.model import ModelConfig
 from isobit.precision import BF16, E4M3, INT8, QTensor, QuantSpec
 
@@ -50,6 +50,25 @@ def sizes_of(models: Mapping[str, ModelConfig]) -> dict[str, tuple[int, int]]:
         for name in models
         for layer, size in linear_sizes(models[name]).items()
     }
+
+
+SHARDED = {
+    "Qwen3-4B": (2560, 32, 9728),
+    "Qwen3-8B": (4096, 32, 12288),
+    "Qwen3-14B": (5120, 40, 17408),
+    "Qwen3-32B": (5120, 64, 25600),
+    "Llama-3.3-70B": (8192, 64, 28672),
+}
+"""Hidden size, query heads, and inner size of an MLP; heads of 128, 8 of keys."""
+
+
+def sharded_sizes() -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield (outputs, inputs) of the products of models that several GPUs hold together."""
+    for name, (hidden, heads, inner) in SHARDED.items():
+        yield f"{name} qkv", ((heads + 16) * 128, hidden)
+        yield f"{name} o", (hidden, heads * 128)
+        yield f"{name} gate_up", (2 * inner, hidden)
+        yield f"{name} down", (hidden, inner)
 
 
 Check = Callable[[Case, Bench], None]
@@ -95,6 +114,8 @@ def _cases(bench: Bench) -> Iterator[tuple[str, Check]]:
     yield "rows of the output head", _head
     yield "rows of norms and gates", _between
     yield "rows of experts", _experts
+    for layer, size in {"toy": (544, 512)}.items() if bench.rehearsal else sharded_sizes():
+        yield f"shards, {layer}", partial(_shards, *size)
     yield "adapters together and alone", adapters.check
     yield "sigmoid of gradients against float64", approximate.check
     yield "cuBLAS against Triton", _cublas
@@ -164,19 +185,39 @@ def _rows_of_products(kind: str, outputs: int, inputs: int, case: Case, bench: B
     count, sizes = (
         (9, (1, 4)) if bench.rehearsal else (8192, (1, 16, 32, 64, 128, 2, 63, 65, 512, 4097))
     )
-    x, w = operands(kind, count, outputs, inputs, get_ops("triton"))
     ops = get_ops("triton")
-    whole = ops.product(x, w)
+    x, w = operands(kind, count, outputs, inputs, ops)
+    whole = ops.product(x, w, None, torch.float32)
     for size in sizes:
         for start in (0, count // 2, count - size):
             if start + size <= count:
-                alone = ops.product(taken(x, start, start + size), w)
+                alone = ops.product(taken(x, start, start + size), w, None, torch.float32)
                 compared(
                     case, f"{size} from {start} of {count:,}", alone, whole[start : start + size]
                 )
-    compared(
-        case, "a row beside its neighbour", ops.product(taken(x, 1, 2), w), whole[:1], "different"
-    )
+    beside = ops.product(taken(x, 1, 2), w, None, torch.float32)
+    compared(case, "a row beside its neighbour", beside, whole[:1], "different")
+
+
+def _shards(outputs: int, inputs: int, case: Case, bench: Bench) -> None:
+    """A shard's product against the same rows of the whole weight's, for 2, 4 and 8 shards. The
+    control, where the plan of as few rows is another: a shard that does not know the whole."""
+    ops = get_ops("triton")
+    for kind in ("fp8", "bf16", "fp32") if bench.rehearsal else ("fp8", "bf16"):
+        x, w = operands(kind, 2 if bench.rehearsal else 512, outputs, inputs, ops)
+        dtype = torch.uint8 if isinstance(w, QTensor) else w.dtype
+        for rows in (2,) if bench.rehearsal else (1, 64, 512):
+            few = taken(x, 0, rows)
+            whole = ops.product(few, w, None, torch.float32)
+            for lo, hi in sorted({range_ for size in (2, 4, 8) for range_ in cuts(outputs, size)}):
+                shard = rows_of_weight(w, lo, hi)
+                known = Divided(shard, None, whole_rows=outputs)
+                what = f"{kind}, {rows} tokens, rows {lo} to {hi} of {outputs}"
+                found = ops.product(few, known, None, torch.float32)
+                compared(case, what, found, whole[:, lo:hi])
+                if splits_of(hi - lo, inputs, dtype) != splits_of(outputs, inputs, dtype):
+                    alone = ops.product(few, shard, None, torch.float32)
+                    compared(case, f"{what}, alone", alone, whole[:, lo:hi], "different")
 
 
 def _head(case: Case, bench: Bench) -> None:
@@ -218,7 +259,7 @@ def _experts(case: Case, bench: Bench) -> None:
             (operands(kind, 1, outputs, inputs, get_ops("triton"))[1] for _ in range(count)), count
         )
         whole = ops.grouped_product(
-            x, stacked, torch.arange(count + 1, device=bench.device) * each, torch.bfloat16
+            x, stacked, torch.arange(count + 1, device=bench.device) * each, torch.float32
         )
 
         def by(
@@ -228,7 +269,7 @@ def _experts(case: Case, bench: Bench) -> None:
             offsets = torch.zeros(count + 1, dtype=torch.int64, device=bench.device)
             offsets[expert + 1 :] = size
             return ops.grouped_product(
-                taken(x, start, start + size), stacked, offsets, torch.bfloat16
+                taken(x, start, start + size), stacked, offsets, torch.float32
             )
 
         for expert in (0, count - 1):
@@ -285,7 +326,8 @@ def _attention(kv: QuantSpec | None, case: Case, bench: Bench) -> None:
     packed = Layout.packed([length]).to(ops.device)
     store = KVStore.allocate(packed.num_slots, kv_heads, dim, kv, BF16, None, ops.device)
     ops.kv_write(store, k, v, packed)
-    whole, lse = ops.attention(q, store, packed, dim**-0.5)
+    in_float32 = partial(attend, scale=dim**-0.5, out_type=torch.float32)
+    whole, lse = in_float32(q, store, packed)
     table = packed.page_table.cpu()
     for name, first, size in (
         ("one by one", 0, 1),
@@ -298,13 +340,11 @@ def _attention(kv: QuantSpec | None, case: Case, bench: Bench) -> None:
             [size] * len(starts), starts, table.expand(len(starts), -1).contiguous(), 16
         )
         rows = torch.cat([torch.arange(start, start + size) for start in starts]).to(ops.device)
-        found, sums = ops.attention(q[rows], store, layout.to(ops.device), dim**-0.5)
+        found, sums = in_float32(q[rows], store, layout.to(ops.device))
         compared(case, f"{name}, {rows.numel()} rows", found, whole[rows])
         compared(case, f"{name}, log of sums", sums, lse[rows])
     ops.kv_write(store, k, v.roll(1, 0), packed)
-    compared(
-        case, "other values", ops.attention(q, store, packed, dim**-0.5)[0], whole, "different"
-    )
+    compared(case, "other values", in_float32(q, store, packed)[0], whole, "different")
 
 
 def _replay(config: ModelConfig, preset: str, case: Case, bench: Bench) -> None:

@@ -1,6 +1,8 @@
 """Two tensors compared bit for bit, as a row of a case; and operands that would show an order of
 sums."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -48,7 +50,23 @@ def operands(kind: str, rows: int, outputs: int, inputs: int, ops: Ops) -> tuple
         ).bfloat16()
         for n in (rows, outputs)
     )
+    if kind == "fp32":
+        return x.float(), w.float()
     return (ops.quantize(x, ROW), ops.quantize(w, BLOCK)) if kind == "fp8" else (x, w)
+
+
+def cuts(count: int, size: int) -> list[tuple[int, int]]:
+    """Return ranges of whole blocks of 128, as equal as they can be, none empty; the last may end
+    within a block."""
+    bounds = [count // 128 * i // size * 128 for i in range(size)] + [count]
+    return [(lo, hi) for lo, hi in pairwise(bounds) if hi > lo]
+
+
+def rows_of_weight(w: Operand, lo: int, hi: int) -> Operand:
+    """Return some rows of a weight, whose scales, if it has any, are of blocks of 128."""
+    if isinstance(w, QTensor):
+        return QTensor(w.data[lo:hi], w.scale[lo // 128 : -(-hi // 128)], w.spec)
+    return w[lo:hi]
 
 
 def taken(x: Operand, start: int, stop: int) -> Operand:

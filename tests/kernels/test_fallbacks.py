@@ -47,7 +47,8 @@ def computed(ops: Ops, flow: Flow, precision: Precision) -> list[Tensor]:
     x, weight, dy = x.bfloat16(), weight.bfloat16(), dy.bfloat16()
     a = x if flow.activation is None else ops.quantize(x, flow.activation)
     b = weight if flow.weight is None else ops.quantize(weight, flow.weight)
-    results = [ops.product(a, b)] if isinstance(a, QTensor) == isinstance(b, QTensor) else []
+    alike = isinstance(a, QTensor) == isinstance(b, QTensor)
+    results = [ops.product(a, b, None, torch.float32)] if alike else []
     if precision.gradient is not None and isinstance(b, QTensor):
         gradient = ops.quantize(dy, precision.gradient)
         results += [gradient.data, ops.gradient_product(gradient, b.transpose(), torch.bfloat16)]

@@ -74,7 +74,10 @@ def test_together_they_have_the_bits_of_each_alone(order: str, form: str) -> Non
     )
     assert not same(wanted, ops.product(x, prepared, bias))
     sums = ops.product(x, prepared, bias, torch.float32)
+    in_turn = sums.clone()
     assert same(ops.add_low_rank(sums, x, adapters, rows, offsets, torch.bfloat16), wanted)
+    definition.add_low_rank(ops, in_turn, x, adapters, rows, offsets, torch.bfloat16)
+    assert same(sums, in_turn), "before they are rounded"
     for count in (1, 3):
         with threads(count):
             assert same(found(x, adapters, rows, offsets), wanted)

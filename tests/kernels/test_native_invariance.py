@@ -65,8 +65,10 @@ def row_operators(
     table = torch.randn(300, INNER // 2, generator=random)
     zeros = torch.zeros(1, dtype=torch.int64)
     return {
-        "fp8 product": lambda x, _: ops.product(ops.quantize(x, spec), quantized),
-        "bf16 product": lambda x, _: ops.product(x, weight.bfloat16()),
+        "fp8 product": lambda x, _: ops.product(
+            ops.quantize(x, spec), quantized, None, torch.float32
+        ),
+        "bf16 product": lambda x, _: ops.product(x, weight.bfloat16(), None, torch.float32),
         "fp32 product": lambda x, _: ops.product(x.float(), weight, None, torch.float32),
         "quantize": lambda x, _: ops.quantize(x, spec).data.view(torch.uint8),
         "rms_norm": lambda x, _: ops.rms_norm(x, vector, 1e-5, x.flip(1))[0],
@@ -210,17 +212,19 @@ def test_a_prepared_weight_is_multiplied_as_it_was_when_it_was_prepared(
 
     (a, weight), (_, other) = operands(first), operands(second)
     prepared = ops.prepare(weight)
-    before = ops.product(a, weight)
-    assert same(ops.product(a, prepared), before)
+    before = ops.product(a, weight, None, torch.float32)
+    assert same(ops.product(a, prepared, None, torch.float32), before)
     for target, source in zip(tensors_of(weight), tensors_of(other)):
         target.copy_(source)
-    wanted = ops.product(a, other)
+    wanted = ops.product(a, other, None, torch.float32)
     assert not same(wanted, before)
-    assert same(ops.product(a, weight), wanted)
+    assert same(ops.product(a, weight, None, torch.float32), wanted)
     if isinstance(prepared, Packed):
-        assert not same(ops.product(a, prepared), wanted), "or this does not test what it says"
+        assert not same(ops.product(a, prepared, None, torch.float32), wanted), (
+            "or this does not test what it says"
+        )
     assert ops.prepare(weight, prepared) is prepared
-    assert same(ops.product(a, prepared), wanted)
+    assert same(ops.product(a, prepared, None, torch.float32), wanted)
     assert isinstance(prepared, Packed) or (kind, consistency) == ("fp32", "fast")
 
 
@@ -234,7 +238,8 @@ def test_new_weights_at_an_old_address(native: Ops, random: torch.Generator) -> 
             torch.randn(COLUMNS, INNER, generator=random), QuantSpec(E4M3, "128x128")
         )
         addresses.add((id(weight.data), weight.data.data_ptr()))
-        assert same(native.product(x, weight), reference.product(x, weight))
+        found = native.product(x, weight, None, torch.float32)
+        assert same(found, reference.product(x, weight, None, torch.float32))
         del weight
     assert len(addresses) < 50  # or this did not test what it says
 
@@ -302,7 +307,8 @@ def test_processes_may_build_at_once_and_portable_code_agrees(
         "512), QuantSpec(E4M3, '128x128'));layout = Layout.packed([20, 13]); store = "
         "KVStore.allocate(48, 2, 64, QuantSpec(E4M3, 'row'), BF16);q = x.view(33, 8, "
         "64).bfloat16(); ops.kv_write(store, q[:, :2], q[:, 2:4], layout);out = [ops.product(a, "
-        "w), ops.product(x, x), ops.attention(q, store, layout, 0.1)[0], ops.gate_mul('silu', x), "
+        "w, None, torch.float32), ops.product(x, x, None, "
+        "torch.float32), ops.attention(q, store, layout, 0.1)[0], ops.gate_mul('silu', x), "
         "ops.rms_norm(x, x[0], 1e-5)[0], ops.token_logprobs(x, torch.arange(33), 1.0)[0], "
         "ops.sample(x, torch.arange(132).view(33, 4), 1.0), "
         "a.data.view(torch.uint8)];torch.save(out, sys.argv[1])"

@@ -117,10 +117,12 @@ def test_rows_are_independent_and_threads_change_nothing() -> None:
     _, found, _ = matrices(1, 300, 144)
     for a in (draw(2, 200, 144), draw(2, 200, 144).float()):
         with threads(1):
-            one = ops.product(a, found)
+            one = ops.product(a, found, None, torch.float32)
         with threads(2):
-            assert same(ops.product(a, found), one)
-        assert all(same(ops.product(a[i : i + 1], found), one[i : i + 1]) for i in (0, 63, 199))
+            assert same(ops.product(a, found, None, torch.float32), one)
+        for i in (0, 63, 199):
+            alone = ops.product(a[i : i + 1], found, None, torch.float32)
+            assert same(alone, one[i : i + 1])
 
 
 @pytest.mark.slow
@@ -135,8 +137,9 @@ def test_every_instruction_set_has_these_bits(
         _, found, wrong = matrices(1, columns, inner)
         for name, a in activations(rows, inner).items():
             if name != "mxfp8":
-                assert same(other.product(a, found), ops.product(a, found)), name
-                assert not torch.equal(other.product(a, wrong), ops.product(a, found))
+                wanted = ops.product(a, found, None, torch.float32)
+                assert same(other.product(a, found, None, torch.float32), wanted), name
+                assert not torch.equal(other.product(a, wrong, None, torch.float32), wanted)
 
 
 @needs_native

@@ -144,9 +144,9 @@ def test_plain_products_are_rounded_once(out: torch.dtype) -> None:
 
 def test_a_plain_operand_meets_the_dequantized_values() -> None:
     x, weight = draw(9, 5, 200), quantize(draw(10, 7, 200), WEIGHT)
-    expected = REFERENCE.product(x, weight.dequantize())
-    assert same(REFERENCE.product(x, weight), expected)
-    assert same(REFERENCE.product(weight, x), expected.t().contiguous())
+    expected = REFERENCE.product(x, weight.dequantize(), None, torch.float32)
+    assert same(REFERENCE.product(x, weight, None, torch.float32), expected)
+    assert same(REFERENCE.product(weight, x, None, torch.float32), expected.t().contiguous())
 
 
 def operands(kind: str, rows: int, columns: int, inner: int) -> tuple[Tensor, Operand]:
@@ -227,10 +227,10 @@ def test_any_slice_of_any_product(
     a = draw(seed, rows, inner, spread=3.0)
     b = quantize(draw(seed + 1, columns, inner, spread=3.0), QuantSpec(E4M3, "1x128", scale))
     spec = QuantSpec(E4M3, "1x128", scale)
-    whole = REFERENCE.product(quantize(a, spec), b)
+    whole = REFERENCE.product(quantize(a, spec), b, None, torch.float32)
     row, column = seed % rows, seed % columns
     one = QTensor(b.data[column : column + 1], b.scale[column : column + 1], b.spec)
-    part = REFERENCE.product(quantize(a[row:], spec), one)
+    part = REFERENCE.product(quantize(a[row:], spec), one, None, torch.float32)
     assert same(part, whole[row:, column : column + 1])
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from isobit.errors import IsobitError
 from isobit.precision import (
     BF16,
+    E2M1,
     E4M3,
     E5M2,
     INT8,
@@ -23,6 +24,7 @@ from isobit.precision import (
     scales,
 )
 from isobit.precision.errors import QuantStats
+from isobit.precision.quantize import SCALE_FORMATS
 
 GRANULARITIES = ("1x128", "128x128", "128x1", "row", "column", "tensor")
 INT8_VALUES = torch.arange(-127.0, 128.0)
@@ -199,3 +201,21 @@ def test_a_spec_must_make_sense() -> None:
         QuantSpec(E4M3, "2x2")
     with pytest.raises(IsobitError, match="scale format"):
         QuantSpec(E4M3, "row", "fp16")
+
+
+@pytest.mark.parametrize("scale", SCALE_FORMATS)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_whether_scales_lie_inside_blocks_of_columns(granularity: str, scale: str) -> None:
+    """As the specification says, columns 128 to 256 alone have the codes and scales that they have
+    beside others, or not; the second half is larger, so a scale of both shows."""
+    if scale.startswith("nvfp4"):
+        spec = QuantSpec(E2M1, "1x16", scale)
+    else:
+        spec = QuantSpec(E4M3, granularity, scale)
+    x = torch.randn(130, 256, generator=torch.Generator().manual_seed(0))
+    x[:, 128:] *= 5
+    whole, alone = quantize(x, spec), quantize(x[:, :128].contiguous(), spec)
+    codes = whole.data.view(torch.uint8)[:, :128], alone.data.view(torch.uint8)
+    width = alone.scale.shape[1]
+    same = torch.equal(*codes) and torch.equal(whole.scale[:, :width], alone.scale)
+    assert same == spec.columns_independent

@@ -30,8 +30,8 @@ _DONE = object()
 
 @dataclass(eq=False)
 class OrderedSum:
-    """g0 + g1 + ... of one master's rows: in groups of `group` micro-batches, and then the
-    groups."""
+    """The sum g0 + g1 + ... of one master's rows in the order of micro-batches: in groups of
+    `group` micro-batches, and then of the groups."""
 
     group: int = 1
     _open: Tensor | None = None

@@ -26,8 +26,8 @@ NONE: Rows = (0, 0)
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """`shapes` of the whole masters, and `rows[name][rank]` = (lo, hi): what each rank keeps; (0,
-    0) is nothing."""
+    """The division of masters among ranks. `shapes` of the whole masters, and `rows[name][rank]` =
+    (lo, hi): what each rank keeps; (0, 0) is nothing."""
 
     ranks: Ranks
     shapes: Mapping[str, tuple[int, ...]]

@@ -9,6 +9,7 @@ from isobit.kernels.gpu import computed_by, versions
 from isobit.kernels.layout import Copies, Keys, Layout
 from isobit.kernels.low_rank.definition import Factors
 from isobit.kernels.matrices import (
+    Divided,
     Operand,
     Packed,
     Prepared,
@@ -31,6 +32,7 @@ __all__ = [
     "Composed",
     "Copies",
     "DeltaHeads",
+    "Divided",
     "Factors",
     "Heads",
     "KVStore",

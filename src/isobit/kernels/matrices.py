@@ -49,6 +49,19 @@ class Packed:
         )
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Divided(Packed):
+    """Some rows of a weight of `whole_rows`: a product has the bits that these rows of the whole
+    weight's have, so what its number of rows decides is decided by `whole_rows`."""
+
+    whole_rows: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the whole weight."""
+        return (self.whole_rows, self.weight.shape[1])
+
+
 Prepared = StoredWeight | Packed
 """A weight as products take it."""
 

@@ -95,6 +95,12 @@ class QuantSpec:
         )
         return self.granularity != "tensor" and self.scale != "nvfp4"
 
+    @property
+    def columns_independent(self) -> bool:
+        """Whether blocks of 128 columns are quantized alike alone and among others: every scale is
+        of what lies inside such a block."""
+        return self.granularity not in ("row", "tensor") and self.scale in ("fp32", "ue8m0")
+
     def transpose(self) -> "QuantSpec":
         return replace(self, granularity=_TRANSPOSED.get(self.granularity, self.granularity))
 

@@ -142,9 +142,7 @@ def test_a_library_gets_whole_steps_and_triton_the_rest() -> None:
     products = LibraryProducts({"it": noted}, lambda call: float(call.args[0] is product), step=32)  # type: ignore[attr-defined]
     for count in (64, 70, 95, 96):
         a, b = _operands("fp8", count)
-        assert same(
-            products.product(a, b, None, torch.bfloat16), product(a, b, None, torch.bfloat16)
-        )
+        assert same(products.product(a, b, None, torch.float32), product(a, b, None, torch.float32))
     assert rows == [64, 64, 64, 64, 64, 96, 96, 96]
     assert [size[0] for size in products.chosen] == [64, 96]
 
@@ -167,9 +165,7 @@ def test_fewer_rows_are_tried_where_a_captured_step_may_have_so_many() -> None:
     products = _quick(rows)
     for count in (FEWEST, FEWEST + ROUND, FEWEST - ROUND, FEWEST + 1):
         a, b = _operands("fp8", count)
-        assert same(
-            products.product(a, b, None, torch.bfloat16), product(a, b, None, torch.bfloat16)
-        )
+        assert same(products.product(a, b, None, torch.float32), product(a, b, None, torch.float32))
     assert [size[0] for size in products.chosen] == [FEWEST, FEWEST + ROUND]
     assert rows == [FEWEST] * 3 + [FEWEST + ROUND] * 3, "two of a trial, and what was asked for"
 
@@ -201,7 +197,7 @@ def test_a_library_that_fails_is_not_asked_again() -> None:
 
     products = LibraryProducts({"it": broken}, step=ROWS_HERE)
     a, b = _operands("fp8")
-    assert same(products.product(a, b, None, torch.bfloat16), product(a, b, None, torch.bfloat16))
+    assert same(products.product(a, b, None, torch.float32), product(a, b, None, torch.float32))
     assert products.refused == {"it": "RuntimeError: no kernel image"}
     products.product(a, b, None, torch.float32)
     assert list(products.chosen.values()) == ["triton"], (
@@ -233,7 +229,7 @@ def test_what_is_not_tried(change: str) -> None:
         )
         assert not products._may_be_tried(a, b)
         return
-    assert same(products.product(a, b, None, torch.bfloat16), product(a, b, None, torch.bfloat16))
+    assert same(products.product(a, b, None, torch.float32), product(a, b, None, torch.float32))
     assert products.chosen == {}
 
 
@@ -258,8 +254,8 @@ def test_rows_of_a_library_have_the_bits_of_rows_alone(
     """On a GPU, by whichever is chosen there; what that is, is printed."""
     ops = TritonOps("bitwise", "a test", DEVICE)
     a, b = _operands(kind, 4096, inner, columns)
-    found = ops.product(a, b)
-    assert same(found, product(a, b))
+    for out in (torch.bfloat16, torch.float32):
+        assert same(ops.product(a, b, None, out), product(a, b, None, out))
     with capsys.disabled():
         print(
             f"\n{kind}, {columns} x {inner}: {list(ops.libraries.chosen.values())} "

@@ -21,8 +21,8 @@ _NEVER_0 = 1e-20
 
 @dataclass(frozen=True)
 class Scoring:
-    """Experts stand in `groups`, of which the `best` are open to a token; gates are multiplied by
-    `scale`."""
+    """The choice of experts by their scores. Experts stand in `groups`, of which the `best` are
+    open to a token; gates are multiplied by `scale`."""
 
     groups: int
     best: int

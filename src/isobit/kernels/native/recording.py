@@ -65,7 +65,8 @@ class Recording:
 
 
 class _Recorder(TorchFunctionMode):
-    """While it is active, sees all that its thread does with tensors, and with a library."""
+    """A recorder of everything that its thread does with tensors, and with a library, while it is
+    active."""
 
     def __init__(self, library: ctypes.CDLL, arena: Arena) -> None:
         super().__init__()

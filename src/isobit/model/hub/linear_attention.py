@@ -67,7 +67,7 @@ class LinearAttention:
         return self.value_heads, self.key_dim, self.value_dim
 
     def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Name to shape of the masters in such a layer, between those of its norms."""
+        """Return the shapes of the masters in such a layer, by name, between those of its norms."""
         return {
             "qkv": (sum(self.heights), hidden),
             "gates": (2 * self.value_heads, hidden),

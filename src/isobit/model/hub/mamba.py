@@ -20,8 +20,9 @@ _LEAST = "time_step_min"
 
 @dataclass(frozen=True)
 class Mamba(LinearAttention):
-    """A step is at least `least_step`: transformers takes time_step_min for that in a whole
-    sequence, and nothing when it decodes; here both are one operator."""
+    """The sizes of a Mamba-2 layer. A step is at least `least_step`: transformers takes
+    time_step_min for that in a whole sequence, and nothing when it decodes; here both are one
+    operator."""
 
     least_step: float = 0.001
 
@@ -38,7 +39,7 @@ class Mamba(LinearAttention):
         return self.values, self.values, keys, keys, self.value_heads
 
     def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Name to shape of the masters in such a layer, between those of its norms."""
+        """Return the shapes of the masters in such a layer, by name, between those of its norms."""
         return {
             "qkv": (sum(self.heights), hidden),
             "conv": (self.channels, self.width),

@@ -24,12 +24,20 @@ contiguous. Left out: experts' products.
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from isobit.kernels.matrices import Operand, Prepared, rows_of, tensors_of, weight_of
+from isobit.kernels.matrices import (
+    Operand,
+    Packed,
+    Prepared,
+    rows_of,
+    tensors_of,
+    weight_of,
+)
 from isobit.kernels.product.triton import cublas
 from isobit.kernels.product.triton.plan import splits_of
 from isobit.kernels.product.triton.product import product
@@ -78,9 +86,9 @@ class LibraryProducts:
 
     def product(self, a: Operand, b: Prepared, bias: Tensor | None, out: torch.dtype) -> Tensor:
         """Return a [M, K] · b [N, K]ᵀ + bias [N], rounded once to `out`: [M, N]."""
-        weight = weight_of(b)
-        if isinstance(weight, PackedFP4) or not self._may_be_tried(a, weight):
+        if isinstance(b, PackedFP4) or not self._may_be_tried(a, b):
             return product(a, b, bias, out)
+        weight = weight_of(b)
         size = (
             self._most(a),
             a.shape[1],
@@ -93,8 +101,8 @@ class LibraryProducts:
         if size not in self.chosen:
             if _capturing(a):
                 return product(a, b, bias, out)
-            self.chosen[size] = self._fastest(a, weight, bias, out)
-        return self._by(self._libraries.get(self.chosen[size], product), a, weight, bias, out)
+            self.chosen[size] = self._fastest(a, b, bias, out)
+        return self._by(self._libraries.get(self.chosen[size], product), a, b, bias, out)
 
     def _most(self, a: Operand) -> int:
         """Return the number of rows that a library may take."""
@@ -102,22 +110,24 @@ class LibraryProducts:
         return rows if rows < self._step else rows // self._step * self._step
 
     def _by(
-        self, call: Call, a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype
+        self, call: Call, a: Operand, b: Operand | Packed, bias: Tensor | None, out: torch.dtype
     ) -> Tensor:
         """By a library, the last rows by Triton; or all by Triton."""
         rows, most = a.shape[0], self._most(a)
-        result = call(a if rows == most or call is product else rows_of(a, 0, most), b, bias, out)
+        if call is product:
+            return product(a, b, bias, out)
+        result = call(a if rows == most else rows_of(a, 0, most), weight_of(b), bias, out)
         assert result is not None, "a product that was there when it was tried"
         if result.shape[0] == rows:
             return result
         return torch.cat([result, product(rows_of(a, most, rows), b, bias, out)])
 
-    def _may_be_tried(self, a: Operand, b: Operand) -> bool:
+    def _may_be_tried(self, a: Operand, b: Operand | Packed) -> bool:
         rows, inner = a.shape
         few = rows < self._step and (rows < FEWEST or rows % ROUND > 0)
         if not self._libraries or few:
             return False
-        matrices = (tensors_of(a)[0], tensors_of(b)[0])
+        matrices = (tensors_of(a)[0], tensors_of(weight_of(b))[0])
         kind, right_kind = (m.dtype for m in matrices)
         if kind != right_kind or kind == torch.float32:
             return False
@@ -132,15 +142,19 @@ class LibraryProducts:
             == 1
         )
 
-    def _fastest(self, a: Operand, b: Operand, bias: Tensor | None, out: torch.dtype) -> str:
+    def _fastest(
+        self, a: Operand, b: Operand | Packed, bias: Tensor | None, out: torch.dtype
+    ) -> str:
         """Return the name of what returns Triton's bytes the soonest, Triton among them, for
         operands of these sizes."""
         calls: dict[str, Call] = {"triton": product}
         try:
-            most = rows_of(a, 0, self._most(a))
+            most, weight = rows_of(a, 0, self._most(a)), weight_of(b)
+            left, right = revealing(most, weight)
+            like_b = replace(b, weight=right) if isinstance(b, Packed) else right
             trials = [
-                (*operands, bias, out, product(*operands, bias, out))
-                for operands in ((most, b), revealing(most, b))
+                (most, weight, bias, out, product(most, b, bias, out)),
+                (left, right, bias, out, product(left, like_b, bias, out)),
             ]
             calls |= {
                 name: call for name, call in self._libraries.items() if self._agrees(name, trials)

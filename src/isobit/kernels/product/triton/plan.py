@@ -7,7 +7,9 @@ of more rows than half of that side change sides (`tokens_first`): an element is
 instructions over the same 32 columns of K each, and which operand is on which side is left to be
 the hardware's indifference, which the check at the first start asks for (`put_weights_first`).
 Everything that could change a bit depends on N and K alone: the number of `splits` of K (chunks of
-whole blocks, each summed from zero, their sums added in ascending order), and the step along K.
+whole blocks, each summed from zero, their sums added in ascending order), and the step along K. N
+is the whole weight's where b holds some of its rows (`Divided`); tiles follow the rows that are
+there.
 
 With few rows the time is that of reading b, so there must be enough programs to use the whole
 memory bandwidth. On an H200 a program of BF16 reads up to 40 GB/s of b next to as much of a, and one
@@ -90,11 +92,16 @@ def splits_of(columns: int, inner: int, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def plan(
-    rows: int, columns: int, inner: int, dtype: torch.dtype, b_row_scales: bool = False
+    rows: int,
+    columns: int,
+    inner: int,
+    dtype: torch.dtype,
+    b_row_scales: bool = False,
+    whole: int | None = None,
 ) -> ProductPlan:
-    """Return the plan of a product of M = `rows`, N = `columns`, K = `inner`; codes count as uint8,
-    b with a scale for each row or for 128 of them."""
-    splits, blocks = splits_of(columns, inner, dtype)
+    """Return the plan of a product of M = `rows`, N = `columns` of `whole`, by default of as many,
+    K = `inner`; codes count as uint8, b with a scale for each row or for 128 of them."""
+    splits, blocks = splits_of(columns if whole is None else whole, inner, dtype)
     first = tokens_first(rows, dtype, b_row_scales)
     tile_n, tile_m, num_warps, num_stages = _tile(rows, columns, splits, dtype, first)
     # for a B200 Triton 3.6 does not compile BF16 chunks in one program

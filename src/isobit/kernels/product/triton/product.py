@@ -61,15 +61,15 @@ def product(
     assert out in _OUTPUTS, f"a product has no result in {out}"
     if isinstance(b, PackedFP4):
         return _nibbles(a, b, bias, out, into)
-    b = weight_of(b)
+    whole, b = b.shape[0], weight_of(b)
     if isinstance(a, QTensor) and isinstance(b, QTensor):
-        return _blocks(a, b, bias, out, into)
+        return _blocks(a, b, whole, bias, out, into)
     left, right = values(a), values(b)
     if isinstance(b, QTensor) and is_rounded(a, b.spec):
         right = right.bfloat16()
     if left.dtype != right.dtype:
         left, right = left.float(), right.float()
-    return _plain(left, right, bias, out, into)
+    return _plain(left, right, whole, bias, out, into)
 
 
 def gradient_product(
@@ -90,7 +90,12 @@ def gradient_product(
 
 
 def _blocks(
-    a: QTensor, b: QTensor, bias: Tensor | None, out: torch.dtype, into: Tensor | None
+    a: QTensor,
+    b: QTensor,
+    whole: int,
+    bias: Tensor | None,
+    out: torch.dtype,
+    into: Tensor | None,
 ) -> Tensor:
     check_blocks(a, b)
     left, right = codes_along_inner(a), codes_along_inner(b)
@@ -110,7 +115,7 @@ def _blocks(
         *scale_strides(b.scale, sizes[1]),
     )
     row_scales = b.block[0] == 1
-    chosen = plan(*sizes, torch.uint8, row_scales)
+    chosen = plan(*sizes, torch.uint8, row_scales, whole)
     constants = {"EVEN_K": sizes[2] % chosen.step == 0, "B_ROW_SCALES": row_scales,
         "TOKENS_FIRST": chosen.tokens_first}  # fmt: skip
     return _run(
@@ -127,11 +132,16 @@ def _blocks(
 
 
 def _plain(
-    a: Tensor, b: Tensor, bias: Tensor | None, out: torch.dtype, into: Tensor | None
+    a: Tensor,
+    b: Tensor,
+    whole: int,
+    bias: Tensor | None,
+    out: torch.dtype,
+    into: Tensor | None,
 ) -> Tensor:
     assert a.dtype in _OUTPUTS, f"a product of {a.dtype}"
     sizes = (a.shape[0], b.shape[0], a.shape[1])
-    chosen = plan(*sizes, a.dtype)
+    chosen = plan(*sizes, a.dtype, False, whole)
     constants = {"EVEN_K": sizes[2] % chosen.step == 0, "BLOCK_K": chosen.step}
     strides = (row_stride(a), a.stride(1), row_stride(b), b.stride(1))
     return _run(plain_product, chosen, (a, b), bias, out, into, sizes, strides, constants)

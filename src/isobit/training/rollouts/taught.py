@@ -21,6 +21,7 @@ is learned whole, but for its first token, which nothing predicts.
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,6 +75,7 @@ class Teacher:
         self._spelled, self._inside = 0, list[str]()
         """The answers that spell their end, and special tokens that others have inside."""
         self._shows_tools = False
+        self._begins: list[int] | None = None
         self._written_calls = set[tuple[int, ...]]()
         self._ends_behind = dict[bool, int | None]()
 
@@ -208,8 +210,21 @@ class Teacher:
         if joined and chats is not None:
             _refuse_other_beginning(*chats, self._tokenizer)
         cut = max(common, 1)  # nothing predicts the first token
+        if chats is not None and not joined:
+            cut += self._header(whole[cut:])
         learned = self._ended(whole[cut:], None if chats is None else chats[1][-1])
         return SupervisedSample(tuple(whole[:cut]), tuple(learned), joined=joined)
+
+    def _header(self, ids: Sequence[int]) -> int:
+        """Return how many of these tokens begin a turn of the assistant anew, as the template does
+        behind a user's message. Some write it in a conversation, and not before what is sampled."""
+        if self._begins is None:
+            self._begins, asked = [], [{"role": "user", "content": "?"}]
+            with suppress(IsobitError):  # a template that takes no such conversation
+                alone = self._tokenizer.encode_chat(asked, add_generation_prompt=False)
+                begun = self._tokenizer.encode_chat(asked)
+                self._begins = begun[len(alone) :] if begun[: len(alone)] == alone else []
+        return len(self._begins) if list(ids[: len(self._begins)]) == self._begins else 0
 
     def _check_tools(self, prompt: Sequence[Message]) -> None:
         """Raise IsobitError for a row's tools that the template does not write."""
