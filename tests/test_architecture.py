@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "isobit"
 MODULES = sorted(SOURCE.rglob("*.py"))
-MOST_FILE_LINES, MOST_FUNCTION_LINES = 480, 72
+MOST_FILE_LINES, MOST_FUNCTION_LINES = 500, 80
 
 FLOORS = [
     {"cli"},

@@ -222,8 +222,8 @@ class GradientSum:
         yield None
         self._take(bucket, wait())
 
-    def _owners_at(self, place: int) -> range:
-        return range(place, self._size, self._step)
+    def _owners_at(self, offset: int) -> range:
+        return range(offset, self._size, self._step)
 
     def _summed(self, bucket: Bucket, received: Tensor) -> Tensor:
         """Add up the neighbours' messages in the order of ranks, and return the sums for the owners

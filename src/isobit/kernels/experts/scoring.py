@@ -94,5 +94,6 @@ def _open(wanted: Tensor, scoring: Scoring) -> Tensor:
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
-    """Return the places of the `count` largest of each row, descending, ties to the lower."""
+    """Return the indices of the `count` largest numbers of each row, descending, ties to the lower
+    index."""
     return x.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()
