@@ -26,8 +26,7 @@ from isobit.model import Model
 from isobit.model.adapters.targets import NewAdapter
 from isobit.serve.state.state import State
 from isobit.training.loop import training_step
-from isobit.training.objects import NO_OBJECTS
-from isobit.training.session.opening import open_session
+from isobit.training.train import open_run
 
 PROMPTS, GROUP, NEW, RANK = 32, 8, 16, 8
 TOKEN = "tml-benchmark-token-0123456789"
@@ -74,7 +73,7 @@ def _own_step(
     }
     config = folder / f"run-{share_prompts}.yaml"
     config.write_text(yaml.safe_dump(values))
-    session = stack.enter_context(open_session(load_config(config), NO_OBJECTS, quiet=True))
+    session = stack.enter_context(open_run(load_config(config), quiet=True))
     return lambda: training_step(session)
 
 

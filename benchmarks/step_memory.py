@@ -19,9 +19,8 @@ from benchmarks.common import Claim, Result
 from benchmarks.models import save_model
 from isobit.config import load_config
 from isobit.training.loop import training_step
-from isobit.training.objects import NO_OBJECTS
 from isobit.training.plan.live_bytes import LiveBytes
-from isobit.training.session.opening import open_session
+from isobit.training.train import open_run
 
 PRESETS = ("bf16", "fp8", "fp8-rollout", "fp8-e2e")
 LEVELS = ("false", "mlp", "true")
@@ -88,7 +87,7 @@ def peak(folder: Path, preset: str, level: str, **optimizer: str) -> dict[str, f
         "steps": 2,
     }
     path.write_text(yaml.safe_dump(values))
-    with LiveBytes() as live, open_session(load_config(path), NO_OBJECTS, quiet=True) as session:
+    with LiveBytes() as live, open_run(load_config(path), quiet=True) as session:
         training_step(session)  # makes the moments
         live.take()
         held = live.live

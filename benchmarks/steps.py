@@ -11,9 +11,9 @@ from benchmarks import rewards
 from isobit.config import load_config
 from isobit.distributed import ALONE, Ranks
 from isobit.training.loop import training_step
-from isobit.training.objects import NO_OBJECTS
-from isobit.training.session.open_run import Session
-from isobit.training.session.opening import open_session
+from isobit.training.parts.sampled import SampledParts
+from isobit.training.run import Run
+from isobit.training.train import open_run as open_new_run
 
 PROMPTS, GROUP, NEW = 64, 8, 5
 
@@ -33,7 +33,7 @@ def open_run(
     stack: ExitStack,
     consistency: str = "bitwise",
     ranks: Ranks = ALONE,
-) -> Session:
+) -> Run[SampledParts]:
     """An open run of such steps in `folder`, which `stack` closes."""
     name = f"{model.name}-{precision}-{consistency}"
     values = {
@@ -49,6 +49,4 @@ def open_run(
     }
     config = folder / f"{name}.yaml"
     config.write_text(yaml.safe_dump(values))
-    return stack.enter_context(
-        open_session(load_config(config), NO_OBJECTS, quiet=True, ranks=ranks)
-    )
+    return stack.enter_context(open_new_run(load_config(config), quiet=True, ranks=ranks))

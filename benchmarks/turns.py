@@ -22,8 +22,7 @@ from isobit.config import load_config
 from isobit.run.completions import COMPLETIONS, read
 from isobit.run.directory import METRICS, read_jsonl
 from isobit.training.loop import training_step
-from isobit.training.objects import NO_OBJECTS
-from isobit.training.session.opening import open_session
+from isobit.training.train import open_run
 
 PROMPTS, GROUP, TURNS, NEW = 32, 8, 4, 32
 TEMPLATE = (
@@ -92,7 +91,7 @@ def _step(folder: Path, model: Path, seconds: float, stack: ExitStack) -> Callab
     }
     config = own / "config.yaml"
     config.write_text(yaml.safe_dump(values))
-    session = stack.enter_context(open_session(load_config(config), NO_OBJECTS, quiet=True))
+    session = stack.enter_context(open_run(load_config(config), quiet=True))
     return lambda: training_step(session)
 
 

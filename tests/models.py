@@ -118,6 +118,13 @@ def one_part_values(kinds: Sequence[str]) -> dict[str, Any]:
 
 LATENT_EXPERTS = Experts(6, 2, 24, True, (1, 2, 3), 40, Scoring(2, 1, 1.7), latent=20)
 """Of the layers of `ONE_PART`."""
+SCORED = Experts(6, 2, 24, True, (0,), 48, Scoring(2, 1, 1.7))
+"""Those of a GLM-4.5."""
+
+
+def scored_of(inner: int) -> Experts:
+    """Return the experts of a MiniMax-M2 of this intermediate_size."""
+    return Experts(6, 2, inner, scoring=Scoring(1, 1, 1.0))
 
 
 def tensor(value: object) -> Tensor:
@@ -184,11 +191,16 @@ def tiny_model(
         "experts": {
             "qwen3_moe": Experts(5, 2, 24),
             "qwen3_5_moe_text": Experts(5, 2, 24, shared=40),
+            "qwen3_next": Experts(5, 2, 24, shared=40),
             "gpt_oss": Experts(5, 2, sizes.get("intermediate_size", 48)),
+            "glm4_moe": SCORED,
+            "minimax_m2": scored_of(sizes.get("intermediate_size", 48)),
         }.get(family),
     }
     layers, table = range(sizes.get("num_layers", 2) - 1), FAMILIES[family]
-    linear = LinearAttention(tuple(layers), 2, 4, 8, 12) if table.linear_attention else None
+    by_head = table.linear_attention == "by head"
+    linear = LinearAttention(tuple(layers), 2, 4, 8, 12, by_head=by_head)
+    linear = linear if table.linear_attention else None
     rope = Rope.of(10000.0, 1.0 if table.partial_rotary is None else 0.5)
     rope = rope if "default" in table.rope_kinds else table.fresh_rope(10000.0, 64)
     multipliers = Multipliers(3.0, 0.5, 0.4, 2.0) if table.multipliers else None
@@ -205,7 +217,7 @@ def tiny_model(
         **{**shape, "linear": linear, "rope": rope, "multipliers": multipliers, **sizes},
         qkv_bias=family == "qwen2" or FAMILIES[family].biased,
         o_bias=table.biased and table.output_bias,
-        qk_norm=FAMILIES[family].qk_norm,
+        qk_norm=bool(table.qk_norm),
         eos_ids=tokenizer.eos_ids,
     )
     model = Model.init(config, tokenizer, precision, seed, backend, level(backend), ranks, masters)

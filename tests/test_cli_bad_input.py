@@ -379,10 +379,10 @@ def test_run_directories(config: Path, refused: Callable[..., str]) -> None:
     [
         (["--precision", "fp9"], "did you mean 'fp8'"),
         (["--backend", "gpu"], "gpu"),
-        (["--consistency", "loose"], "loose"),
+        (["consistency=loose"], "loose"),
         (["--temperature", "-1"], "temperature"),
         (["--top-p", "0"], "top_p"),
-        (["-n", "0"], "n: expected a whole number from 1"),
+        (["-n", "0"], "sampling.group_size: expected at least 1"),
         (["--max-new-tokens", "0"], "max_new_tokens"),
         (["--chat"], "chat template"),
         (["--prompt", "1" * 70], "context"),
@@ -399,7 +399,7 @@ def test_generate(
 def test_eval(config: Path, refused: Callable[..., str]) -> None:
     model, rows = config.parent / "model", config.parent / "rows.jsonl"
     rows.write_text('{"question": "1+1?", "answer": "#### 2"}\n')
-    arithmetic = ("--task", "arithmetic", "--option", "digits=1")
+    arithmetic = ("--task", "arithmetic", "task.options.digits=1")
     assert "give a model to evaluate" in refused("eval", *arithmetic)
     assert "give a model to evaluate" in refused(
         "eval", model, *arithmetic, "--completions", "answer"
@@ -407,24 +407,21 @@ def test_eval(config: Path, refused: Callable[..., str]) -> None:
     assert "no such column" in refused(
         "eval", "--task", "gsm8k", "--data", rows, "--completions", "gold"
     )
-    assert "expected whole numbers" in refused("eval", model, *arithmetic, "--pass-at", "one")
-    assert "needs 1 to -n samples, and -n is 4" in refused(
+    assert "expected a whole number" in refused("eval", model, *arithmetic, "--pass-at", "one")
+    assert "9 is not from 1 to num_samples, which is 4" in refused(
         "eval", model, *arithmetic, "--pass-at", "9", "-n", "4"
     )
     assert "is not from 1 to num_samples, which is 8" in refused(
         "eval", model, *arithmetic, "--pass-at", "9"
     )
-    assert "expected KEY=VALUE" in refused(
-        "eval", model, "--task", "arithmetic", "--option", "digits"
-    )
-    assert "expected KEY=VALUE" in refused("eval", model, "--option", "digits")
+    assert "--option 'digits': expected NAME=VALUE" in refused("eval", model, "--option", "digits")
     assert "gone.jsonl" in refused("eval", model, "--task", "gsm8k", "--data", "gone.jsonl")
     assert "reward" in refused("eval", model, "--data", rows, "--column", "prompt=question")
-    assert "--column 'question': expected NAME=COLUMN" in refused(
+    assert "--column 'question': expected NAME=VALUE" in refused(
         "eval", model, "--data", rows, "--column", "question"
     )
     assert "a file, which has no splits" in refused(
-        "eval", model, "--data", rows, "--split", "test"
+        "eval", model, "--data", rows, "task.split=test"
     )
     for asked in (
         (),
@@ -469,13 +466,19 @@ RESULT = {
             "tag 'parts': expected text or a number, got a list in example 0",
         ),
         (("model", "--tag", "many", "--data", "many.jsonl"), "tag 'many' has 101 different values"),
-        (("model", "--answer-pattern", "("), "answer pattern '(': not a regular expression"),
+        (
+            ("model", "evaluation.answer_pattern='('"),
+            "answer pattern '(': not a regular expression",
+        ),
         (
             ("model", "--temperature", "0.5"),
-            "--temperature is for samples, and the greedy completion",
+            "evaluation.temperature is for samples, and the greedy completion",
         ),
-        (("model", "--top-p", "0.5"), "--top-p is for samples, and the greedy completion is"),
-        (("model", "--min-p", "0.5"), "--min-p is for samples, and the greedy completion is"),
+        (("model", "evaluation.top_p=0.5"), "evaluation: top_p is for samples: set num_samples"),
+        (
+            ("model", "sampling.min_p=0.5"),
+            "sampling.min_p is for samples, and the greedy completion is",
+        ),
         (("model", "-n", "-1"), "num_samples"),
         (("model", "-n", "1001"), "num_samples"),
         (("model", "-n", "2", "--temperature", "0"), "temperature: expected at least 0.001"),
@@ -701,8 +704,9 @@ def prompts(folder: Path) -> Path:
         (["train", "c.yaml", "--steps=5"], "given without dashes, such as steps=5"),
         (["generate"], "Missing argument 'MODEL|RUN'"),
         (["generate", "m", "--prompt"], "requires an argument"),
-        (["generate", "m", "-n", "many"], "'many' is not a valid int"),
-        (["generate", "m", "--max-turns", "0"], "0 is not in the range 1<=x<=4000"),
+        (["generate", "m", "-n", "many"], "group_size: expected a whole number, got 'many'"),
+        (["generate", "m", "--max-turns", "0"], "environment.max_turns: expected at least 1"),
+        (["generate", "m", "--sampling.seed=5"], "given without dashes, such as steps=5"),
         (["verify", "run", "--samples", "0"], "0 is not in the range x>=1"),
         (["doctor", "now"], "unexpected extra argument"),
     ],
@@ -761,18 +765,18 @@ def test_without_a_command_there_is_help(run_isobit: Callable[..., tuple[int, st
         (["report", "run", "--out", "gone/a.html"], "there is no directory gone"),
         (["eval", "model", "--out", "empty"], "--out empty: a directory; give the name of a file"),
         (["eval", "--completions", "a", "--out", ""], "--out .: a directory; give the name"),
-        (["generate", "model", "--prompt", "1", "--parser", "json"], "--parser says how calls of"),
+        (["generate", "model", "--prompt", "1", "environment.parser=json"], "between the turns"),
         (
             ["generate", "model.gguf", "--prompt", "1"],
             "model model.gguf: GGUF files, which are not",
         ),
         (
             ["generate", "model", "--prompt", "1", "--chat-template", "t.jinja"],
-            "--chat-template: without --chat prompts are text, which no template renders",
+            "model.chat_template: without --chat prompts are text, which no template renders",
         ),
         (
-            ["generate", "model", "--prompt", "1", "--chat-template-kwargs", "a=1"],
-            "--chat-template-kwargs: without --chat prompts are text",
+            ["generate", "model", "--prompt", "1", "model.chat_template_kwargs.a=1"],
+            "model.chat_template_kwargs: without --chat prompts are text",
         ),
     ],
 )

@@ -503,7 +503,7 @@ def test_a_key_that_was_renamed_takes_its_old_name_with_a_warning(
 ) -> None:
     """The controls: the new name warns of nothing, and both together are a mistake."""
     path = config_file
-    reading._say_renamed.cache_clear()
+    reading.say_renamed.cache_clear()
     new = load_config(path, ["optimizer.gradient_sum_group=8"])
     assert capsys.readouterr().err == ""
     assert load_config(path, ["optimizer.sum_group=8"]) == new

@@ -9,7 +9,7 @@ import yaml
 
 from isobit.config import load_config
 from isobit.run.directory import read_jsonl
-from isobit.training.sft.base import cached_model
+from isobit.training.parts.base import cached_model
 from isobit.training.train import train
 from tests.documents import succeed
 

@@ -41,7 +41,7 @@ def prepared(folder: Path) -> None:
 
 def all_commands() -> list[list[str]]:
     """Each command of `isobit` that ends by itself."""
-    task = ["--task", "arithmetic", "--option", "digits=2", "--samples", "4"]
+    task = ["--task", "arithmetic", "task.options.digits=2", "--samples", "4"]
     return [
         ["doctor"],
         ["plan", "config.yaml"],

@@ -25,8 +25,7 @@ from isobit.run import checkpoints
 from isobit.run.directory import LOCK, REPORT, read_jsonl
 from isobit.training.loop import training_step
 from isobit.training.objects import Given
-from isobit.training.session.opening import open_resumed
-from isobit.training.train import resume, train
+from isobit.training.train import open_resumed, resume, train
 from tests import warm
 from tests.models import slow_where, tiny_model
 from tests.runs import fingerprint, killed_after, wait_for_lines, write_config
@@ -398,7 +397,7 @@ def test_a_run_of_another_processor_goes_on_in_its_order(tmp_path: Path, base_mo
         resume(run_dir, ["steps=2"])
     (run_dir / "config.yaml").write_text(text.replace(f"bitwise-{there}", "bitwise"))
     (run_dir / "machine.json").write_text(json.dumps(machine | {"bitwise": there}))
-    assert evaluation_config(run_dir, {}).consistency == f"bitwise-{there}"
+    assert evaluation_config(run_dir, ()).consistency == f"bitwise-{there}"
     resume(run_dir, ["steps=2"])
     assert fingerprint(run_dir) == unbroken
 

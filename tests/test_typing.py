@@ -20,8 +20,8 @@ REVEALED = {
     "Sampling": "isobit.engine.types.Sampling",
     "Step": "isobit.data.turns.Step",
     "load_config": "isobit.config.schema.Config",
-    "resume": "isobit.training.running.result.TrainResult",
-    "train": "isobit.training.running.result.TrainResult",
+    "resume": "isobit.training.train.TrainResult",
+    "train": "isobit.training.train.TrainResult",
 }
 """What the type of each public name must speak of: the class itself, or what the function
 returns."""

@@ -38,7 +38,7 @@ from isobit.rl.learner.forward import forward
 from isobit.rl.learner.packing import pack
 from isobit.rl.learner.schedule import micro_batches
 from isobit.run.directory import read_jsonl
-from isobit.training.sft.base import cached_model
+from isobit.training.parts.base import cached_model
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 SERIES = {

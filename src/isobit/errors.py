@@ -44,7 +44,7 @@ class IsobitError(Exception):
     """Whether every rank of the run raises it, so that they can still act together."""
 
     def __str__(self) -> str:
-        text = _ENDLESS.sub(lambda found: f"{found[0][:100]}...{found[0][-20:]}", super().__str__())
+        text = _ENDLESS.sub(lambda match: f"{match[0][:100]}...{match[0][-20:]}", super().__str__())
         line = printable(text).replace("\n", "\\n").replace("\t", "\\t")
         if len(line) <= _LONGEST:
             return line
@@ -74,14 +74,14 @@ class NonFiniteError(IsobitError):
 
 
 def failed_allocation(error: BaseException) -> str | None:
-    """What memory was asked for in vain, in the words of PyTorch, NumPy or Python; None for any
-    other error. PyTorch has a class for a GPU's memory, known here by its name, and a plain
+    """Return the memory that was requested in vain, in the words of PyTorch, NumPy or Python; None
+    for any other error. PyTorch has a class for a GPU's memory, known here by its name, and a plain
     RuntimeError for the host's."""
-    said = str(error).partition("\n")[0]
+    line = str(error).partition("\n")[0]
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return said or "Python found none"
-    _, found, asked = said.partition("DefaultCPUAllocator: ")
-    return asked if found and "allocate memory" in asked else None
+        return line or "Python found none"
+    _, prefix, request = line.partition("DefaultCPUAllocator: ")
+    return request if prefix and "allocate memory" in request else None
 
 
 def printable(text: str) -> str:
@@ -96,32 +96,33 @@ def _harmless(c: str) -> bool:
 
 
 def brief(text: object, most: int = 120) -> str:
-    """A name or value that others chose, in a message: whole, or its two ends where it is longer
-    than `most`."""
+    """Return a name or value that others chose for a message: whole, or its two ends where it is
+    longer than `most`."""
     whole = str(text)
     return whole if len(whole) <= most else f"{whole[: most - 23]}...{whole[-20:]}"
 
 
 def listed(names: Iterable[object]) -> str:
-    """Names that others chose, in a message: as many as fit, and how many more there are."""
-    shown, length, each = list[str](), 0, [brief(name) for name in names]
-    for name in each:
+    """List names that others chose for a message: as many as fit, and how many more there are."""
+    shown, length, briefs = list[str](), 0, [brief(name) for name in names]
+    for name in briefs:
         length += len(name) + 2
         if shown and length > _LISTED:
-            return f"{', '.join(shown)} and {len(each) - len(shown):,} more"
+            return f"{', '.join(shown)} and {len(briefs) - len(shown):,} more"
         shown.append(name)
     return ", ".join(shown)
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """A hint for a message about an unknown name: the nearest known one, else all of them."""
+    """Return a hint for a message about an unknown name: the nearest known one, else all of
+    them."""
     close = get_close_matches(name, known, 1)
     return f"did you mean {brief(close[0])!r}?" if close else f"known: {listed(known)}"
 
 
 def download_hint(path: str | Path, *, data: bool = False) -> str:
-    """How to get what is called `path` at the Hub, as the end of a message about what is not here;
-    empty where it does not look like such a name.
+    """Return how to download `path` from the Hub, as the end of a message about a missing file;
+    empty where it does not look like a name of the Hub.
 
     `owner/name` is one, unless it ends like a file or the folder `owner` is here.
     """
@@ -134,8 +135,8 @@ def download_hint(path: str | Path, *, data: bool = False) -> str:
         or Path(name).parent.exists()
     ):
         return ""
-    place, kind = ("data", " --repo-type dataset") if data else ("models", "")
-    folder = f"{place}/{name.rpartition('/')[2]}"
+    parent, kind = ("data", " --repo-type dataset") if data else ("models", "")
+    folder = f"{parent}/{name.rpartition('/')[2]}"
     return (
         f"; isobit reads what is here already: hf download {name}{kind} --local-dir "
         f"{folder}, then give {folder}"

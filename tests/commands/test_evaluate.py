@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from isobit.cli.commands.evaluate import evaluation_config
+from isobit.cli.evaluation import _data, _task
 from isobit.config import load_config
 from isobit.training.train import train
 from tests.conftest import RunIsobit
@@ -62,7 +63,7 @@ def test_a_template_for_a_model_that_lacks_one(
     (folder / "other.jinja").write_text("{{ messages[0].content }}1+1=")
     answers = {}
     for name in ("", "same", "other"):
-        words = ("--chat", "--chat-template", f"{name}.jinja") if name else ()
+        words = ("--chat", f"model.chat_template={name}.jinja") if name else ()
         evaluate(base_model, *asked("-n", 4, "--out", "result.json", *words))
         rows = json.loads((folder / "result.json").read_text())["prompts"]
         answers[name] = [sample["completion"] for row in rows for sample in row["samples"]]
@@ -100,18 +101,21 @@ def test_samples_are_drawn_as_asked(base_model: Path, evaluate: Eval, folder: Pa
     found = {}
     for words in (
         (),
-        ("--top-k", 1),
-        ("--top-p", 0.01),
-        ("--min-p", 1.0),
-        ("--repetition-penalty", 50),
+        ("evaluation.top_k", 1),
+        ("evaluation.top_p", 0.01),
+        ("sampling.min_p", 1.0),
+        ("sampling.repetition_penalty", 50),
     ):
-        evaluate(base_model, *asked("-n", 2, "--out", "result.json", *words))
+        evaluate(
+            base_model,
+            *asked("-n", 2, "--out", "result.json", *("=".join(map(str, words)),) * bool(words)),
+        )
         result = json.loads((folder / "result.json").read_text())
         texts = [
             [row["greedy"]["completion"], *(s["completion"] for s in row["samples"])]
             for row in result["prompts"]
         ]
-        name = str(words[0] if words else "")[2:].replace("-", "_")
+        name = str(words[0] if words else "").partition(".")[2]
         found[name] = texts
         assert not words or result["settings"][name] == words[1]
     greedy = [row[0] for row in found[""]]
@@ -190,19 +194,17 @@ def test_what_is_given_stands_in_the_place_of_the_runs(folder: Path, base_model:
         run / "config.yaml"
     )
     (run / "format.txt").write_text("2\n")
-    assert evaluation_config(run, {}).evaluation.pass_at == (8,)
-    config = evaluation_config(
-        run, {"evaluation": {"num_samples": 4}, "seed": 3, "task": {"path": "x", "options": {}}}
-    )
+    assert evaluation_config(run, ()).evaluation.pass_at == (8,)
+    config = evaluation_config(run, ["evaluation.num_samples=4", "seed=3", *_data("x")])
     assert (config.evaluation.num_samples, config.evaluation.pass_at, config.seed) == (4, (), 3)
     assert (config.task.name, config.task.path, config.task.held_out_size) == (
         "arithmetic",
         "x",
         None,
     )
-    config = evaluation_config(run, {"task": {"name": "countdown"}})
+    config = evaluation_config(run, _task("countdown"))
     assert (config.task.name, config.task.options) == ("countdown", {})
-    assert evaluation_config(None, {"evaluation": {"pass_at": [2]}}).evaluation.num_samples == 8
+    assert evaluation_config(None, ["evaluation.pass_at=[2]"]).evaluation.num_samples == 8
 
 
 def test_given_completions_are_scored(evaluate: Eval) -> None:
@@ -240,5 +242,5 @@ def test_the_answer_pattern_decides_the_vote(
         rows = json.loads((folder / "result.json").read_text())["prompts"]
         return {sample["answer"] for row in rows for sample in row["samples"]}
 
-    assert answers("--answer-pattern", "[0-9]") <= {*"0123456789", None}
+    assert answers("evaluation.answer_pattern='[0-9]'") <= {*"0123456789", None}
     assert max(len(answer or "") for answer in answers()) > 1

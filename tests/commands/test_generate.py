@@ -110,8 +110,7 @@ def test_with_tools_a_conversation_is_printed(
         4,
         "--max-turns",
         2,
-        "--parser",
-        "json",
+        "environment.parser=json",
     )
     files = ("--tools", f"{tmp_path / 'loud.py'}:shout", "--chat-template", tmp_path / "chat.jinja")
     call, answer = 'shout({"text": "hi"})', "[tool shout] hi!"

@@ -32,11 +32,11 @@ def _ranks(given: argparse.Namespace) -> None:
     """One rank of a run; it ends itself if it is the one, in its first life."""
     from isobit.cli import main
     from isobit.distributed.launch import restarted
-    from isobit.training.session.open_run import Session
+    from isobit.training.run import Run
 
-    entered, phase = 0, Session._phase
+    entered, phase = 0, Run._phase
 
-    def counted(self: Session, name: str) -> None:
+    def counted(self: Run, name: str) -> None:
         nonlocal entered
         phase(self, name)
         if self.ranks.rank == given.rank and name == given.phase and not restarted():
@@ -46,7 +46,7 @@ def _ranks(given: argparse.Namespace) -> None:
                     given.after_ms / 1000, os.kill, (os.getpid(), signal.SIGKILL)
                 ).start()
 
-    Session._phase = counted  # type: ignore[method-assign]
+    Run._phase = counted  # type: ignore[method-assign]
     sys.argv = ["isobit", *given.arguments]
     main()
 

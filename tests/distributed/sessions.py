@@ -10,8 +10,8 @@ from typing import Any
 from isobit.config import load_config
 from isobit.distributed import ALONE, Ranks
 from isobit.training.loop import training_loop
-from isobit.training.objects import NO_OBJECTS, Given
-from isobit.training.session.opening import open_replay, open_resumed, open_session
+from isobit.training.objects import Given
+from isobit.training.train import open_replay, open_resumed, open_run
 from tests.distributed.threads import WHOLE_BLOCKS, run
 from tests.models import tiny_model
 from tests.runs import fingerprint, without_memory, write_config
@@ -29,9 +29,7 @@ def written(folder: Path, family: str = "qwen3", **changes: object) -> Path:
 
 def session(config: Path, overrides: Sequence[str], ranks: Ranks = ALONE) -> None:
     """One rank's part of a new run."""
-    with open_session(
-        load_config(config, [*SMALL, *overrides]), NO_OBJECTS, quiet=True, ranks=ranks
-    ) as opened:
+    with open_run(load_config(config, [*SMALL, *overrides]), quiet=True, ranks=ranks) as opened:
         training_loop(opened)
         opened.finish()
 

@@ -269,14 +269,14 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(
 ) -> None:
     """In the first micro-batch, or the second: the metrics are those of one process too."""
     samples = roll_out(model_of("fp8", "qwen3"))
-    one = Differentiation._backward
+    one = Differentiation._micro_batch
 
     def broken(self: Differentiation, batch: Any, index: int, *given: Any) -> Any:
         if index == rank:
             raise NonFiniteError("planted")
         return one(self, batch, index, *given)
 
-    monkeypatch.setattr(Differentiation, "_backward", broken)
+    monkeypatch.setattr(Differentiation, "_micro_batch", broken)
     before = {
         name: p.detach().clone() for name, p in model_of("fp8", "qwen3").named_parameters().items()
     }
@@ -293,14 +293,14 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(
 
 def test_an_error_of_the_loss_on_one_rank_is_raised_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = roll_out(model_of("fp8", "qwen3"))
-    one = Differentiation._backward
+    one = Differentiation._micro_batch
 
     def broken(self: Differentiation, batch: Any, index: int, *given: Any) -> Any:
         if index == 1:
             raise IsobitError("the loss is a word")
         return one(self, batch, index, *given)
 
-    monkeypatch.setattr(Differentiation, "_backward", broken)
+    monkeypatch.setattr(Differentiation, "_micro_batch", broken)
     raised = []
 
     def failing(ranks: Ranks) -> None:

@@ -21,10 +21,12 @@ from tests.models import (
     ALPHABET,
     LATENT_EXPERTS,
     ONE_PART,
+    SCORED,
     latent_values,
     level,
     one_part_values,
     require,
+    scored_of,
     slow_where,
 )
 
@@ -119,6 +121,23 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "rope": _HALF,
             "experts": Experts(5, 2, 24, shared=40),
         },
+        {"rms_eps": 1e-2},
+    ),
+    "qwen3_next": (
+        {
+            "qk_norm": True,
+            "linear": LinearAttention((0, 2), 2, 4, 20, 12, by_head=True),
+            "rope": _HALF,
+            "experts": Experts(5, 2, 24, dense_layers=(1,), shared=40),
+        },
+        {"rms_eps": 1e-2},
+    ),
+    "glm4_moe": (
+        {"qk_norm": True, "rope": _HALF, "experts": SCORED},
+        {"rms_eps": 1e-2},
+    ),
+    "minimax_m2": (
+        {"qk_norm": True, "rope": _HALF, "experts": scored_of(208)},
         {"rms_eps": 1e-2},
     ),
     "deepseek_v3": (latent_values(Latent(20, 12, 8, 14, 28), 4, Rope(300.0)), {"rms_eps": 1e-2}),

@@ -282,7 +282,7 @@ def test_the_old_words_for_the_data_are_taken_with_a_warning(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The controls: the new words warn of nothing, and both together are a mistake."""
-    reading._say_renamed.cache_clear()
+    reading.say_renamed.cache_clear()
     new = {
         data: precision_from(f"{CALIBRATED[:-1]}, kv_calibration_data={data}]")
         for data in ("prompts", "batch")

@@ -23,7 +23,7 @@ from isobit.monitor.report.intervals import pass_at_k
 from isobit.run import checkpoints
 from isobit.run.directory import read_jsonl
 from isobit.run.metrics import is_timing
-from isobit.training.session.assembly import evaluation_plan, open_parts
+from isobit.training.parts.assembly import evaluation_plan, open_parts
 from isobit.training.train import resume, train
 from tests.runs import fingerprint, write_config
 

@@ -9,7 +9,7 @@ import pytest
 from isobit.config import load_config, load_sft_config
 from isobit.errors import IsobitError
 from isobit.evaluation.early_stop import EarlyStop, StopConfig
-from isobit.training.session.assembly import evaluation_plan
+from isobit.training.parts.assembly import evaluation_plan
 from isobit.training.train import resume, train, train_supervised
 from tests.runs import fingerprint, write_config
 from tests.training.test_sft_run import written

@@ -24,7 +24,7 @@ from benchmarks.experiments.papers import (
 from benchmarks.experiments.papers_tables import arms_of, table
 from isobit import Model, load_config
 from isobit.precision import precision_from
-from isobit.training.sft.base import cached_model
+from isobit.training.parts.base import cached_model
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks/results/experiments"

@@ -16,8 +16,7 @@ from isobit.distributed import Ranks
 from isobit.engine.fleet.fleet import Fleet
 from isobit.errors import RunFailed
 from isobit.rl.learner.learner import Learner
-from isobit.training.running.result import TrainResult
-from isobit.training.train import resume, train
+from isobit.training.train import TrainResult, resume, train
 from tests.distributed import sessions, threads
 from tests.distributed.sessions import session, trained, written
 from tests.fleet.flipping import FlippingWorker

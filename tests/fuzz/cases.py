@@ -202,7 +202,7 @@ def _model(rng: Random) -> ModelConfig:
         qkv_bias=bias or family.qkv_bias,
         o_bias=bias and family.output_bias,
         mlp_bias=family.mlp_bias and rng.random() < 0.3,
-        qk_norm=family.qk_norm,
+        qk_norm=bool(family.qk_norm),
         tie_embeddings=rng.random() < 0.4 and not family.one_part,
         max_positions=rng.choice((64, 96, 128, 640)),
         eos_ids=(2,),
@@ -212,7 +212,9 @@ def _model(rng: Random) -> ModelConfig:
         if family.unrotated is None
         else tuple(n for n in range(layers) if rng.random() < 0.3),
         sliding_rope=_rope(rng) if windows and family.ropes is not None else None,
-        linear=_linear(rng, layers, kinds) if family.linear_attention else None,
+        linear=_linear(rng, layers, kinds, family.linear_attention == "by head")
+        if family.linear_attention
+        else None,
         kinds=kinds,
         latent=latent,
         multipliers=Multipliers(*(rng.choice((0.3, 1.0, 2.5)) for _ in range(4)))
@@ -222,14 +224,14 @@ def _model(rng: Random) -> ModelConfig:
     )
 
 
-def _linear(rng: Random, layers: int, kinds: tuple[str, ...]) -> LinearAttention:
+def _linear(rng: Random, layers: int, kinds: tuple[str, ...], by_head: bool) -> LinearAttention:
     """In some of the layers, with heads of any size; Mamba-2's in those of its kind."""
     where = tuple(layer for layer in range(layers) if rng.random() < 0.7)
     heads = rng.choice((1, 2, 3))
     sizes = rng.choice((4, 12, 16, 20, 32, 36, 128)), rng.choice((4, 12, 16, 20, 32, 36, 128))
     given = heads, heads * rng.choice((1, 2)), *sizes, rng.choice((2, 3, 4))
     if not kinds:
-        return LinearAttention(where, *given)
+        return LinearAttention(where, *given, by_head=by_head)
     where = tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
     return Mamba(where, *given, least_step=rng.choice((0.0, 0.001, 0.5)))
 
@@ -260,7 +262,10 @@ def _experts(
     count = rng.choice((2, 3, 5, 8, 11))
     chosen = rng.randint(1, min(count, 4))
     if family.mixtures is None or not family.mixtures.own_keys:
-        return None if family.mixtures is None else Experts(count, chosen, inner)
+        if family.mixtures is None:
+            return None
+        fixed = family.mixtures.scoring
+        return Experts(count, chosen, inner, scoring=fixed and Scoring(*fixed))
     if family.mixtures.switch is not None:  # a model may have none; its MLP is as wide as any
         size = _size(rng) // 2
         return Experts(count, chosen, size, shared=inner) if rng.random() < 0.5 else None
@@ -272,7 +277,7 @@ def _experts(
         dense = tuple(layer for layer, kind in enumerate(kinds) if kind != "moe")
     normalize = rng.random() < 0.5
     if family.mixtures.scoring is None:
-        return Experts(count, chosen, size, normalize, dense)
+        return Experts(count, chosen, size, normalize, dense, shared)
     groups, per_group = rng.choice(((1, 5), (2, 4), (4, 2)))
     best = rng.randint(1, groups)
     chosen = min(chosen, best * per_group)

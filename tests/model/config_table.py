@@ -38,6 +38,9 @@ CLOSE = 1e-4
 """Largest distance of two log-probabilities that are one model's. `transformers` has float32
 angles: at position 60 off by up to 2**-19, times the weights. Wrong models are farther off by far
 (`test_config_table.py`)."""
+RECURRENT = 2e-4
+"""The same for Qwen3-Next, whose transformers sums states in chunks: of three layers with linear
+attention it is 1.2e-4 from its own result in float64, and isobit 5e-5."""
 SEQUENCE = tokens(60, 5)
 
 
@@ -57,7 +60,8 @@ class Outcome:
         or none."""
         if self.ours:
             return "refused"
-        return "equal" if self.distance is not None and self.distance <= CLOSE else "different"
+        close = RECURRENT if self.variant.family == "qwen3_next" else CLOSE
+        return "equal" if self.distance is not None and self.distance <= close else "different"
 
 
 class Bench:

@@ -173,6 +173,25 @@ for _family, _dense in (
 ):
     BASES[_family] = {key: value for key, value in _SIZES.items() if key != "head_dim"}
     BASES[_family] |= _LATENT | _dense
+BASES["glm4_moe"] = _SIZES | {
+    **{key: value for key, value in _LATENT.items() if "_dim" not in key and "lora" not in key},
+    "num_key_value_heads": 2,
+    "attention_bias": False,
+    "use_qk_norm": True,
+    "first_k_dense_replace": 1,
+}
+BASES["minimax_m2"] = _SIZES | {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "rotary_dim": 8,
+    "pad_token_id": 0,
+}
+BASES["qwen3_next"] = (
+    BASES["qwen3_5_text"]
+    | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    | {key: BASES["qwen3_5_moe_text"][key] for key in ("num_experts", "num_experts_per_tok")}
+    | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 28}
+)
 BASES["nemotron_h"] = {
     key: value
     for key, value in _SIZES.items()
@@ -224,7 +243,14 @@ SHAPES = (
     ),
     *("num_local_experts", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
     "shared_expert_intermediate_size",
-    *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank"),
+    *(
+        "use_qk_norm",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "q_lora_rank",
+    ),
     *("n_routed_experts", "n_shared_experts", "first_k_dense_replace", "mlp_layer_types"),
     *(
         "linear_num_key_heads",
@@ -311,6 +337,9 @@ def variants() -> list[Variant]:
             "phi3": _phi3,
             "deepseek_v3": _latent,
             "glm4_moe_lite": _latent,
+            "glm4_moe": _scored,
+            "minimax_m2": _minimax,
+            "qwen3_next": _qwen35,
             "granite": _granite,
             "granitemoehybrid": _granite_hybrid,
             "ministral3": _ministral3,
@@ -352,7 +381,7 @@ def _sizes(family: str) -> Iterator[Row]:
     )
     left_out = {"qwen2": 32, "qwen3": 32, "mixtral": 8, "mistral": 8, "gpt_oss": 8}.get(family, 4)
     others = {"ministral3": 8, "deepseek_v3": 128, "glm4_moe_lite": 20, "nemotron_h": 8}
-    others["seed_oss"] = 8
+    others |= {"seed_oss": 8, "glm4_moe": 8, "minimax_m2": 8, "qwen3_next": 2}
     left_out = others.get(family, left_out)
     for heads in (4, 8, 32):
         shared = heads % (heads if family in one_each else left_out) == 0
@@ -368,12 +397,13 @@ def _sizes(family: str) -> Iterator[Row]:
         "head_dim 20",
         {"head_dim": 20},
         "an even part of a head"
-        if family.startswith("qwen3_5")
+        if family.startswith(("qwen3_5", "qwen3_next"))
         else "is not qk_rope_head_dim"
         if latent
         else "",
     )
     says = "is not qk_rope_head_dim" if latent else "even head_dim"
+    says = "rotary_dim must be at most 7" if family == "minimax_m2" else says
     yield "head_dim 7", {"head_dim": 7}, says
     if family in (
         "llama",
@@ -400,7 +430,7 @@ def _sizes(family: str) -> Iterator[Row]:
 
 def _flags(family: str) -> Iterator[Row]:
     """Biases, the head, the activation, and keys that change nothing."""
-    never = ("qwen2", "mixtral", "mistral", "ministral3", "phi3")
+    never = ("qwen2", "mixtral", "minimax_m2", "mistral", "ministral3", "phi3")
     bare = family == "nemotron_h"  # of biases, and its head is never tied
     latent = "kv_lora_rank" in BASES[family]
     says = "attention_bias True" if latent or bare else ""
@@ -554,7 +584,7 @@ def _windows(family: str) -> Iterator[Row]:
     flagged = family.startswith(("qwen", "smollm"))
     everywhere = family in ("qwen3_moe", "mixtral", "mistral", "ministral3", "phi3")
     never = family in ("llama", "olmo2", "glm4", "granite", "seed_oss")
-    never = never or family in ("deepseek_v3", "glm4_moe_lite")
+    never = never or family in ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "minimax_m2")
     for size in (8, CONTEXT - 1, CONTEXT, 4 * CONTEXT, None):
         change = {"sliding_window": size, "use_sliding_window": False}
         yield f"sliding_window {size}", change, ""
@@ -903,6 +933,17 @@ def _latent(family: str) -> Iterator[Row]:
     for kind in ("linear", "llama3"):
         inside = {"rope_type": kind, **_SCALINGS[kind]}
         yield f"rope_scaling {kind}", {"rope_scaling": inside}, f"unsupported rope scaling '{kind}'"
+    yield "scores of a softmax", {"scoring_func": "softmax"}, "unsupported scoring_func 'softmax'"
+    yield from _scores(family)
+    if family == "deepseek_v3":
+        return
+    yield "no dense layer", {"mlp_layer_types": ["sparse"] * 2}, ""
+    yield "mlp_layer_types left out", {"mlp_layer_types": _LEFT_OUT}, ""
+    yield "another kind", {"mlp_layer_types": ["dense", "odd"]}, "mlp_layer_types must name"
+
+
+def _scores(family: str) -> Iterator[Row]:
+    """How experts with scores are chosen, and which first layers are dense."""
     yield "one group", {"n_group": 1, "topk_group": 1}, ""
     yield "all groups", {"n_group": 4, "topk_group": 4}, ""
     yield "groups of one", {"n_group": 8}, "of two or more each"
@@ -914,14 +955,50 @@ def _latent(family: str) -> Iterator[Row]:
     yield "scale 0", {"routed_scaling_factor": 0.0}, "routed_scaling_factor must be a number above"
     yield "2 shared experts", {"n_shared_experts": 2}, ""
     yield "the other name", {"n_routed_experts": _LEFT_OUT, "num_local_experts": 6}, ""
-    yield "scores of a softmax", {"scoring_func": "softmax"}, "unsupported scoring_func 'softmax'"
-    if family == "deepseek_v3":
+    if family != "glm4_moe_lite":
         yield "no dense layer", {"first_k_dense_replace": 0}, ""
         yield "all dense", {"first_k_dense_replace": 2}, ""
-        return
-    yield "no dense layer", {"mlp_layer_types": ["sparse"] * 2}, ""
-    yield "mlp_layer_types left out", {"mlp_layer_types": _LEFT_OUT}, ""
-    yield "another kind", {"mlp_layer_types": ["dense", "odd"]}, "mlp_layer_types must name"
+
+
+def _scored(family: str) -> Iterator[Row]:
+    """GLM-4.5: experts as DeepSeek-V3's next to attention with or without norms."""
+    yield from _windows(family)
+    yield from _scores(family)
+    yield from _partial()
+    yield "no norms", {"use_qk_norm": False}, ""
+    yield "norms left out", {"use_qk_norm": _LEFT_OUT}, ""
+    yield "norms as text", {"use_qk_norm": "true"}, "use_qk_norm has the wrong type"
+    yield "first_k_dense_replace left out", {"first_k_dense_replace": _LEFT_OUT}, ""
+
+
+def _partial() -> Iterator[Row]:
+    """The part of a head that is rotated, alone and with a scaling."""
+    for part in (0.25, 1.0):
+        yield f"{part} of each head, outside", {"partial_rotary_factor": part}, ""
+        inside = {"rope_type": "default", "rope_theta": 900.0, "partial_rotary_factor": part}
+        yield f"{part} of each head", {"rope_theta": _LEFT_OUT, "rope_parameters": inside}, ""
+    for kind in ("linear", "yarn", "llama3"):
+        yield f"rope_scaling {kind}", {"rope_scaling": {"rope_type": kind, **_SCALINGS[kind]}}, ""
+
+
+def _minimax(family: str) -> Iterator[Row]:
+    """The part of a head that is rotated by its number of dimensions, and keys of published models."""
+    yield from _windows(family)
+    yield from _partial()
+    yield "whole heads", {"rotary_dim": _LEFT_OUT}, ""
+    yield "null rotary_dim", {"rotary_dim": None}, ""
+    yield "rotary_dim 16", {"rotary_dim": 16}, ""
+    yield "rotary_dim 24", {"rotary_dim": 24}, "rotary_dim must be at most 16"
+    yield "rotary_dim as text", {"rotary_dim": "8"}, "rotary_dim has the wrong type"
+    yield "rope_theta left out", {"rope_theta": _LEFT_OUT}, ""
+    own = {"use_qk_norm": True, "qk_norm_type": "per_layer", "attn_type_list": [1, 1]}
+    own |= {"scoring_func": "sigmoid", "use_routing_bias": True, "shared_intermediate_size": 0}
+    yield "as published", {**own, "num_mtp_modules": 3, "use_mtp": True}, ""
+    yield "linear attention", {"attn_type_list": [0, 1]}, "have softmax attention (1) are read"
+    yield "a shared expert", {"shared_intermediate_size": 24}, "shared_intermediate_size 24 is not"
+    yield "no norms", {"use_qk_norm": False}, "unsupported use_qk_norm False"
+    yield "scores of a softmax", {"scoring_func": "softmax"}, "unsupported scoring_func 'softmax'"
+    yield "1 expert", {"num_local_experts": 1, "num_experts_per_tok": 1}, "of two or more each"
 
 
 def _granite(family: str) -> Iterator[Row]:
@@ -1086,28 +1163,29 @@ def _unrotated(family: str) -> Iterator[Row]:
 
 def _experts(family: str) -> Iterator[Row]:
     """Mixtures of experts."""
-    if family not in ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_5_moe_text"):
+    shared = family in ("qwen3_5_moe_text", "qwen3_next")
+    if not shared and family not in ("qwen3_moe", "mixtral", "minimax_m2", "gpt_oss"):
         return
     own, other = "num_experts", "num_local_experts"
-    if family in ("mixtral", "gpt_oss"):
+    if family in ("mixtral", "minimax_m2", "gpt_oss"):
         own, other = other, own
     yield "no number of experts", {own: _LEFT_OUT}, ""
-    unknown = "is not part of this architecture" if family == "qwen3_5_moe_text" else ""
+    unknown = "is not part of this architecture" if shared else ""
     yield "the other name", {own: _LEFT_OUT, other: 7}, unknown
     yield "both names", {own: 7, other: 7}, ""
     yield "both names, two numbers", {own: 6, other: 7}, "keep one of them"
-    yield "no num_experts_per_tok", {"num_experts_per_tok": _LEFT_OUT, own: 9}, ""
+    yield "no num_experts_per_tok", {"num_experts_per_tok": _LEFT_OUT, own: 11}, ""
     yield "1 expert a token", {"num_experts_per_tok": 1}, ""
     yield "9 experts a token", {"num_experts_per_tok": 9}, "9 experts per token"
     yield "no experts", {own: 0}, "at least 1"
     yield "jitter", {"router_jitter_noise": 0.1, "router_aux_loss_coef": 0.2}, ""
-    if family == "qwen3_5_moe_text":
+    if shared:
         for key in ("moe_intermediate_size", "shared_expert_intermediate_size"):
-            yield f"no {key}", {key: _LEFT_OUT}, ""
+            yield f"{key} left out", {key: _LEFT_OUT}, ""
             yield f"{key} 0", {key: 0}, f"{key} must be at least 1"
     if family in ("gpt_oss", "qwen3_5_moe_text"):
         return
-    if family == "mixtral":
+    if family in ("mixtral", "minimax_m2"):
         yield "norm_topk_prob false", {"norm_topk_prob": False}, ""
         return
     yield "gates not normalized", {"norm_topk_prob": False}, ""

@@ -25,10 +25,12 @@ from isobit.model.hub.multipliers import Multipliers
 from tests.models import (
     ALPHABET,
     ONE_PART,
+    SCORED,
     latent_values,
     level,
     one_part_values,
     require,
+    scored_of,
     variant_of,
 )
 
@@ -149,6 +151,16 @@ _LATENT = {
     "routed_scaling_factor": 1.7,
     **_PAD,
 }
+_GLM_MOE = {
+    "head_dim": 20,
+    "use_qk_norm": True,
+    **{
+        key: _LATENT[key] for key in ("n_routed_experts", "num_experts_per_tok", "n_shared_experts")
+    },
+    **{key: _LATENT[key] for key in ("moe_intermediate_size", "routed_scaling_factor")},
+    **_PAD,
+}
+_MINIMAX = {"head_dim": 20, "num_local_experts": 6, "num_experts_per_tok": 3, **_PAD}
 _NEMOTRON = {
     "rms_norm_eps": None,  # under another name
     "head_dim": 20,
@@ -345,6 +357,32 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3.5-moe": ("Qwen3_5Moe", {**_QWEN35, **_QWEN35_MOE, "num_hidden_layers": 4}),
+    "qwen3-next": ("Qwen3Next", {**_QWEN35, **_QWEN35_MOE, "num_hidden_layers": 4}),
+    "qwen3-next-mixed": (
+        "Qwen3Next",
+        {
+            **_QWEN35,
+            **_QWEN35_MOE,
+            "linear_num_key_heads": 4,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        },
+    ),
+    "glm4-moe": ("Glm4Moe", {**_GLM_MOE, "n_group": 2, "topk_group": 1}),
+    "glm4-moe-plain": (
+        "Glm4Moe",
+        {
+            **_GLM_MOE,
+            "use_qk_norm": False,
+            "attention_bias": True,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "rope_parameters": _GLM_ROPE,
+        },
+    ),
+    "minimax-m2": ("MiniMaxM2", {**_MINIMAX, "rotary_dim": 10}),
+    "minimax-m2-whole": ("MiniMaxM2", {**_MINIMAX, "tie_word_embeddings": True}),
     "deepseek-v3": ("DeepseekV3", {**_LATENT, "n_group": 2, "topk_group": 1}),
     "deepseek-v3-whole": (
         "DeepseekV3",
@@ -428,7 +466,7 @@ def randomize(model: Any, seed: int, text: str = "") -> None:
         noise = torch.randn(parameter.shape, generator=generator)
         norm = name.endswith(_AROUND_1)
         around_0 = (text or model.config.model_type).startswith(
-            ("gemma3", "qwen3_5")
+            ("gemma3", "qwen3_5", "qwen3_next")
         ) and "linear_attn" not in name
         middle = float(norm and not around_0)
         parameter.copy_(middle + (0.2 if norm else 0.25) * noise)
@@ -496,9 +534,13 @@ def config(family: str = "llama", **changes: Any) -> ModelConfig:
         "num_kv_heads": 2,
         "head_dim": 36,
         "qkv_bias": family == "qwen2",
-        "qk_norm": FAMILY_TABLES[family].qk_norm,
-        "experts": Experts(6, 3, 40, shared=48 if family == "qwen3_5_moe_text" else 0)
-        if family in ("qwen3_moe", "qwen3_5_moe_text")
+        "qk_norm": bool(FAMILY_TABLES[family].qk_norm),
+        "experts": Experts(6, 3, 40, shared=0 if family == "qwen3_moe" else 48)
+        if family in ("qwen3_moe", "qwen3_5_moe_text", "qwen3_next")
+        else SCORED
+        if family == "glm4_moe"
+        else scored_of(208)
+        if family == "minimax_m2"
         else Experts(5, 2, 208)
         if family in ("mixtral", "gpt_oss")
         else None,
@@ -508,7 +550,9 @@ def config(family: str = "llama", **changes: Any) -> ModelConfig:
     if FAMILY_TABLES[family].one_part:
         values |= one_part_values(ONE_PART[: changes.get("num_layers", 4)])
     elif FAMILY_TABLES[family].linear_attention:
-        values |= {"linear": LinearAttention((0, 2), 2, 4, 64, 64), "rope": Rope.of(500.0, 0.5)}
+        by_head = FAMILY_TABLES[family].linear_attention == "by head"
+        linear = LinearAttention((0, 2), 2, 4, 64, 64, by_head=by_head)
+        values |= {"linear": linear, "rope": Rope.of(500.0, 0.5)}
     if "default" not in FAMILY_TABLES[family].rope_kinds:
         values |= {"rope": FAMILY_TABLES[family].fresh_rope(500.0, 128)}
     if FAMILY_TABLES[family].latent is not None:

@@ -66,7 +66,7 @@ def _ropes(drawn: random.Random, family: str) -> dict[str, Any]:
     if how == "theta":
         own = {"rope_theta": drawn.choice((500.0, 10000.0, 5e5))}
         return left_out | own | ({"rope_local_base_freq": 70.0} if family == "gemma3_text" else {})
-    if table.ropes is not None and how == "parameters":
+    if table.ropes is not None and table.windows is not None and how == "parameters":
         kinds = ("full_attention", "sliding_attention")
         return left_out | {"rope_parameters": {kind: _section(drawn, theta=True) for kind in kinds}}
     section = _section(drawn, how == "parameters", table.rope_more)
@@ -128,7 +128,7 @@ def _kinds(drawn: random.Random, family: str, layers: int) -> dict[str, Any]:
         found["layer_types"] = ["attention"] * layers
         found["num_local_experts"] = 0
         found["position_embedding_type"] = drawn.choice(("rope", None, _LEFT_OUT))
-    if family == "qwen3_moe":
+    if family in ("qwen3_moe", "qwen3_next"):
         found["mlp_only_layers"] = [layer for layer in range(layers) if drawn.random() < 0.4]
         found["decoder_sparse_step"] = drawn.choice((1, 2, _LEFT_OUT))
     return found
@@ -180,6 +180,8 @@ _OWN: Mapping[str, Pick] = {
     "use_double_wide_mlp": _one_of(True, False, _LEFT_OUT),
     "enable_moe_block": _one_of(True, False),
     "top_k_experts": _one_of(1, 2),
+    "use_qk_norm": _one_of(True, False, _LEFT_OUT),
+    "rotary_dim": _one_of(4, 8, _LEFT_OUT),
     "layer_norm_epsilon": _one_of(1e-6, 1e-5, 1e-3, 1.0, _LEFT_OUT),
     "mamba_num_heads": _one_of(2, 4),
     "mamba_head_dim": _one_of(8, 12),

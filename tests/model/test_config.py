@@ -1,7 +1,9 @@
 """config.json: what is read, what is written, what is refused."""
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -9,6 +11,7 @@ import transformers
 from isobit.errors import IsobitError
 from isobit.model import ModelConfig
 from isobit.model.families import FAMILIES as FAMILY_TABLES
+from isobit.model.hub.shapes import parameter_shapes
 from isobit.options.families import UNREAD
 
 from .helpers import FAMILIES, oracle
@@ -31,6 +34,111 @@ def test_defaults_of_a_short_config() -> None:
     assert (config.num_kv_heads, config.head_dim, config.max_positions) == (4, 6, 2048)
     assert not config.tie_embeddings
     assert (config.eos_ids, config.bos_id) == ((), None)
+
+
+_QWEN3_NEXT = {
+    "model_type": "qwen3_next",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "head_dim": 256,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 262144,
+    "rope_theta": 10000000,
+    "rope_scaling": None,
+    "partial_rotary_factor": 0.25,
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "use_sliding_window": False,
+}
+_GLM_AIR = {
+    "model_type": "glm4_moe",
+    "vocab_size": 151552,
+    "hidden_size": 4096,
+    "head_dim": 128,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "use_qk_norm": False,
+    "num_nextn_predict_layers": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 1,
+    "moe_intermediate_size": 1408,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "eos_token_id": [151329, 151336, 151338],
+    "pad_token_id": 151329,
+}
+_MINIMAX_M2 = {
+    "model_type": "minimax_m2",
+    "vocab_size": 200064,
+    "hidden_size": 3072,
+    "head_dim": 128,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 62,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 196608,
+    "rope_theta": 5000000,
+    "rotary_dim": 64,
+    "sliding_window": None,
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "attn_type_list": [1] * 62,
+    "mlp_intermediate_size": 8192,
+    "num_local_experts": 256,
+    "num_experts_per_tok": 8,
+    "scoring_func": "sigmoid",
+    "use_routing_bias": True,
+    "shared_intermediate_size": 0,
+    "num_mtp_modules": 3,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "billions"), [(_QWEN3_NEXT, 79.7), (_GLM_AIR, 106.9), (_MINIMAX_M2, 228.7)]
+)
+def test_published_models_have_their_number_of_parameters(
+    values: dict[str, Any], billions: float
+) -> None:
+    """Without the layers that predict further tokens. The control: a layer less."""
+    config = ModelConfig.from_hf(values)
+    assert ModelConfig.from_hf(config.to_hf()) == config
+
+    def count(config: ModelConfig) -> float:
+        return sum(map(math.prod, parameter_shapes(config).values())) / 1e9
+
+    assert count(config) == pytest.approx(billions, abs=0.06)
+    short = {"num_hidden_layers": values["num_hidden_layers"] - 1}
+    assert count(ModelConfig.from_hf(values | short)) != pytest.approx(billions, abs=0.06)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -114,6 +114,37 @@ def test_thoughts_have_the_key_that_the_template_reads() -> None:
             assert "So.THOUGHT" in tokenizer_of(template).render_chat(chat)
 
 
+HARMONY = (  # gpt-oss, of what it writes of calls: one of text and thoughts
+    "{% for m in messages %}{% if m.tool_calls %}{% if m.content and m.thinking %}"
+    "{{ raise_exception('Cannot pass both content and thinking') }}{% endif %}"
+    "<|start|>assistant<|channel|>analysis<|message|>{{ m.content or m.thinking }}<|end|>"
+    "<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|message|>"
+    "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("key", ["thinking", "reasoning", "reasoning_content"])
+def test_thoughts_next_to_a_text_and_a_call_are_written(key: str) -> None:
+    """The controls: either of them alone, and a template that has a place for both."""
+    tokenizer, both = tokenizer_of(HARMONY, "<|call|>"), with_calls("tojson")
+    chat = history({"a": 3})
+    chat[1] |= {"content": "Let me look.", key: "It asks for a sum."}
+    analysis = "<|channel|>analysis<|message|>"
+    written = tokenizer.render_chat(chat, add_generation_prompt=False)
+    assert f"{analysis}It asks for a sum.\nLet me look.<|end|>" in written
+    assert 'functions.add<|message|>{"a": 3}<|call|>' in written
+    assert "Let me look.[add]" in both.render_chat(chat)
+    del chat[1][key]
+    assert f"{analysis}Let me look.<|end|>" in tokenizer.render_chat(
+        chat, add_generation_prompt=False
+    )
+    chat[1] |= {"content": "", key: "It asks for a sum."}
+    assert f"{analysis}It asks for a sum.<|end|>" in tokenizer.render_chat(
+        chat, add_generation_prompt=False
+    )
+
+
 def test_a_history_that_ends_with_a_call_is_not_cut() -> None:
     tokenizer = with_calls("either")
     for text in ("", "Let me look."):

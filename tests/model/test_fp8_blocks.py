@@ -18,7 +18,7 @@ from isobit.model.hub import names
 from isobit.model.hub.checkpoint import read_json, read_weights, write_json
 from isobit.model.hub.latent import Latent
 from isobit.precision import QTensor
-from tests.models import latent_values, level
+from tests.models import SCORED, latent_values, level, scored_of
 
 from .helpers import logits, oracle_logits, random_model, tokens
 
@@ -31,7 +31,7 @@ WHOLE = {
 }
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma3_text", "qwen3_5_text"]
 FAMILIES += ["gemma4_text", "gemma4_text-small", "phi3", "granite", "ministral3"]
-FAMILIES += ["qwen3_5_moe_text", "deepseek_v3"]
+FAMILIES += ["qwen3_5_moe_text", "deepseek_v3", "qwen3_next", "glm4_moe", "minimax_m2"]
 
 
 def whole_model(family: str, precision: Any = "fp8", **changes: Any) -> Model:
@@ -40,6 +40,9 @@ def whole_model(family: str, precision: Any = "fp8", **changes: Any) -> Model:
         "qwen3_moe": Experts(4, 2, 128),
         "mixtral": Experts(4, 2, 384),
         "qwen3_5_moe_text": Experts(4, 2, 128, shared=128),
+        "qwen3_next": Experts(4, 2, 128, shared=128),
+        "glm4_moe": replace(SCORED, intermediate_size=128, shared=128),
+        "minimax_m2": scored_of(384),
     }.get(family)
     sizes: dict[str, Any] = {**WHOLE, "experts": experts}
     if family in ("deepseek_v3", "glm4_moe_lite"):

@@ -20,6 +20,8 @@ CASES = [
     ("fp8", "llama"),
     ("fp8", "qwen3_moe"),
     ("fp8", "qwen3_5_moe_text"),
+    ("fp8", "qwen3_next"),
+    ("fp8", "minimax_m2"),
     ("fp8", "deepseek_v3"),
     ("fp8", "gemma4_text-experts"),
     ("fp8", "gemma4_text-small"),

@@ -16,7 +16,7 @@ from isobit.engine.prompts import encode_prompt
 from isobit.errors import IsobitError
 from isobit.model import TextRules, Tokenizer
 from isobit.model.text.appending import Appending
-from isobit.training.adapting import text_rules
+from isobit.training.parts.model import text_rules
 from tests.loaders.cases import byte_tokenizer
 
 TEMPLATE = (

@@ -16,16 +16,14 @@ from isobit.model.forward.kv_scales import KVScales
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.run.directory import METRICS, read_jsonl
 from isobit.training.loop import training_step
-from isobit.training.objects import NO_OBJECTS
+from isobit.training.parts.assembly import open_parts
 from isobit.training.plan import Job, Machine, job_of, plan
 from isobit.training.plan.advice import changes
 from isobit.training.plan.learning import carried_forward, forward_passes, measure
 from isobit.training.plan.live_bytes import LiveBytes
 from isobit.training.plan.memory import num_parameters
 from isobit.training.plan.meta import Described, forward_bytes, learning_bytes, weight_bytes
-from isobit.training.session.assembly import open_parts
-from isobit.training.session.opening import open_session
-from isobit.training.train import train
+from isobit.training.train import open_run, train
 from tests.distributed.threads import run
 from tests.models import tiny_model
 from tests.runs import write_config
@@ -121,7 +119,7 @@ def test_the_cache_of_a_server_is_planned(tmp_path: Path) -> None:
     (tmp_path / "token").chmod(0o600)
     given = ("steps=1", "serve.port=0", f"serve.token={tmp_path / 'token'}")
     config = load_config(write_config(tmp_path, tmp_path / "model"), given)
-    with open_session(config, NO_OBJECTS, quiet=True) as session:
+    with open_run(config, quiet=True) as session:
         serving = session.parts.serving
         assert serving is not None
         took, longest = serving.engine.kv_bytes, session.parts.engine.longest_prompt
@@ -323,7 +321,7 @@ def _second_step(config: Config, ranks: Ranks = ALONE) -> tuple[int, Job]:
     and what is planned."""
     with (
         LiveBytes() as live,
-        open_session(config, NO_OBJECTS, quiet=True, ranks=ranks) as session,
+        open_run(config, quiet=True, ranks=ranks) as session,
     ):
         loaded = live.live
         for _ in range(2):

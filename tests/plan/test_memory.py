@@ -73,6 +73,7 @@ def test_what_is_held_and_a_layers_gradient_are_the_designs(
 @pytest.mark.parametrize(
     "family",
     ["qwen3", "qwen3_moe", "llama", "qwen2", "qwen3_5_text", "deepseek_v3"]
+    + ["qwen3_next", "glm4_moe", "minimax_m2"]
     + ["gemma4_text-experts", "gemma4_text-small", "nemotron_h", "nemotron_h-latent"],
 )
 @pytest.mark.parametrize("flow", FLOWS)
@@ -124,7 +125,8 @@ def test_a_frozen_model_keeps_the_learners_weights() -> None:
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3", "gemma3_text", "gemma4_text", "gemma4_text-small", "qwen3_5_text", "nemotron_h"],
+    ["qwen3", "gemma3_text", "gemma4_text", "gemma4_text-small", "qwen3_5_text", "nemotron_h"]
+    + ["qwen3_next", "minimax_m2"],
 )
 @pytest.mark.parametrize(
     "flow", ["bf16", "fp8", "fp8-rollout-kv", "fp8[bf16_last_layers=1]", "float32"]

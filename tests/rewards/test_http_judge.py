@@ -168,11 +168,11 @@ def test_a_run_goes_on_and_counts_what_has_no_reward(
 @pytest.mark.slow
 def test_eval_passes_on_the_variables_that_it_is_told(recipe: Path, judge: None) -> None:
     command = "isobit eval --data rows.jsonl --completions said --reward judge.py:judged"
-    passed = run(f"{command} --environment JUDGE_URL --environment JUDGE_API_KEY", recipe)
+    passed = run(f"{command} rewards.environment=[JUDGE_URL,JUDGE_API_KEY]", recipe)
     assert passed.returncode == 0, passed.stderr
     assert Judge.refused == 0
     assert sum(Judge.asked.values()) >= 3
-    lacking = run(f"{command} --environment JUDGE_URL", recipe)
+    lacking = run(f"{command} rewards.environment=JUDGE_URL", recipe)
     assert "JUDGE_API_KEY is set here, and passed on where it is named in rewards.environment" in (
         lacking.stdout + lacking.stderr
     )

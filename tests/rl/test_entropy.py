@@ -15,6 +15,7 @@ from isobit.rl.algorithm.functions import weighted_sum
 from isobit.rl.algorithm.loss import LOSSES
 from isobit.rl.learner.batch import training_batch
 from isobit.rl.learner.forward import forward
+from isobit.rl.learner.gradient import OptimizerBatch
 from isobit.rl.learner.packing import pack
 from isobit.rl.learner.schedule import Update
 from tests.models import tiny_model
@@ -43,10 +44,10 @@ def ours(preset: str, **changed: object) -> Found:
         batch = batch.of_high_entropy(ENTROPY.split(LENGTHS))
     everything = range(len(samples))
     coefficient = EntropyBonus.of(objective).applied(objective)
-    one = batch.optimizer_batch(Update(everything, [everything]), coefficient)
+    one = OptimizerBatch.of(batch, Update(everything, [everything]), coefficient)
     assert one is not None
     sequence = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
-    inputs = one.inputs[0].with_policy(policy, ENTROPY, sequence)
+    inputs = one.loss_inputs(0, policy, ENTROPY, sequence)
     total = weighted_sum(LOSSES[objective.loss](inputs), inputs)
     total = total - one.entropy_coefficient * (inputs.entropy * inputs.token_weights).sum()
     (gradient,) = torch.autograd.grad(total, policy)

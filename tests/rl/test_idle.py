@@ -24,14 +24,12 @@ from isobit.rl import (
     for_precision,
 )
 from isobit.rl.algorithm.correction_rule import CorrectionRule, Rejection
-from isobit.rl.algorithm.loss import LossInputs, LossOutputs
+from isobit.rl.algorithm.loss import Loss, LossInputs, LossOutputs
 from isobit.rl.learner.agreement import Disagreement
-from isobit.rl.learner.batch import OptimizerBatch
-from isobit.rl.learner.forward import PolicyForward, logprobs_of
-from isobit.rl.learner.gradient import Differentiation
+from isobit.rl.learner.forward import PolicyForward, values_of
+from isobit.rl.learner.gradient import Differentiation, OptimizerBatch
 from isobit.rl.learner.learner import Learner
-from isobit.rl.learner.schedule import Cutting, Schedule, Update
-from isobit.rl.learner.zero_advantage import drawn
+from isobit.rl.learner.schedule import Cutting, Schedule, Update, drawn
 from isobit.rl.optim.sharded import ShardedOptimizer
 from tests.distributed.test_learning import learned, whole
 from tests.distributed.threads import run
@@ -305,7 +303,7 @@ def test_nothing_is_left_out_where_another_term_needs_it(
         "router": Objective(router_aux_coefficient=0.5),
         "loss": Objective(loss="mine.py:squared"),
     }[term]
-    monkeypatch.setattr("isobit.rl.learner.learner.loss_function", lambda name: _squared)
+    monkeypatch.setattr("isobit.rl.learner.learner.loss_function", lambda name: Loss(_squared))
     if term != "loss":
         monkeypatch.undo()
 
@@ -460,11 +458,11 @@ def test_old_logprobs_are_computed_of_what_teaches(
     correction, spared = _RULES[rule]
     objective, passed = Objective(correction=correction, loss_aggregation="token_mean"), []
 
-    def counted(policy: PolicyForward, all_of: Any, parts: Any, ranks: Ranks) -> Any:
+    def counted(policy: PolicyForward, all_of: Any, parts: Any, ranks: Ranks, *read: Any) -> Any:
         passed.append(sum(map(len, parts)))
-        return logprobs_of(policy, all_of, parts, ranks)
+        return values_of(policy, all_of, parts, ranks, *read)
 
-    monkeypatch.setattr("isobit.rl.learner.learner.logprobs_of", counted)
+    monkeypatch.setattr("isobit.rl.learner.learner.values_of", counted)
     state, metrics = learn(samples, "fp8-rollout", objective=objective, teaching=((0, 2),))
     assert metrics[0]["learn/skipped_share"] > 0.2
     assert (passed[0] < 0.8 * len(samples)) == spared

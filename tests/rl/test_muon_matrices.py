@@ -35,6 +35,7 @@ APART: dict[str, dict[str, tuple[int, ...]]] = {
     "qwen3_5_text": {"layers.1.qkv": (64, 16, 16), "layers.0.gate_up": _GATE_UP},
     "gemma4_text": {"layers.0.qkv": _QKV, "layers.1.qkv": (64, 16)},
     "gemma4_text-small": {"layers.3.qkv": (64,)},
+    "qwen3_next": {"layers.0.qkv": (128,), "layers.0.gates": (8,)},
     "deepseek_v3": {"layers.0.qkv_a": (20, 20), "layers.0.kv_b": (56,)},
     "nemotron_h": {"layers.0.shared.gate_up": (40,), "layers.0.experts.0.gate_up": (24,)},
 }

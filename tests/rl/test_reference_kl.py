@@ -3,6 +3,7 @@ engine samples; and the pass that computes them is the only one."""
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from isobit.config import load_config
 from isobit.distributed import Ranks
 from isobit.model import Model
 from isobit.rl import Objective, ResolvedObjective, Sample, for_precision
-from isobit.rl.learner.forward import PolicyForward, logprobs_of
+from isobit.rl.learner.forward import PolicyForward, values_of
 from isobit.rl.learner.learner import Learner
 from isobit.rl.learner.schedule import MicroBatches
 from isobit.run.completions import COMPLETIONS, read
@@ -71,13 +72,13 @@ def count_passes(learner: Learner, monkeypatch: pytest.MonkeyPatch) -> list[int]
     passes: list[int] = []
 
     def counted(
-        policy: PolicyForward, samples: list[Sample], parts: MicroBatches, ranks: Ranks
+        policy: PolicyForward, samples: list[Sample], parts: MicroBatches, ranks: Ranks, *read: Any
     ) -> object:
         if policy.model is learner.model:
             passes.append(sum(map(len, parts)))
-        return logprobs_of(policy, samples, parts, ranks)
+        return values_of(policy, samples, parts, ranks, *read)
 
-    monkeypatch.setattr("isobit.rl.learner.learner.logprobs_of", counted)
+    monkeypatch.setattr("isobit.rl.learner.learner.values_of", counted)
     return passes
 
 

@@ -29,6 +29,7 @@ FAMILIES = [
     "gemma4_text-small",
     "gpt_oss",
     "deepseek_v3",
+    "minimax_m2",
 ]  # windows, mixtures, sinks
 FLOWS = ["fp8", "fp8-unified", "bf16", "fp8-e2e", "mxfp8"]
 

@@ -155,7 +155,7 @@ def test_losses_their_gradients_and_what_is_counted(name: str, ratio: str) -> No
         loss, totals = weighted_sum(outputs, inputs), Totals()
         totals.count(loss, outputs, inputs.entropy, outputs.loss)
         totals.observe(outputs.loss)
-        return in_bits(*torch.autograd.grad(loss, leaf)), totals.to_json()
+        return in_bits(*torch.autograd.grad(loss, leaf)), dict(vars(totals))
 
     assert len(set(by_threads(found))) == 1
 

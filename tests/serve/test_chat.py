@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from isobit.serve.chat import messages_of, variables_of
+from isobit.serve.protocol import TemplateKeys
 from isobit.serve.requests import BadRequest
 
 
@@ -50,9 +51,14 @@ def test_a_message_brings_no_variables_of_the_template() -> None:
 
 def test_variables_of_the_template() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
-    assert variables_of(tools, None, {"thinking": True}) == {"thinking": True, "tools": tools}
-    assert variables_of(tools, "none", None) == variables_of(None, "auto", None) == {}
+
+    def made(**keys: Any) -> dict[str, Any]:
+        return variables_of(TemplateKeys(**keys))
+
+    given = {"thinking": True}
+    assert made(tools=tools, chat_template_kwargs=given) == {"thinking": True, "tools": tools}
+    assert made(tools=tools, tool_choice="none") == made(tool_choice="auto") == {}
     with pytest.raises(BadRequest, match="chat_template_kwargs: expected an object without"):
-        variables_of(None, None, {"messages": []})
+        made(chat_template_kwargs={"messages": []})
     with pytest.raises(BadRequest, match="tool_choice"):
-        variables_of(tools, {"type": "function"}, None)
+        made(tools=tools, tool_choice={"type": "function"})

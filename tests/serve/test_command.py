@@ -167,14 +167,17 @@ def test_what_it_refuses(
         monkeypatch, capsys, base, "--drop-runs", *token
     )
     for given, message in (
-        (("--grace", "nan"), "--grace nan: expected seconds from 0 to 86,400"),
-        (("--grace", "inf"), "--grace inf: expected seconds"),
-        (("--grace=-1",), "--grace -1: expected seconds"),
-        (("--name", " "), "--name ' ': expected a name that is not empty"),
-        (("--name", "math", *wrong), "--name 'math': an adapter has it too"),
-        (("--port", 70000), "Invalid value for '--port': 70000 is not in the range 0<=x<=65535"),
-        (("--kv-pages", 0), "Invalid value for '--kv-pages': 0 is not in the range x>=1"),
-        (("--max-sequences", 0), "Invalid value for '--max-sequences': 0 is not"),
+        (("--grace", "nan"), "serve.grace: expected a finite number, got 'nan'"),
+        (("--grace", "inf"), "serve.grace: expected a finite number"),
+        (("--grace=-1",), "serve.grace: expected at least 0"),
+        (("serve.grace=86401",), "serve.grace: expected at most 86,400"),
+        (("--name", " "), "serve: name ' ': expected a name that is not empty"),
+        (("--name", "math", *wrong), "serve.name 'math': an adapter has it too"),
+        (("--port", 70000), "serve.port: expected at most 65,535"),
+        (("--kv-pages", 0), "engine.kv_pages: expected at least 1"),
+        (("--max-sequences", 0), "engine.max_sequences: expected at least 1"),
+        (("engine.sleep=never",), "unknown key 'engine.sleep'"),
+        (("environment.max_turns=3",), "unknown key 'environment.max_turns'"),
     ):
         line = said(monkeypatch, capsys, base, *given, *token)
         assert message in line
@@ -270,7 +273,7 @@ def test_a_run_is_served_by_its_name(
     read_only(monkeypatch)
     called: list[str] = []
 
-    def checked(grace: float, name: str, *_: object) -> None:
+    def checked(name: str, *_: object) -> None:
         called.append(name)
 
     monkeypatch.setattr("isobit.cli.commands.serve._check_names", checked)
@@ -390,7 +393,7 @@ def test_what_is_taken_is_noticed_before_a_model_is_read(
         port = other.getsockname()[1]
         found = said(monkeypatch, capsys, base, "--port", port, *token)
     assert found == (
-        f"isobit: --port {port}: cannot listen on 127.0.0.1: it is in use; give another port, or "
+        f"isobit: serve.port {port}: cannot listen on 127.0.0.1: it is in use; give another port, or "
         "end what listens there\n"
     )
     training = ("--train", "--state", tmp_path / "state", *token)

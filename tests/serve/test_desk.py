@@ -15,7 +15,7 @@ from isobit.model.text import tokenizer as tokenizers
 from isobit.serve import desk as desks
 from isobit.serve import texts, wire
 from isobit.serve.desk import Desk, written
-from isobit.serve.requests import BadRequest, Fields
+from isobit.serve.requests import BadRequest, parse_body
 from tests.until import until_here
 
 from .helpers import Running
@@ -207,13 +207,12 @@ def test_what_is_wrong_with_many_values(text: str, reason: str) -> None:
 def test_a_large_body_is_read_at_the_desk(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is wrong with it is told as ever; a small one is read at once."""
     threads = list[str]()
-    parse = Fields.parse
 
-    def told(body: bytes) -> Fields:
+    def told(body: bytes) -> Any:
         threads.append(threading.current_thread().name.partition("_")[0])
-        return parse(body)
+        return parse_body(body)
 
-    monkeypatch.setattr(wire.Fields, "parse", staticmethod(told))
+    monkeypatch.setattr(wire, "parse_body", told)
     body = json.dumps({"tokens": [5, 6, 7] * 10000}).encode()
     assert len(server.post("/detokenize", content=body).json()["prompt"]) == 30000
     assert server.post("/detokenize", content=body[:-1]).status_code == 400

@@ -12,16 +12,16 @@ from starlette.routing import Route
 from benchmarks.experiments import cookbook
 from isobit.rl.stepwise.losses import LOSSES
 from isobit.serve.app import make_app
-from isobit.serve.requests import NEUTRAL, Limits
+from isobit.serve.requests import Limits
 from isobit.serve.scoring import MOST_PROMPT_TOP
 from isobit.serve.state import store
 from isobit.serve.state.state import DISK_PART, MOST_CHECKPOINTS
 from isobit.serve.tinker import room, wire
-from isobit.serve.tinker.sampling import _NOTHING
+from isobit.serve.tinker.protocol import Sample
 from isobit.serve.tinker.training import _MOST_UNNAMED
 from tests.documents import ROOT, parsed
 
-from . import figures
+from . import figures, keys
 from .helpers import TOKENS, Running
 
 PAGE = (ROOT / "docs" / "how-to" / "serve.md").read_text()
@@ -47,9 +47,10 @@ def test_the_table_of_routes_is_that_of_the_server(server: Running) -> None:
     assert set(said) == found - refused
 
 
-def test_the_keys_that_are_not_offered_are_named() -> None:
-    (said,) = re.findall(r"where they ask for nothing: (.*?)\. Images", PROSE)
-    assert set(re.findall(r"`(\w+)`", said)) == NEUTRAL.keys()
+def test_the_lists_of_keys_are_those_of_the_requests() -> None:
+    """As `python -m tests.serve.keys` prints them."""
+    for part in (keys.served, keys.not_served, keys.ignored):
+        assert f"\n\n{part()}\n\n" in PAGE
 
 
 KEYS = (
@@ -130,7 +131,7 @@ def test_the_table_of_parameters_is_that_of_the_client() -> None:
     assert said["SamplingParams"] == tinker.SamplingParams.model_fields.keys()
     assert said["create_lora_training_client"] == tinker.types.LoraConfig.model_fields.keys()
     (refused,) = re.findall(r"of `sample` (.*?); and the routes", TINKER_PROSE)
-    assert set(re.findall(r"`(\w+)`", refused)) == _NOTHING.keys()
+    assert set(re.findall(r"`(\w+)`", refused)) == Sample.neutral.keys()
 
 
 def test_what_is_not_offered_is_refused_in_one_line(trainer: Running) -> None:

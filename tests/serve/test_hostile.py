@@ -126,12 +126,13 @@ def test_negative_control_a_wrong_answer(
 
         monkeypatch.setattr(module, "sampling_of", other)
     else:
-        adam = module._adam_of
+        learner = module.StepwiseLearner
+        step = learner.optim_step
 
-        def faster(given: Any) -> Any:
-            return replace(adam(given), learning_rate=1e-3 * (1 + next(calls)))
+        def faster(self: Any, adam: Any) -> Any:
+            return step(self, replace(adam, learning_rate=1e-3 * (1 + next(calls))))
 
-        monkeypatch.setattr(module, "_adam_of", faster)
+        monkeypatch.setattr(learner, "optim_step", faster)
     with pytest.raises(AssertionError, match=r"then|another"):
         run(open_server, 300, 1)
 

@@ -122,7 +122,8 @@ def test_the_likeliest_tokens(client: openai.OpenAI, server: Running) -> None:
         assert without.logprobs is not None
         assert choice.text == without.text
         assert choice.logprobs.token_logprobs == without.logprobs.token_logprobs
-        assert without.logprobs.top_logprobs is None
+        alone = zip(without.logprobs.tokens or (), without.logprobs.token_logprobs or ())
+        assert without.logprobs.top_logprobs == [{token: value} for token, value in alone]
         assert choice.logprobs.top_logprobs == pieces
         drawn = zip(choice.logprobs.tokens or [], choice.logprobs.token_logprobs or [], pieces)
         for word, logprob, top in drawn:
@@ -206,15 +207,12 @@ def test_errors_in_openai_s_words(client: openai.OpenAI, server: Running) -> Non
         ({"extra_body": {"temprature": 1}}, "unknown key 'temprature'; did you mean 'temperature'"),
         ({"n": 0}, "n: expected a whole number from 1 to 256, got 0"),
         ({"n": 200, "prompt": ["a", "b"]}, "a request may ask for 256 answers"),
-        ({"suffix": "a"}, "suffix: only '' is offered, got 'a'"),
+        ({"suffix": "a"}, "suffix: text behind the answer: not served; expected '', got 'a'"),
         ({"logprobs": 21}, "logprobs: expected a whole number from 0 to 20, got 21"),
         ({"stop": ["x" * 2000]}, "stop: expected at most 16 texts of 1,024 characters together"),
         ({"stop": ["x"] * 17}, "stop: expected at most 16 texts"),
-        ({"seed": -1}, "seed: expected a whole number from 0"),
-        (
-            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
-            "stream_options: usage is told at the end (include_usage)",
-        ),
+        ({"seed": -2}, "seed: expected a whole number from -1"),
+        ({"stream_options": {"often": True}}, "stream_options: unknown key 'often'; known: cont"),
     ):
         with pytest.raises(openai.BadRequestError) as refused:
             create(**{"model": "tiny", "prompt": "abc", **given})
@@ -234,7 +232,7 @@ def test_errors_in_openai_s_words(client: openai.OpenAI, server: Running) -> Non
         ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice: only auto and none"),
         (
             {"response_format": {"type": "json_object"}},
-            "response_format: only {'type': 'text'} is offered",
+            "response_format: constrained decoding: not served; expected {'type': 'text'}",
         ),
         ({"top_logprobs": 3}, "top_logprobs: set logprobs to true beside it"),
         (
@@ -254,7 +252,7 @@ def test_errors_in_openai_s_words(client: openai.OpenAI, server: Running) -> Non
         ),
         (
             {"extra_body": {"include_stop_str_in_output": True}},
-            "include_stop_str_in_output: only False is offered",
+            "include_stop_str_in_output: another form of the text: not served; expected False",
         ),
         ({"messages": [{"role": "user", "content": "~"}]}, "the tokenizer cannot encode"),
     ):

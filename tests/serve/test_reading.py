@@ -40,6 +40,8 @@ class Written:
 JSON_F, XML_G = '{"name": "f", "arguments": {"a": "1", "b": 2}}', "<function=g>\n</function>"
 XML_F = "<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n</function>"
 GLM_F = "f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n<arg_value>2</arg_value>\n"
+M2_F = '<invoke name="f">\n<parameter name="a">1</parameter>\n<parameter name="b">2</parameter>\n</invoke>'
+M2_G = '<invoke name="g">\n</invoke>'
 GEMMA_F = '<|tool_call>call:f{a:<|"|>1<|"|>,b:2}<tool_call|>'
 SEEK, SEEK_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 SEEK_F = f'{SEEK}f<｜tool▁sep｜>{{"a": "1", "b": 2}}{SEEK_END}'
@@ -48,6 +50,10 @@ LLAMA_F = '{"name": "f", "parameters": {"a": "1", "b": 2}}'
 
 def tagged(*bodies: str) -> str:
     return "\n".join(f"<tool_call>\n{body}\n</tool_call>" for body in bodies)
+
+
+def invoked(*bodies: str) -> str:
+    return "\n".join(["<minimax:tool_call>", *bodies, "</minimax:tool_call>"])
 
 
 TABLE = {
@@ -69,6 +75,18 @@ TABLE = {
     "glm45": Written(
         tagged(GLM_F), tagged(GLM_F, "g"), tagged("f\n<arg_key>a</arg_key>\n<arg_value>1"),
         "<tool_call>",
+    ),
+    "minimax_m2": Written(
+        invoked(M2_F), invoked(M2_F, M2_G), invoked('<invoke name="f">\n1\n</invoke>'),
+        "<minimax:tool_call>",
+    ),
+    "minimax_m2 without its opening": Written(
+        f"{M2_F}\n</minimax:tool_call>", f"{M2_F}\n{M2_G}", '<invoke name="f">\n<parameter name="a">1',
+        "<invoke name=",
+    ),
+    "minimax_m2 without ends": Written(
+        invoked(M2_F.replace("</parameter>", "")), invoked(M2_F.replace("</parameter>", ""), M2_G),
+        invoked('<invoke name="f">\n<parameter name="a">1'), "<minimax:tool_call>",
     ),
     "llama3_json": Written(
         LLAMA_F, LLAMA_F + '; {"name": "g", "parameters": {}}', '{"name": "f", "parameters": {',

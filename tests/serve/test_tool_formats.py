@@ -395,6 +395,8 @@ def test_long_answers_are_read_at_once() -> None:
         ("pythonic", "[f(a='" + "x' " * 300_000 + "')]"),
         ("qwen3_coder", "<tool_call><function=f></function></tool_call>" * many),
         ("qwen3_coder", f"<tool_call>{CODER.replace('1', 'x' * 1_000_000)}</tool_call>"),
+        ("minimax_m2", '<minimax:tool_call><invoke name="f"></invoke></minimax:tool_call>' * many),
+        ("minimax_m2", "<minimax:tool_call>" + '<invoke name="f"></invoke>' * many),
         ("glm45", "<tool_call>f</tool_call>" * many),
         ("glm45", f"<tool_call>f<arg_key>a</arg_key><arg_value>{'x' * 1_000_000}</arg_value>"),
     ):
@@ -422,6 +424,7 @@ def test_long_answers_are_read_at_once() -> None:
         ("hermes", '<tool_call>{"' * many, many), ("hermes", '<tool_call>{"a" "' * many, many),
         ("qwen3_coder", "<tool_call><function=f><parameter=a>x" * many, many),
         ("qwen3_coder", "<function=f><parameter=a>x" * many, many),
+        ("minimax_m2", '<invoke name="f"><parameter name="a">x' * many, many),
     ):  # fmt: skip
         reply = FORMATS[name].read_text(text)
         assert reply is not None
@@ -594,6 +597,42 @@ def test_the_format_is_the_template_s() -> None:
     assert format_of("hermes", "<function=") is FORMATS["hermes"]
     with pytest.raises(IsobitError, match="did you mean 'hermes'"):
         format_of("hermse", None)
+
+
+M2 = (
+    "{% for m in messages %}]~b]{{ 'ai' if m.role == 'assistant' else m.role }}\n"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}{% if m.tool_calls %}\n<minimax:tool_call>\n{% for c in m.tool_calls %}"
+    '<invoke name="{{ c.function.name }}">\n{% for k, v in c.function.arguments.items() %}'
+    '<parameter name="{{ k }}">{{ v if v is string else v | tojson }}</parameter>\n'
+    "{% endfor %}</invoke>\n{% endfor %}</minimax:tool_call>{% endif %}[e~[\n{% endfor %}"
+    "{% if add_generation_prompt %}]~b]ai\n<think>\n{% endif %}"
+)
+"""As MiniMax-M2's writes answers and calls."""
+
+
+@pytest.mark.parametrize("special", [(), ("<minimax:tool_call>", "</minimax:tool_call>")])
+def test_minimax_s_template(special: tuple[str, ...]) -> None:
+    """Its calls are read back, with values of all kinds and behind thoughts, also where its marks
+    are special tokens. The control: another format reads none."""
+    tokenizer = tokenizer_of("]~b]", "[e~[", "<bos>", *special)
+    tokenizer.chat_template = M2
+    assert format_of("auto", M2) is FORMATS["minimax_m2"]
+    assert format_by_template("auto", tokenizer) is FORMATS["minimax_m2"]
+    calls = ({"name": "rain", "arguments": GIVEN}, CALLS[1])
+    asked, said = asked_of(*calls)
+    whole = tokenizer.render_chat([asked, said | {"reasoning_content": "hm"}], False)
+    prompt = tokenizer.encode_chat([asked])
+    text = whole[whole.index("<think>\n") + len("<think>\n") : whole.rindex("[e~[")]
+    ids = tokenizer.encode(text)
+    plain = tokenizer.decode_completion(prompt, ids)
+    answer = Completion(0, 0, prompt, ids, plain, [0.0] * len(ids), "stop", 0)
+    schema = {"parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    tools = [{"type": "function", "function": {"name": "rain", **schema}}]
+    reply = FORMATS["minimax_m2"].of(answer, tokenizer, tools)
+    assert (reply.problems, reply.reasoning) == ((), "hm")
+    assert calls_of(reply) == [("rain", GIVEN), ("end", {})]
+    assert FORMATS["hermes"].of(answer, tokenizer, tools).calls == ()
 
 
 def test_the_formats_of_published_templates() -> None:

@@ -185,7 +185,9 @@ def test_a_poisonous_request_ends_itself_alone(
 
 def test_what_is_not_offered_is_refused_in_one_line(service: Any) -> None:
     client = new(service)
-    with pytest.raises(tinker.RequestFailedError, match="kind: only snapshot is offered"):
+    with pytest.raises(
+        tinker.RequestFailedError, match="kind: a sampling client whose weights change: not served"
+    ):
         client.save_weights_and_get_sampling_client(kind="inflight").result()
     with pytest.raises(tinker.BadRequestError, match="unembedding alone is not offered"):
         service.create_lora_training_client(
@@ -193,7 +195,7 @@ def test_what_is_not_offered_is_refused_in_one_line(service: Any) -> None:
         ).result()
     with pytest.raises(tinker.NotFoundError, match="model 'other' is not served"):
         service.create_lora_training_client(base_model="other", rank=4).result()
-    with pytest.raises(tinker.BadRequestError, match="only adamw is offered"):
+    with pytest.raises(tinker.BadRequestError, match="another optimizer than AdamW: not served"):
         service.create_lora_training_client(
             base_model="tiny", rank=4, optimizer=tinker.types.DimuonOptimizerConfig()
         ).result()

@@ -45,6 +45,29 @@ def test_dense_and_sparse_tensors_are_read_alike() -> None:
     assert not torch.equal(changed.inputs["weights"], weights)
 
 
+@pytest.mark.parametrize("shape", [(4,), (4, 2)])
+def test_no_weights_are_ones_of_a_loss_that_weighs(shape: tuple[int, ...]) -> None:
+    """Of the targets' shape; the controls are of another loss, and have weights of their own."""
+    targets, own = torch.ones(shape, dtype=torch.int64), torch.full(shape, 0.5)
+
+    def weights(loss: str, **inputs: torch.Tensor) -> torch.Tensor | None:
+        prompt = tinker.ModelInput.from_ints([4, 5, 6, 7])
+        datum = tinker.Datum(
+            model_input=prompt, loss_fn_inputs={"target_tokens": targets, **inputs}
+        )
+        (found,) = wire.read_batch(wire.read_message(message("r", 1, [datum], loss))).data
+        return found.inputs.get("weights")
+
+    made = weights("cross_entropy")
+    assert made is not None
+    assert torch.equal(made, torch.ones(shape))
+    assert made.dtype == torch.float32
+    assert weights("ppo") is None
+    kept = weights("cross_entropy", weights=own)
+    assert kept is not None
+    assert torch.equal(kept, own)
+
+
 def _datum(targets: torch.Tensor, weights: torch.Tensor) -> Any:
     return tinker.Datum(
         model_input=tinker.ModelInput.from_ints(list(range(len(targets)))),

@@ -8,6 +8,7 @@ import pytest
 from isobit.engine.types import Sampling
 from isobit.model.text.tokenizer import Tokenizer
 from isobit.serve.answers import Asked
+from isobit.serve.protocol import TextRequest
 from isobit.serve.words import text_sizes, token_words
 from tests.engine.test_stopping import byte_tokenizer, fallback_tokenizer
 
@@ -16,9 +17,10 @@ from .helpers import ALPHABET
 TEXT = "a\u00e9 \u2014b\U0001f600c"
 
 
-def shown(tokenizer: Tokenizer, tokens: list[int], **asked: Any) -> Any:
+def shown(tokenizer: Tokenizer, tokens: list[int], chat: bool = False, **asked: Any) -> Any:
     """Of an answer of these tokens behind a prompt of the first one of them."""
-    request = Asked("m", tokenizer, [tokens[:1]], Sampling(), logprobs=True, **asked)
+    keys = TextRequest(**asked)
+    request = Asked("m", tokenizer, [tokens[:1]], Sampling(), chat, True, keys=keys)
     return request.shown(tokens[0], tokens[1:], [0.0] * (len(tokens) - 1), (), 1)
 
 
@@ -31,7 +33,7 @@ def test_parts_of_characters(made: Any, by_id: bool) -> None:
     assert len(tokens) > len(TEXT)
     content = shown(tokenizer, tokens, chat=True)["content"]
     assert b"".join(bytes(each["bytes"]) for each in content) == TEXT[1:].encode()
-    offsets = shown(tokenizer, tokens, tokens_by_id=by_id)["text_offset"]
+    offsets = shown(tokenizer, tokens, return_tokens_as_token_ids=by_id)["text_offset"]
     assert offsets == sorted(offsets)
     places = dict(zip(tokens[1:], offsets))
     for character in "bc":
@@ -47,8 +49,11 @@ def test_special_tokens_are_no_text_and_ids_have_its_offsets() -> None:
     plain = shown(tokenizer, tokens)
     assert plain["tokens"] == ["</s>", "b", "</s>", "b"]
     assert plain["text_offset"] == [1, 1, 2, 2]
-    assert shown(tokenizer, tokens, tokens_by_id=True)["text_offset"] == plain["text_offset"]
-    by_id = shown(tokenizer, tokens, tokens_by_id=True, chat=True)["content"][1]
+    assert (
+        shown(tokenizer, tokens, return_tokens_as_token_ids=True)["text_offset"]
+        == plain["text_offset"]
+    )
+    by_id = shown(tokenizer, tokens, return_tokens_as_token_ids=True, chat=True)["content"][1]
     assert (by_id["token"], by_id["bytes"]) == (f"token_id:{b}", None)
 
 

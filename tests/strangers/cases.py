@@ -87,7 +87,7 @@ def _report(run: Path) -> None:
 
 
 def _evaluate(run: Path) -> None:
-    evaluate_command(run, None, Request({"evaluation": {"samples": 2}}, best=True), None)
+    evaluate_command(run, None, Request(["evaluation.samples=2"], best=True), None)
 
 
 def _export(run: Path) -> None:

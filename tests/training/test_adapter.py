@@ -24,10 +24,7 @@ from isobit.rl.learner.learner import Learner
 from isobit.run.checkpoints import all_checkpoints
 from isobit.run.directory import read_jsonl
 from isobit.training.loop import training_loop
-from isobit.training.objects import NO_OBJECTS
-from isobit.training.running.result import TrainResult
-from isobit.training.session.opening import open_session
-from isobit.training.train import resume, train, train_supervised
+from isobit.training.train import TrainResult, open_run, resume, train, train_supervised
 from tests.models import tiny_model
 from tests.runs import fingerprint, write_config
 
@@ -182,7 +179,7 @@ def test_a_run_learns_and_changes_the_adapter_alone(tmp_path: Path, models: Path
     memory is the adapter's."""
     changes = {"steps": 12, "sampling": {"group_size": 8, "max_new_tokens": 3}}
     config = load_config(_config(tmp_path, models, **changes))
-    with open_session(config, NO_OBJECTS, quiet=True) as session:
+    with open_run(config, quiet=True) as session:
         model = session.parts.model
         before = _working(model)
         training_loop(session)
@@ -252,7 +249,7 @@ def test_a_run_goes_on_from_a_folder(tmp_path: Path, models: Path) -> None:
     """`adapter.init`: the first step's policy is the folder's. It must be what the config says."""
     first = _run(tmp_path / "first", models).run_dir / "checkpoints" / "step-000004"
     config = _config(tmp_path / "second", models, adapter={**ADAPTER, "init": str(first)}, steps=1)
-    with open_session(load_config(config), NO_OBJECTS, quiet=True) as session:
+    with open_run(load_config(config), quiet=True) as session:
         found = session.parts.model.named_parameters()
         wanted = Model.load(models / "qwen3", "fp8", adapter=first).named_parameters()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)

@@ -1,7 +1,5 @@
 """On-policy distillation: each token's advantage is minus what the reverse KL to the teacher costs it."""
 
-import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,29 +124,3 @@ def test_what_is_no_teacher_is_refused(tmp_path: Path, base_model: Path, teacher
     asked = ["evaluation.every=1", "task.held_out_size=2"]
     with pytest.raises(IsobitError, match="no reward"):
         train(load_config(written(tmp_path, base_model, teacher), asked), quiet=True)
-
-
-def _padded(folder: Path, rows: int, seed: int) -> Path:
-    """A model whose vocabulary has so many ids beyond the tokenizer's, as likely as others."""
-    model = tiny_model("fp8", seed=seed)
-    config = replace(model.config, vocab_size=model.config.vocab_size + rows)
-    Model.init(config, model.tokenizer, "fp8", seed).save(folder)
-    return folder
-
-
-def test_a_teacher_has_all_ids_that_the_policy_may_sample(tmp_path: Path) -> None:
-    """Padding included, which the policy samples here. The control is a teacher with more ids."""
-    policy = _padded(tmp_path / "policy", 40, 1)
-    few, many = _padded(tmp_path / "few", 8, 2), _padded(tmp_path / "many", 80, 2)
-    with pytest.raises(IsobitError, match=r"has a vocab_size of 25, and the policy one of 57: ids"):
-        train(load_config(written(tmp_path / "refused", policy, few), ["steps=1"]), quiet=True)
-    sampled = list[int]()
-
-    def measure(samples: Any, advantages: Any) -> dict[str, float]:
-        sampled.extend(token for sample in samples for token in sample.completion_ids)
-        return {}
-
-    config = load_config(written(tmp_path / "run", policy, many), ["steps=1"])
-    found = train(config, measures=[measure], quiet=True)
-    assert max(sampled) >= 25
-    assert math.isfinite(found.metrics[-1]["reward/reference_kl"])

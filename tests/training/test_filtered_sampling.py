@@ -19,8 +19,7 @@ from isobit.rl import ResolvedObjective, Sample
 from isobit.rl.learner.forward import forward
 from isobit.rl.learner.packing import pack
 from isobit.run.directory import read_jsonl
-from isobit.training.running.result import TrainResult
-from isobit.training.train import resume, train
+from isobit.training.train import TrainResult, resume, train
 from tests.models import ALPHABET, level, require, tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out
 from tests.runs import fingerprint, write_config

@@ -18,18 +18,17 @@ from isobit.precision.quantize import QTensor
 from isobit.rl.learner.agreement import Disagreement
 from isobit.rl.learner.schedule import Cutting
 from isobit.run import checkpoints
-from isobit.training.parts import Parts
+from isobit.training.parts.sampled import SampledParts
 from isobit.training.policy import Policy
-from isobit.training.running.result import TrainResult
+from isobit.training.run import Run
 from isobit.training.saving.saver import Saver
-from isobit.training.session.open_run import Session
-from isobit.training.train import resume, train
+from isobit.training.train import TrainResult, resume, train
 from tests.models import slow_where, tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out
 from tests.runs import fingerprint, write_config
 from tests.training.test_scoring import reward_model
 
-Flip = Callable[[Parts], None]
+Flip = Callable[[SampledParts], None]
 SIGN = 0x80  # of an E4M3 code
 
 
@@ -98,24 +97,24 @@ def test_in_a_master_nobody_notices_without_checksums_unless_it_is_no_number(mod
         model.sync()
 
 
-def a_working_weight(parts: Parts) -> None:
+def a_working_weight(parts: SampledParts) -> None:
     flip_a_working_weight(parts.model)
 
 
-def a_master(parts: Parts) -> None:
+def a_master(parts: SampledParts) -> None:
     parts.optimizer.parameters["layers.0.o"].detach().view(torch.int32)[0, 0] ^= 1 << 20
 
 
-def a_master_so_that_it_is_infinite(parts: Parts) -> None:
+def a_master_so_that_it_is_infinite(parts: SampledParts) -> None:
     parts.optimizer.parameters["layers.0.o"].detach().view(torch.int32)[0, 0] = 0x7F800000
 
 
-def a_moment(parts: Parts) -> None:
+def a_moment(parts: SampledParts) -> None:
     (adamw,) = parts.optimizer._optimizers.values()
     adamw.tensors()["layers.0.o"]["exp_avg"].view(torch.int32)[0, 0] ^= 1 << 30
 
 
-def the_copy_of_a_second_engine(parts: Parts) -> None:
+def the_copy_of_a_second_engine(parts: SampledParts) -> None:
     attention = parts.model.transformer._working["rollout"].layers[0].attention
     assert attention is not None
     weight = attention.o.working
@@ -123,12 +122,12 @@ def the_copy_of_a_second_engine(parts: Parts) -> None:
     weight.data.view(torch.uint8).view(-1)[::3] ^= SIGN
 
 
-def the_reference(parts: Parts) -> None:
+def the_reference(parts: SampledParts) -> None:
     assert parts.reference is not None
     flip_a_working_weight(parts.reference)
 
 
-def the_reward_model(parts: Parts) -> None:
+def the_reward_model(parts: SampledParts) -> None:
     flip_a_working_weight(parts.scorer.models[0].model)
 
 
@@ -253,7 +252,7 @@ def test_an_error_of_the_backward_ends_the_run_where_gradients_are_checked(
     assert fingerprint(run(*given, checking).run_dir) == whole
 
     def open_with_an_error(
-        self: Session, parts: Parts, *arguments: object, **options: object
+        self: Run, parts: SampledParts, *arguments: object, **options: object
     ) -> None:
         errors = [True]
 
@@ -263,8 +262,8 @@ def test_an_error_of_the_backward_ends_the_run_where_gradients_are_checked(
         parts.optimizer.parameters["layers.0.o"].register_hook(once)
         assemble(self, parts, *arguments, **options)  # type: ignore[arg-type]
 
-    assemble = Session.__init__
-    monkeypatch.setattr(Session, "__init__", open_with_an_error)
+    assemble = Run.__init__
+    monkeypatch.setattr(Run, "__init__", open_with_an_error)
     unchecked = run(*given)
     assert not any(row["mismatch/differing_tokens"] for row in unchecked.metrics)
     assert (
@@ -280,10 +279,10 @@ def test_an_error_of_the_backward_ends_the_run_where_gradients_are_checked(
 def flip_at(when: tuple[type, str, int], flip: Flip, patch: pytest.MonkeyPatch) -> None:
     """After a call of a method has returned; before it, where it saves or evaluates."""
     owner, name, at = when
-    called, opened, calls = getattr(owner, name), list[Parts](), list[object]()
-    assemble = Session.__init__
+    called, opened, calls = getattr(owner, name), list[SampledParts](), list[object]()
+    assemble = Run.__init__
 
-    def opens(self: Session, parts: Parts, *arguments: object, **options: object) -> None:
+    def opens(self: Run, parts: SampledParts, *arguments: object, **options: object) -> None:
         opened.append(parts)
         assemble(self, parts, *arguments, **options)  # type: ignore[arg-type]
 
@@ -296,7 +295,7 @@ def flip_at(when: tuple[type, str, int], flip: Flip, patch: pytest.MonkeyPatch) 
             flip(opened[-1])
         return found
 
-    patch.setattr(Session, "__init__", opens)
+    patch.setattr(Run, "__init__", opens)
     patch.setattr(owner, name, flipping)
 
 

@@ -9,8 +9,7 @@ import pytest
 from isobit.config import load_config
 from isobit.rl.algorithm.credit import assign_credit
 from isobit.run.completions import COMPLETIONS, read
-from isobit.training.running.result import TrainResult
-from isobit.training.train import replay, resume, train
+from isobit.training.train import TrainResult, replay, resume, train
 from tests.runs import fingerprint, write_config
 
 SETTINGS = (

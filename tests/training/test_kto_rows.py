@@ -18,8 +18,8 @@ from isobit.model import Tokenizer
 from isobit.rl.algorithm.given import mismatched
 from isobit.tasks.builtin import TaskSettings
 from isobit.tasks.builtin.arithmetic import load
-from isobit.training.sft.batches import given
-from isobit.training.sft.taught import SupervisedSample
+from isobit.training.rollouts.given import given
+from isobit.training.rollouts.taught import SupervisedSample
 from isobit.training.train import train_supervised
 from tests.rl.trl_loss import needs_trl
 from tests.runs import fingerprint

@@ -16,8 +16,8 @@ from isobit.errors import IsobitError
 from isobit.model import Model, TextRules, Tokenizer
 from isobit.run.completions import COMPLETIONS, read
 from isobit.tasks.builtin import TaskSettings, load_task
+from isobit.training.parts.assembly import open_parts
 from isobit.training.rollouts.lengths import fit_prompts
-from isobit.training.session.assembly import open_parts
 from isobit.training.train import resume, train
 from tests.models import tiny_model
 from tests.runs import dry_run_text, fingerprint, write_config

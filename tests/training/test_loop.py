@@ -20,8 +20,7 @@ from isobit.rl.algorithm.correction_rule import CORRECTIONS
 from isobit.run import checkpoints
 from isobit.run.completions import COMPLETIONS, read
 from isobit.run.directory import CONFIG, ROLLOUTS_FROM, read_jsonl
-from isobit.training.running.result import TrainResult
-from isobit.training.train import replay, resume, train
+from isobit.training.train import TrainResult, replay, resume, train
 from tests.models import slow_where, tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out
 from tests.runs import fingerprint, write_config

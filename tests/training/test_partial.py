@@ -18,8 +18,7 @@ from isobit.rl import Sample
 from isobit.rl.algorithm.partial import learnable
 from isobit.rl.algorithm.samples import Segment
 from isobit.run.completions import COMPLETIONS, read
-from isobit.training.running.result import TrainResult
-from isobit.training.train import replay, resume, train
+from isobit.training.train import TrainResult, replay, resume, train
 from tests.distributed.sessions import bits, resumed, session
 from tests.distributed.threads import run as run_ranks
 from tests.models import slow_where, tiny_model
@@ -184,7 +183,7 @@ def test_tokens_grow_too_old_while_a_batch_waits(
     assert masked > 0
     assert trained == 0
     monkeypatch.setattr(
-        "isobit.training.session.open_run.AgedRollouts", lambda source, state, most: source
+        "isobit.training.parts.sampled.AgedRollouts", lambda source, state, most: source
     )
     assert too_old("control")[1] > 0
 

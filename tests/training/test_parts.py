@@ -11,8 +11,8 @@ from isobit.errors import IsobitError
 from isobit.precision import precision_from
 from isobit.rl.algorithm.correction_rule import CorrectionRule, Rejection
 from isobit.tasks.builtin.gsm8k import INSTRUCTION
-from isobit.training.resolved import objective_of
-from isobit.training.session.assembly import open_parts
+from isobit.training.parts.assembly import open_parts
+from isobit.training.running.resolved import objective_of
 from tests.models import tiny_model
 from tests.runs import dry_run_text, write_config
 

@@ -22,12 +22,12 @@ from isobit.errors import IsobitError
 from isobit.model import Experts, Model, ModelConfig
 from isobit.model.forward.recompute import Recompute
 from isobit.model.hub.names import parts as parts_of
+from isobit.training.parts.assembly import open_parts
 from isobit.training.plan import Job, host, learning, plan
 from isobit.training.plan.host import this_machine
 from isobit.training.plan.job import architecture, job_with
 from isobit.training.plan.live_bytes import LiveBytes
 from isobit.training.plan.memory import fitting_tokens, num_parameters
-from isobit.training.session.assembly import open_parts
 from isobit.training.train import resume, train
 from tests import warm
 from tests.models import tiny_model
@@ -210,7 +210,7 @@ def test_a_run_that_cannot_fit_says_so_before_it_reads_weights(
         def read(*_: object) -> Model:
             raise IsobitError("no weights are read here")
 
-        monkeypatch.setattr("isobit.training.session.assembly.load_trained", read)
+        monkeypatch.setattr("isobit.training.parts.assembly.load_trained", read)
         with pytest.raises(IsobitError, match="no weights are read here"):
             open_parts(config, quiet=False)
         return capsys.readouterr().err

@@ -15,15 +15,15 @@ from isobit import load_config, resume, train
 from isobit.cli.commands.evaluate import Request, evaluate_command
 from isobit.cli.commands.generate import print_completions
 from isobit.cli.commands.verify import verify_command
+from isobit.config.commands import GenerateConfig, command_config
 from isobit.data.dataset import Example
 from isobit.engine.engine import Engine
-from isobit.engine.types import Sampling
 from isobit.errors import RunFailed
 from isobit.model import Tokenizer
 from isobit.run.completions import COMPLETIONS, read
 from isobit.run.directory import model_directory
+from isobit.training.parts.assembly import open_parts
 from isobit.training.rollouts.lengths import encode_prompt
-from isobit.training.session.assembly import open_parts
 from isobit.training.train import replay
 from tests.models import ALPHABET, tiny_model
 from tests.runs import fingerprint
@@ -111,7 +111,7 @@ def test_the_date_of_a_run_is_that_of_its_beginning(
 
     monkeypatch.setattr("isobit.cli.commands.evaluate.measure_each", measured)
     with pytest.raises(RunFailed, match="enough"):
-        evaluate_command(Path("whole"), None, Request({}), None)
+        evaluate_command(Path("whole"), None, Request([]), None)
     assert asked[0].startswith(f"{said} user")
     verify_command(Path("whole"), None)
     assert "0 of" in capsys.readouterr().out
@@ -158,24 +158,25 @@ def test_what_ends_a_completion_is_said_once(
         len(row["completion_ids"]) == 4 for row in rows
     )
     evaluate_command(model, None, Request(evaluation("a", "b")), None)
+    keys = ["sampling.max_new_tokens=2", "precision=float32"]
     assert capsys.readouterr().err.splitlines().count(line) == 1
-    print_completions(model, ["a"], Sampling(max_new_tokens=2), ("float32", "auto", "bitwise"))
+    print_completions(command_config(GenerateConfig, model, keys, "test"), ["a"])
     assert capsys.readouterr().err.splitlines().count(line) == 1
     saved = model_directory(Path("run"))  # whose generation_config.json has both
-    print_completions(saved, ["a"], Sampling(max_new_tokens=2), ("float32", "auto", "bitwise"))
+    print_completions(command_config(GenerateConfig, saved, keys, "test"), ["a"])
     assert "a completion ends" not in capsys.readouterr().err
 
 
-def evaluation(*prompts: str) -> dict[str, Any]:
+def evaluation(*prompts: str) -> list[str]:
     Path("held.jsonl").write_text(
         "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
     )
-    return {
-        "task": {"name": "file", "held_out_path": "held.jsonl", "path": "held.jsonl"},
-        "rewards": {"functions": ["reward.py:score"]},
-        "sampling": {"max_new_tokens": 3},
-        "precision": "float32",
-    }
+    return [
+        "task={name: file, held_out_path: held.jsonl, path: held.jsonl}",
+        "rewards.functions=[reward.py:score]",
+        "sampling.max_new_tokens=3",
+        "precision=float32",
+    ]
 
 
 def test_a_special_stop_string_in_a_run(model: Path) -> None:

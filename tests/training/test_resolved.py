@@ -9,10 +9,8 @@ from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.monitor.report import write_report
-from isobit.training.objects import NO_OBJECTS
-from isobit.training.resolved import Resolved, resolve
-from isobit.training.session.opening import open_session
-from isobit.training.train import replay, resume, train
+from isobit.training.running.resolved import Resolved, resolve
+from isobit.training.train import open_run, replay, resume, train
 from tests.runs import write_config
 
 CORRECTIONS = {"fp8": "none", "fp8-rollout": "token_tis"}
@@ -32,7 +30,7 @@ def test_the_run_has_the_correction_that_auto_came_to(
     other precision."""
     config = load_config(write_config(tmp_path, base_model), ["steps=1", f"precision={precision}"])
     assert config.algorithm.correction == "auto"
-    with open_session(config, NO_OBJECTS, quiet=True) as session:
+    with open_run(config, quiet=True) as session:
         learner, engine, run = session.parts.learner, session.parts.engine, session.run.directory
         found = written(run)
         assert "correction: auto" in (run / "config.yaml").read_text()

@@ -12,9 +12,8 @@ from isobit.engine.engine import Engine
 from isobit.errors import RunFailed
 from isobit.kernels.backends.reference import ReferenceOps
 from isobit.run import checkpoints
-from isobit.training.running.result import TrainResult
 from isobit.training.sampled_ahead import AheadCompared, SampledAhead
-from isobit.training.train import resume, train
+from isobit.training.train import TrainResult, resume, train
 from tests.models import tiny_model
 from tests.runs import fingerprint, write_config
 

@@ -24,8 +24,7 @@ from isobit.model import Model
 from isobit.run.checkpoints import all_checkpoints
 from isobit.run.directory import read_jsonl
 from isobit.training.rollouts.serving import Allowance, Serving
-from isobit.training.running.result import TrainResult
-from isobit.training.train import resume, train
+from isobit.training.train import TrainResult, resume, train
 from tests.ports import free_port
 from tests.runs import fingerprint, write_config
 from tests.serve.helpers import base_model
@@ -330,7 +329,7 @@ def test_a_port_in_use(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPat
     def read(*_: object, **__: object) -> None:
         raise IsobitError("it is read")
 
-    monkeypatch.setattr("isobit.training.session.opening.open_parts", read)
+    monkeypatch.setattr("isobit.training.parts.assembly.load_trained", read)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(IsobitError, match=rf"^serve\.port {port}: cannot listen on 127"):

@@ -35,12 +35,12 @@ from isobit.precision import Precision, precision_from
 from isobit.run.checkpoints import all_checkpoints
 from isobit.tasks.builtin import TaskSettings, load_task
 from isobit.tasks.rewards.pool import RewardPool
-from isobit.training.sft import base
-from isobit.training.sft.base import cached_model
-from isobit.training.sft.batches import SupervisedBatches
-from isobit.training.sft.held_out import HeldOutAnswers
-from isobit.training.sft.initial import architecture_of
-from isobit.training.sft.parts import load_supervised
+from isobit.training.parts import base
+from isobit.training.parts.base import cached_model
+from isobit.training.parts.given import load_supervised
+from isobit.training.parts.held_out import HeldOutAnswers
+from isobit.training.parts.model import architecture_of
+from isobit.training.rollouts.given import GivenAnswers
 from isobit.training.train import resume, train_supervised
 from tests.until import until
 
@@ -203,15 +203,15 @@ def test_a_base_has_the_bits_of_the_run_and_goes_on_where_it_was(
     from the first."""
     path = config(steps=5)
     wanted = (made(load_sft_config(path)) / "model.safetensors").read_bytes()
-    next_batch, steps = SupervisedBatches.next, list[int]()
+    next_batch, steps = GivenAnswers.next, list[int]()
 
-    def interrupted(source: SupervisedBatches) -> Any:
+    def interrupted(source: GivenAnswers) -> Any:
         steps.append(source.state.step)
         if len(steps) == 3:
             os.kill(os.getpid(), signal.SIGINT)
         return next_batch(source)
 
-    monkeypatch.setattr(SupervisedBatches, "next", interrupted)
+    monkeypatch.setattr(GivenAnswers, "next", interrupted)
     with pytest.raises(KeyboardInterrupt):
         cached_model(str(path), quiet=True)
     found = cached_model(str(path), quiet=True)

@@ -12,15 +12,14 @@ from isobit.cli.commands.dry_run import supervised_dry_run
 from isobit.config import load_sft_config
 from isobit.errors import IsobitError
 from isobit.training.loop import training_step
+from isobit.training.parts.base import cached_model
+from isobit.training.parts.given import lessons_of, load_supervised
+from isobit.training.parts.model import described_model
 from isobit.training.plan import Job, Machine, host, plan
 from isobit.training.plan.advice import changes
 from isobit.training.plan.live_bytes import LiveBytes
 from isobit.training.plan.memory import fitting_tokens
-from isobit.training.sft.base import cached_model
-from isobit.training.sft.initial import described_model
-from isobit.training.sft.opening import open_supervised
-from isobit.training.sft.parts import lessons_of, load_supervised
-from isobit.training.train import resume, train_supervised
+from isobit.training.train import open_run, resume, train_supervised
 from tests.models import tiny_model
 from tests.runs import fingerprint
 from tests.training.test_preference_run import pairs
@@ -124,7 +123,7 @@ def test_a_step_takes_what_was_planned(loss: str, tmp_path: Path) -> None:
     path = make(tmp_path, tmp_path / "model", **given)
     tokens = "optimizer.micro_batch_tokens=256"
     config = load_sft_config(path, [tokens, "optimizer.share_prompts=false"])
-    with LiveBytes() as live, open_supervised(config, quiet=True) as run:
+    with LiveBytes() as live, open_run(config, quiet=True) as run:
         loaded = live.live
         for _ in range(2):  # the first makes the moments
             live.take()

@@ -16,8 +16,7 @@ from isobit.model import Model
 from isobit.run.checkpoints import all_checkpoints
 from isobit.run.directory import require_run
 from isobit.training.loop import training_loop
-from isobit.training.sft.opening import open_supervised, open_supervised_again
-from isobit.training.train import resume, train, train_supervised
+from isobit.training.train import open_resumed, open_run, resume, train, train_supervised
 from tests import warm
 from tests.distributed.threads import run as on_ranks
 from tests.runs import fingerprint, killed_after, without_memory, write_config
@@ -89,7 +88,7 @@ def test_the_held_out_loss_is_that_of_the_answers(unbroken: tuple[Path, dict[str
     directory, _ = unbroken
     (newest,) = all_checkpoints(directory / "checkpoints")[-1:]
     model = Model.load(newest, "fp8")
-    with open_supervised_again(directory, (), quiet=True) as run:
+    with open_resumed(directory, (), quiet=True) as run:
         assert run.parts.held_out is not None
         examples = run.parts.held_out._asked.examples
     losses = []
@@ -129,7 +128,7 @@ def test_a_run_of_another_seed_or_that_skips_an_example_is_another(
     assert fingerprint(other.run_dir)["model.safetensors"] != unbroken[1]["model.safetensors"]
     path = written(tmp_path / "skipped")
     train_supervised(load_sft_config(path, ["steps=3"]), quiet=True)
-    with open_supervised_again(tmp_path / "skipped" / "run", ["steps=6"], quiet=True) as run:
+    with open_resumed(tmp_path / "skipped" / "run", ["steps=6"], quiet=True) as run:
         run.state.cursor += 1
         training_loop(run)
         run.finish()
@@ -152,7 +151,7 @@ def test_a_run_that_is_extended_is_one_that_was_planned_longer(
 def test_interrupted_it_saves_and_goes_on(
     tmp_path: Path, unbroken: tuple[Path, dict[str, Any]], number: signal.Signals
 ) -> None:
-    with open_supervised(load_sft_config(written(tmp_path)), quiet=True) as run:
+    with open_run(load_sft_config(written(tmp_path)), quiet=True) as run:
         learn = run.learning.learn
 
         def interrupted(*given: Any) -> Any:
@@ -176,7 +175,7 @@ def test_ranks_train_the_same_bits(tmp_path: Path, unbroken: tuple[Path, dict[st
     config = load_sft_config(written(tmp_path), ["steps=3"])
 
     def part(ranks: Any) -> None:
-        with open_supervised(config, quiet=True, ranks=ranks) as run:
+        with open_run(config, quiet=True, ranks=ranks) as run:
             training_loop(run)
             run.finish()
 

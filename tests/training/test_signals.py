@@ -11,9 +11,9 @@ import pytest
 
 from isobit.config import load_config
 from isobit.run.checkpoints import all_checkpoints
-from isobit.training.running import open_run
-from isobit.training.running.open_run import OpenRun
-from isobit.training.session import assembly
+from isobit.training import run as running
+from isobit.training.parts import assembly
+from isobit.training.run import Run
 from isobit.training.train import train
 from tests.models import slow_where
 from tests.runs import fingerprint, write_config
@@ -53,14 +53,14 @@ def handlers() -> Any:
 
 def _strike(monkeypatch: pytest.MonkeyPatch, number: int, phase: str, count: int) -> list[str]:
     """Send a signal when a phase begins for the nth time; returns all phases that begin."""
-    enter, write, seen = OpenRun._phase, open_run.write_report, list[str]()
+    enter, write, seen = Run._phase, running.write_report, list[str]()
 
     def note(name: str) -> None:
         seen.append(name)
         if name == phase and seen.count(name) == count:
             os.kill(os.getpid(), number)
 
-    def begins(self: OpenRun, name: str) -> None:
+    def begins(self: Run, name: str) -> None:
         note(name)
         enter(self, name)
 
@@ -68,8 +68,8 @@ def _strike(monkeypatch: pytest.MonkeyPatch, number: int, phase: str, count: int
         note("report")
         return write(*arguments)
 
-    monkeypatch.setattr(OpenRun, "_phase", begins)
-    monkeypatch.setattr(open_run, "write_report", writes)
+    monkeypatch.setattr(Run, "_phase", begins)
+    monkeypatch.setattr(running, "write_report", writes)
     return seen
 
 
@@ -115,7 +115,7 @@ def test_while_it_is_loaded(
     """Nothing has begun, and the same command begins."""
     config = write_config(tmp_path, base_model, **SETTINGS)
     with monkeypatch.context() as patch:
-        patch.setattr(assembly, "_open_models", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        patch.setattr(assembly, "load_trained", lambda *_: os.kill(os.getpid(), signal.SIGINT))
         code, out, said = run_isobit("train", config, "--quiet")
     assert (code, out, said.strip()) == (130, "", "isobit: interrupted")
     assert not (tmp_path / "run").exists()

@@ -16,7 +16,7 @@ from isobit.data.dataset import Dataset, Example
 from isobit.errors import IsobitError
 from isobit.model import Tokenizer
 from isobit.tasks.builtin import Task
-from isobit.training.sft.taught import SupervisedSample, Teacher, end_of_text
+from isobit.training.rollouts.taught import SupervisedSample, Teacher, end_of_text
 from tests.models import ALPHABET
 
 LLAMA3 = (

@@ -12,7 +12,7 @@ from isobit.data.readers import Source
 from isobit.errors import IsobitError
 from isobit.model import Tokenizer
 from isobit.tasks.builtin import Task
-from isobit.training.sft.taught import SupervisedSample, Teacher
+from isobit.training.rollouts.taught import SupervisedSample, Teacher
 from tests.training.test_taught import named, tokenizer_of
 
 TOOLS = (
@@ -168,6 +168,25 @@ def test_words_of_sharegpt_for_calls_and_results() -> None:
     row["conversations"][1]["value"] = "I add."
     with pytest.raises(IsobitError, match="a call of a tool: expected an object with a name"):
         samples(row)
+
+
+GOES_ON = (  # DiffusionGemma's: a tool's result is in the turn, and the answer behind it sampled there
+    TOOLS.replace(
+        "{% if add_generation_prompt %}",
+        "{% if add_generation_prompt and messages[-1].role != 'tool' %}",
+    )
+)
+
+
+def test_a_header_behind_a_tool_is_context() -> None:
+    """The control is a template that writes it before what is sampled too."""
+    row = {"messages": [ASKED, CALLS, TOLD, SAID]}
+    for template in (GOES_ON, TOOLS):
+        (sample,) = samples(row, template=template)
+        assert learned(sample) == "It is 7.<|im_end|>"
+        assert whole(sample).endswith("<|im_start|>assistant\nIt is 7.<|im_end|>")
+        (every,) = samples(row, "all", template=template)
+        assert learned(every) == WRITTEN + "It is 7.<|im_end|>"
 
 
 def test_two_messages_in_a_row_are_two_turns() -> None:

@@ -11,7 +11,7 @@ from isobit.data.readers import Source
 from isobit.errors import IsobitError
 from isobit.model import Tokenizer
 from isobit.tasks.builtin import Task
-from isobit.training.sft.taught import SupervisedSample, Teacher
+from isobit.training.rollouts.taught import SupervisedSample, Teacher
 from tests.training.test_taught import ENDS, TEMPLATES, named, tokenizer_of
 
 CHAT = [

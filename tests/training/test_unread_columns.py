@@ -15,8 +15,8 @@ from isobit.data.dataset import Shaping, read_examples
 from isobit.data.readers import Source
 from isobit.errors import IsobitError
 from isobit.tasks.rewards.functions import load_function
-from isobit.training.session.assembly import task_of
-from isobit.training.session.cautions import cautions
+from isobit.training.parts.assembly import task_of
+from isobit.training.parts.cautions import cautions
 from tests.conftest import RunIsobit
 from tests.environments.test_runs import CHARACTERS, TEMPLATE
 from tests.models import tiny_model

@@ -15,7 +15,7 @@ from isobit.monitor.screen import History, Shown
 from isobit.monitor.screen.screen import BARS, clock, plain, screen, sparkline, summary
 from isobit.options.declare import OneOf
 from isobit.run.metrics import SUPERVISED_LOSSES
-from isobit.training.running.result import TrainResult
+from isobit.training.train import TrainResult
 
 
 def history(steps: int = 12, differing: float = 0.0, total: int = 40, **more: float) -> History:

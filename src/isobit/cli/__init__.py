@@ -60,7 +60,7 @@ _LOOP = "Symlink loop from "
 _Usage: Any = typer.BadParameter.__base__
 """What typer raises for a command line that it refuses; the class is click's, or typer's copy of
 it."""
-_OF_CONFIGS = ("train", "sft", "compare", "plan", "track")
+_OF_CONFIGS = ("train", "sft", "compare", "plan", "track", "eval", "generate", "serve")
 """Commands that take keys of a config as `key=value`."""
 _LESS_MEMORY = (
     "less is taken with smaller optimizer.micro_batch_tokens, engine.kv_pages or adapter.rank, and "

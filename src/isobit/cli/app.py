@@ -3,14 +3,13 @@
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from isobit import __version__
 from isobit.cli import completion
 from isobit.errors import IsobitError
-from isobit.options.precisions import PRECISIONS
 
 app = typer.Typer(
     name="isobit",
@@ -21,12 +20,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-TemplateKwargs = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME=VALUE", help="a variable of the chat template, such as enable_thinking=false"
-    ),
-]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -36,19 +29,6 @@ Overrides = Annotated[
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="no progress display, warnings alone")]
-Precision = Annotated[
-    str,
-    typer.Option(
-        help=f"preset: {', '.join(PRECISIONS)}; or one changed: fp8[wgrad=bf16]",
-        autocompletion=completion.presets,
-    ),
-]
-Consistency = Annotated[
-    str,
-    typer.Option(
-        help="bitwise (-tdp32, -vdp32), exact or fast", autocompletion=completion.consistencies
-    ),
-]
 Backend = Annotated[
     str, typer.Option(help="auto, triton, native or reference", autocompletion=completion.backends)
 ]
@@ -60,10 +40,6 @@ Column = Annotated[
         help="role or new name of a column, such as prompt=question; may be given several times",
     ),
 ]
-Stop = Annotated[
-    list[str] | None, typer.Option("--stop", help="a stop string; may be given several times")
-]
-
 Adapters = Annotated[
     list[str] | None,
     typer.Option(
@@ -122,32 +98,6 @@ def columns(given: list[str] | None) -> dict[str, str]:
                 f"--column {name + sign + column!r}: expected NAME=COLUMN, such as prompt=question"
             )
     return {name: column for name, _, column in pairs}
-
-
-def values_of(option: str, given: list[str] | None, example: str) -> dict[str, Any]:
-    """Return the values, in YAML, of an option `NAME=VALUE` by their names. Raises IsobitError for
-    another form."""
-    import yaml
-
-    from isobit.data import strict_yaml
-
-    values = dict[str, Any]()
-    for text in given or ():
-        key, sign, value = text.partition("=")
-        if not sign:
-            raise IsobitError(f"{option} {text!r}: expected KEY=VALUE, such as {example}")
-        try:
-            values[key] = strict_yaml.load(value)
-        except yaml.YAMLError as error:
-            raise IsobitError(
-                f"{option} {text!r}: not valid YAML: {str(error).splitlines()[0]}"
-            ) from None
-    return values
-
-
-def template_kwargs(given: list[str] | None) -> dict[str, Any]:
-    """Return the variables of `--chat-template-kwargs`. Raises IsobitError."""
-    return values_of("--chat-template-kwargs", given, "enable_thinking=false")
 
 
 def adapters(given: list[str] | None) -> dict[str, Path]:

@@ -39,9 +39,16 @@ def config_files(incomplete: str) -> list[str]:
 def overrides(ctx: typer.Context, incomplete: str) -> list[str]:
     """Keys, then values. Bash passes what follows the `=` as a separate word, other shells pass the
     whole."""
-    from isobit.config import schema  # here, so that --help does not import it
+    from isobit.config import commands, schema  # here, so that --help does not import it
 
-    keys = dict(schema_keys(schema.SftConfig if ctx.info_name == "sft" else schema.Config))
+    own = {
+        "sft": schema.SftConfig,
+        "generate": commands.GenerateConfig,
+        "serve": commands.ServerConfig,
+    }
+    keys = dict(schema_keys(own.get(ctx.info_name or "", schema.Config)))
+    if ctx.info_name == "eval":
+        keys = {key: values for key, values in keys.items() if commands.is_read_by_eval(key)}
     key, sign, start = incomplete.partition("=")
     if sign:
         return [f"{key}={value}" for value in keys.get(key, ()) if value.startswith(start)]
@@ -73,13 +80,6 @@ _CARDS = ("rtx4090", "rtx5090", "a100-40", "l40s", "a100-80", "h100", "h200", "b
 def devices(incomplete: str) -> list[str]:
     """Values of --device of `isobit plan`; tests/plan compares them with what it knows."""
     return [name for name in _CARDS if name.startswith(incomplete)]
-
-
-def consistencies(incomplete: str) -> list[str]:
-    """Values of --consistency."""
-    from isobit.options.consistency import CONSISTENCIES
-
-    return [name for name in CONSISTENCIES if name.startswith(incomplete)]
 
 
 def schema_keys(schema: type, prefix: str = "") -> Iterator[Key]:

@@ -10,115 +10,93 @@ from isobit.cli.app import (
     Adapters,
     Backend,
     Column,
-    Consistency,
-    Precision,
-    Stop,
-    TemplateKwargs,
+    Overrides,
     adapters,
     app,
     columns,
     lines_of_stdin,
     names,
-    template_kwargs,
 )
+from isobit.cli.keys import KeyCommand, Short, formerly
 from isobit.errors import IsobitError
 
-_Tools = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="FILE:FUNCTION",
-        help="a function that the model may call; may be given several times",
-    ),
-]
-_Parser = Annotated[
-    str | None,
-    typer.Option(help="how the model writes calls of tools; default: found from its chat template"),
-]
+
+class _Generate(KeyCommand):
+    shorts = (
+        Short("-n", "sampling.group_size"),
+        Short("--max-new-tokens", "sampling.max_new_tokens"),
+        Short("--temperature", "sampling.temperature"),
+        Short("--top-k", "sampling.top_k"),
+        Short("--top-p", "sampling.top_p"),
+        Short("--stop", "sampling.stop"),
+        Short("--seed", "seed"),
+        Short("--chat-template", "model.chat_template"),
+        Short("--tools", "environment.tools"),
+        Short("--max-turns", "environment.max_turns"),
+        Short("--precision", "precision"),
+        Short("--backend", "backend"),
+        *formerly(
+            min_p="sampling.min_p",
+            repetition_penalty="sampling.repetition_penalty",
+            chat_template_kwargs="model.chat_template_kwargs",
+            parser="environment.parser",
+            consistency="consistency",
+        ),
+    )
+
+    @staticmethod
+    def schema() -> type:
+        from isobit.config.commands import GenerateConfig
+
+        return GenerateConfig
 
 
-@app.command()
+@app.command(cls=_Generate)
 def generate(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL|RUN", help="a Hugging Face directory, or a run")
     ],
+    overrides: Overrides = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help="may be given several times; default: lines of stdin")
     ] = None,
-    n: Annotated[int, typer.Option("-n", help="completions per prompt")] = 1,
-    max_new_tokens: Annotated[int, typer.Option()] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="0 is off")] = 0,
-    top_p: Annotated[float, typer.Option()] = 1.0,
-    min_p: Annotated[float, typer.Option()] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="1 is off")] = 1.0,
-    stop: Stop = None,
-    seed: Annotated[int, typer.Option()] = 0,
     chat: Annotated[
         bool, typer.Option("--chat", help="render each prompt with the model's chat template")
     ] = False,
-    chat_template: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Jinja file, for a model without a chat template"),
-    ] = None,
-    chat_template_kwargs: TemplateKwargs = None,
-    tools: _Tools = None,
-    max_turns: Annotated[
-        int, typer.Option(min=1, max=4000, help="turns of the model, with tools")
-    ] = 8,
-    parser: _Parser = None,
     adapter: Adapters = None,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="one JSON object per completion, with tokens and logprobs"),
     ] = False,
-    precision: Precision = "fp8",
-    consistency: Consistency = "bitwise",
-    backend: Backend = "auto",
 ) -> None:
-    """Sample completions with the rollout engine.
+    """Sample completions with the rollout engine. Keys are those of a training config.
 
     \b
     isobit generate MODEL --prompt "Once upon a time" --max-new-tokens 64 -n 2
     echo "12+34=" | isobit generate MODEL --temperature 0
+    isobit generate MODEL sampling.min_p=0.1 consistency=exact --prompt "Hello"
     isobit generate MODEL --adapter math=DIR --adapter code=RUN --prompt "Hello"   each answers, in one batch
     isobit generate MODEL --tools calculator.py:multiply --prompt "12 * 34"        it may call a function
     """
     from isobit.cli.commands.generate import print_completions
-    from isobit.engine.types import Sampling
+    from isobit.config.commands import GenerateConfig, command_config
     from isobit.run.directory import model_directory
-    from isobit.tasks.environments.settings import EnvironmentConfig
 
-    if parser is not None and not tools:
-        raise IsobitError(
-            "--parser says how calls of tools are read; give --tools, or leave it out"
-        )
-    if not (chat or tools):
-        _refuse_template(chat_template, chat_template_kwargs)
-    prompts = list(prompt) if prompt else lines_of_stdin()
-    numbers = n, max_new_tokens, temperature, top_k, top_p, min_p, seed
-    sampling = Sampling(*numbers, tuple(stop or ()), repetition_penalty=repetition_penalty)
+    config = command_config(GenerateConfig, model, overrides or (), "isobit generate")
+    if not (chat or config.environment.used):
+        for key in ("chat_template", "chat_template_kwargs"):
+            if getattr(config.model, key):
+                raise IsobitError(
+                    f"model.{key}: without --chat prompts are text, which no template renders; "
+                    "give --chat, or leave it out"
+                )
     print_completions(
-        model_directory(model),
-        prompts,
-        sampling,
-        (precision, backend, consistency),
+        config,
+        list(prompt) if prompt else lines_of_stdin(),
         chat=chat,
-        chat_template=chat_template,
-        chat_template_kwargs=template_kwargs(chat_template_kwargs),
         adapters={name: model_directory(path) for name, path in adapters(adapter).items()},
         as_json=as_json,
-        tools=EnvironmentConfig(tools=tuple(tools or ()), max_turns=max_turns, parser=parser),
     )
-
-
-def _refuse_template(template: Path | None, variables: list[str] | None) -> None:
-    """Raise IsobitError for a template of prompts that are text."""
-    if template is not None or variables:
-        option = "--chat-template" if template is not None else "--chat-template-kwargs"
-        raise IsobitError(
-            f"{option}: without --chat prompts are text, which no template renders; give --chat, or "
-            "leave it out"
-        )
 
 
 @app.command()

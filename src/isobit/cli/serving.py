@@ -4,17 +4,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from isobit.cli.app import Adapters, Backend, Consistency, Precision, adapters, app
+from isobit.cli.app import Adapters, Overrides, adapters, app
+from isobit.cli.keys import KeyCommand, Short
 
-ToolFormat = Annotated[
-    str,
-    typer.Option(
-        help="how the model writes calls of tools: auto, hermes, qwen3_coder, llama3_json, "
-        "mistral, harmony, pythonic, glm45, gemma4, deepseek_v3 or json"
-    ),
-]
 Train = Annotated[
     str | None,
     typer.Option(
@@ -50,23 +43,33 @@ DropRuns = Annotated[
         "server refuses to start",
     ),
 ]
-StateEvery = Annotated[
-    int,
-    typer.Option(
-        "--state-every",
-        metavar="N",
-        min=1,
-        help="optimizer steps between two saved states of a run; if the server is killed, the "
-        "steps after the last one are computed again",
-    ),
-]
-
 
 _TRAINED = ("adapters", "full")
 
 
-class _Serve(TyperCommand):
+class _Serve(KeyCommand):
     """`--train` may stand alone, which typer's options cannot."""
+
+    shorts = (
+        Short("--port", "serve.port"),
+        Short("--host", "serve.host"),
+        Short("--name", "serve.name"),
+        Short("--grace", "serve.grace"),
+        Short("--state-every", "serve.state_every"),
+        Short("--chat-template", "model.chat_template"),
+        Short("--tool-format", "environment.parser"),
+        Short("--kv-pages", "engine.kv_pages"),
+        Short("--max-sequences", "engine.max_sequences"),
+        Short("--precision", "precision"),
+        Short("--consistency", "consistency"),
+        Short("--backend", "backend"),
+    )
+
+    @staticmethod
+    def schema() -> type:
+        from isobit.config.commands import ServerConfig
+
+        return ServerConfig
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         arguments = list[str]()
@@ -82,66 +85,27 @@ def serve(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL|RUN", help="a Hugging Face directory, or a run")
     ],
+    overrides: Overrides = None,
     adapter: Adapters = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one")] = 8000,
-    host: Annotated[
-        str, typer.Option(help="address to listen on; others than this machine's need --token")
-    ] = ("127.0.0.1"),
     token: TokenFile = None,
-    name: Annotated[
-        str | None,
-        typer.Option(
-            help="what clients call the model; default: the name of its folder, or of the run's"
-        ),
-    ] = None,
-    chat_template: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Jinja file, for a model without a chat template"),
-    ] = None,
-    tool_format: ToolFormat = "auto",
     train: Train = None,
     state: StateFolder = None,
-    state_every: StateEvery = 10,
     drop_runs: DropRuns = False,
-    kv_pages: Annotated[
-        int | None, typer.Option(min=1, help="pages of the KV cache; default: up to 2 GiB of them")
-    ] = None,
-    max_sequences: Annotated[
-        int, typer.Option(min=1, help="answers that are sampled at the same time")
-    ] = 64,
-    grace: Annotated[
-        float, typer.Option(help="seconds that open requests have to end after SIGTERM")
-    ] = 30.0,
-    precision: Precision = "fp8",
-    consistency: Consistency = "bitwise",
-    backend: Backend = "auto",
 ) -> None:
-    """Serve a model and its adapters by OpenAI's routes. On this machine, and with a token.
+    """Serve a model and its adapters by OpenAI's routes. On this machine, and with a token. Keys of
+    the model and its engine are those of a training config.
 
     \b
     isobit serve MODEL
     isobit serve MODEL --adapter math=DIR --adapter code=RUN --port 8001
+    isobit serve MODEL --port 0 engine.kv_pages=4096 precision=fp8
     isobit serve MODEL --train --state DIR
     isobit serve MODEL --train full --state DIR
     """
-    from isobit.cli.commands.serve import serve_model
-    from isobit.engine.types import EngineSize
+    from isobit.cli.commands.serve import Files, serve_model
+    from isobit.config.commands import ServerConfig, command_config
     from isobit.run.directory import model_directory
 
-    serve_model(
-        model,
-        {name: model_directory(path) for name, path in adapters(adapter).items()},
-        (precision, backend, consistency),
-        EngineSize(kv_pages=kv_pages, max_sequences=max_sequences),
-        host=host,
-        port=port,
-        token=token,
-        name=name,
-        chat_template=chat_template,
-        tool_format=tool_format,
-        grace=grace,
-        train=train,
-        state=state,
-        state_every=state_every,
-        drop_runs=drop_runs,
-    )
+    config = command_config(ServerConfig, model, overrides or (), "isobit serve")
+    folders = {name: model_directory(path) for name, path in adapters(adapter).items()}
+    serve_model(config, folders, Files(token, train, state, drop_runs))

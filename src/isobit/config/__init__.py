@@ -1,6 +1,7 @@
 """The configuration of a run: strict YAML into frozen values. Relative paths are taken from the
 current directory."""
 
+from isobit.config.architecture import ArchitectureConfig
 from isobit.config.load import (
     dump_config,
     is_supervised,
@@ -12,7 +13,7 @@ from isobit.config.load import (
     parse_config,
 )
 from isobit.config.resuming import RESUMABLE, check_resumed, repeated
-from isobit.config.schema import ArchitectureConfig, CompareConfig, Config, SftConfig
+from isobit.config.schema import CompareConfig, Config, SftConfig
 from isobit.config.sections import SamplingConfig
 
 __all__ = [

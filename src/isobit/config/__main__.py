@@ -2,8 +2,10 @@
 declaration."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import is_dataclass
 
+from isobit.config.commands import READ_BY_EVAL, GenerateConfig, ServerConfig
 from isobit.config.schema import CompareConfig, Config, SftConfig
 from isobit.options.declare import REQUIRED, Option, options_of, sections, type_text
 from isobit.options.precisions import FlowChanges, PrecisionChanges
@@ -17,6 +19,8 @@ current directory; what a run writes, such as `run.dir`, and what stands on the 
 directory. The [quick reference](quick-reference.md) has the twenty keys that people set; this page, which
 `python -m isobit.config` prints, has all of them.
 """
+_HEADING = ("| key | type | default | |", "|---|---|---|---|")
+_EVAL = "An evaluation depends on these keys and sections of `isobit train`, of a run by default its own:"
 
 
 def markdown() -> str:
@@ -27,19 +31,34 @@ def markdown() -> str:
     train = "\n".join(_section(Config, "", "isobit train", set()))
     sft = "\n".join(_section(SftConfig, "", "isobit sft", printed))
     compare = "\n".join(_section(CompareConfig, "", "isobit compare", set()))
+    commands = "\n".join(
+        "\n".join(_differing(schema, title, train.splitlines()))
+        for title, schema in (("isobit generate", GenerateConfig), ("isobit serve", ServerConfig))
+    )
+    evaluation = f"## isobit eval\n\n{_EVAL} {', '.join(f'`{key}`' for key in READ_BY_EVAL)}.\n"
     tasks = "\n".join(
         "\n".join(_section(schema, "", f"`task.options` of {name}", set()))
         for name, (_, schema) in TASKS.items()
     )
     precision = "\n".join(_section(PrecisionChanges, "", "Options of `precision`", {FlowChanges}))
-    return f"{_HEAD}\n{train}\n{sft}\n{compare}\n{tasks}\n{precision}"
+    parts = _HEAD, train, sft, compare, evaluation, commands, tasks, precision
+    return "\n".join(parts)
+
+
+def _differing(schema: type, title: str, known: Sequence[str]) -> list[str]:
+    """Return the table of a command: its keys that are not among the `known` rows, and the names of
+    those that are."""
+    rows = [row for row in _section(schema, "", "", set()) if row.startswith("| `")]
+    same = ", ".join(row.split(" | ")[0].removeprefix("| ") for row in rows if row in known)
+    text = f"{(schema.__doc__ or '').strip()} As of `isobit train`: {same}. And these:"
+    return [f"## {title}", "", text, "", *_HEADING, *(row for row in rows if row not in known), ""]
 
 
 def _section(schema: type, prefix: str, title: str, printed: set[type]) -> list[str]:
     """Return the lines of the tables of a dataclass and its sections, except the sections that were
     `printed` before."""
     text = " ".join((schema.__doc__ or "").partition("\n\n")[0].split()).replace("|", "\\|")
-    lines = [f"## {title}", "", text, "", "| key | type | default | |", "|---|---|---|---|"]
+    lines = [f"## {title}", "", text, "", *_HEADING]
     nested: list[str] = []
     for name, option in options_of(schema).items():
         key = f"{prefix}{name}"

@@ -22,7 +22,7 @@ from isobit.options.declare import plain
 from isobit.options.reading import OptionError, read
 from isobit.run.directory import CONFIG, began_by, require_run
 
-_Schema = TypeVar("_Schema", Config, SftConfig, CompareConfig)
+_Schema = TypeVar("_Schema")
 
 
 _COMMANDS: dict[type, str] = {Config: "train", SftConfig: "sft", CompareConfig: "compare"}
@@ -195,7 +195,7 @@ def _unknown(given: Mapping[str, Any], schema: type) -> set[str]:
     return unknown_keys({key: value for key, value in given.items() if key != "out"}, schema)
 
 
-def _check_precision(config: Config | SftConfig | CompareConfig, where: str) -> None:
+def _check_precision(config: Any, where: str) -> None:
     from isobit.precision import precision_from  # here, so that --help does not import torch
 
     try:

@@ -24,6 +24,8 @@ Source = str | Path | Mapping[str, Any] | Config | SftConfig
 """Where a config comes from: a YAML file, a mapping of settings, or a config that was loaded
 before."""
 _MOST_BYTES = 1 << 20
+_UNREADABLE = re.compile("[\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+"""Characters that JSON has in a text as they are, and YAML only in hexadecimal."""
 _OTHER = {"steps": "epochs", "epochs": "steps"}
 """An override of one takes the place of the other."""
 _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
@@ -73,9 +75,12 @@ def read_source(source: Source, overrides: Sequence[str]) -> tuple[dict[str, Any
 
 
 def override(key: str, value: object) -> str:
-    """Return `key=value` with the text of the value in quotes, since a path may hold text that YAML
-    reads as a comment, a number or a mapping."""
-    return f"{key}={json.dumps(str(value), ensure_ascii=False)}"
+    """Return `key=value` with the text of the value, or the texts of a list or mapping, in quotes: a
+    path may hold text that YAML reads as a comment, a number or a mapping, and characters that it
+    refuses."""
+    texts = value if isinstance(value, (list, dict)) else str(value)
+    quoted = json.dumps(texts, ensure_ascii=False)
+    return f"{key}={_UNREADABLE.sub(lambda match: f'{chr(92)}u{ord(match[0]):04x}', quoted)}"
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

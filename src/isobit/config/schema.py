@@ -1,6 +1,7 @@
 """Whole configurations: a training run, a comparison, supervised training.
 
-Contradictions between values are refused here too. Left out: where the values come from
+What contradicts between sections is refused here, what does in one of them by its `check` or
+`__post_init__`. Left out: where the values come from
 (`load.py`), and whether files exist and models fit, which is checked where they are opened.
 """
 
@@ -8,18 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from isobit.config.contradictions import (
-    MOST_OF_A_STEP,
-    check_adapter,
-    check_comparison,
-    check_filtered,
-    check_kl,
-    check_kto,
-    check_loss,
-    check_observations,
-    check_reference,
-    check_step,
-)
+from isobit.config.architecture import ArchitectureConfig
 from isobit.config.sections import (
     BACKEND,
     CHAT_TEMPLATE,
@@ -60,8 +50,7 @@ from isobit.options.declare import (
     below,
     text_as,
 )
-from isobit.options.families import FAMILIES
-from isobit.rl.algorithm.correction_rule import CorrectionRule
+from isobit.options.reading import OptionError
 from isobit.rl.algorithm.objective import Objective, with_preset
 from isobit.rl.algorithm.partial import PartialSettings
 from isobit.rl.algorithm.replay import ReplaySettings
@@ -69,6 +58,10 @@ from isobit.rl.optim.schedule import OptimizerSettings
 from isobit.run.rows import MOST_STEPS
 from isobit.tasks.builtin import TASKS, TaskSettings
 from isobit.tasks.environments.settings import EnvironmentConfig
+
+MOST_OF_A_STEP = 1 << 22
+"""Completions or examples of a step: more are a slip of the pen, which no machine would end."""
+_OF_COMPARISONS = {"precision": "presets", "seed": "first_seed and seeds", "run.dir": "out"}
 
 
 def _name_or_path(text: str) -> str:
@@ -179,26 +172,18 @@ class Config:
             raise IsobitError(
                 "adapter: engines of a fleet take no adapters yet; set fleet.engines: 0"
             )
-        check_adapter(self.adapter, self.optimizer)
+        self.optimizer.check(adapted=self.adapter is not None)
         if self.serve.port is not None:
             self._check_serve()
-        if sampling.filtered:
-            check_filtered(algorithm)
         if algorithm.distills:
             self._check_distillation()
         elif sampling.group_size < 2:
             raise IsobitError(
                 "sampling.group_size must be at least 2: an advantage is relative to the group"
             )
-        check_reference(self.reference, algorithm, adapted=self.adapter is not None)
-        check_kl(algorithm)
-        check_loss(algorithm)
-        check_observations(algorithm, self.environment)
-        if algorithm.correction == CorrectionRule():
-            raise IsobitError(
-                "algorithm.correction: an empty correction: give a weight, a rejection or a veto, "
-                "or write correction: none"
-            )
+        self.reference.check(algorithm, adapted=self.adapter is not None)
+        algorithm.check(filtered=sampling.filtered)
+        self._check_observations()
         self.curriculum.check(distills=algorithm.distills, engines=self.fleet.engines)
         if self.epochs is not None and (algorithm.dynamic_sampling or self.curriculum.chooses):
             why = "curriculum" if self.curriculum.chooses else "algorithm.dynamic_sampling"
@@ -206,7 +191,7 @@ class Config:
                 f"epochs: under {why} a step takes as many prompts as it needs, so no number of "
                 "steps is an epoch: give steps"
             )
-        check_step(self.prompts_per_step, sampling, algorithm)
+        self._check_step()
         if self.fleet.engines and self.ranks > 1 and algorithm.kl_in_reward:
             raise IsobitError(
                 "algorithm.kl_in_reward is computed by all ranks, and with fleet.engines the "
@@ -223,14 +208,36 @@ class Config:
                 f"rollouts_ahead {self.rollouts_ahead} exceeds replay.max_staleness "
                 f"{self.replay.max_staleness}"
             )
-        if algorithm.recompute_old_logprobs == "never" and algorithm.correction not in (
-            "auto",
-            "none",
+
+    def _check_observations(self) -> None:
+        """Raise IsobitError where what an environment says is to be learned, and none says anything
+        between two turns."""
+        environment = self.environment
+        if self.algorithm.observation_coefficient and not (
+            environment.used and environment.max_turns > 1
         ):
-            raise IsobitError(
-                "algorithm.correction weighs old against rollout log-probabilities, which "
-                "recompute_old_logprobs: never makes equal"
+            why = (
+                "ends with the first answer (max_turns: 1)" if environment.used else "is not there"
             )
+            raise IsobitError(
+                "algorithm.observation_coefficient learns what an environment says behind an "
+                f"answer, and the environment {why}: set environment.tools, factory or mcp and "
+                "max_turns, or leave it out"
+            )
+
+    def _check_step(self) -> None:
+        """Raise IsobitError for more completions of a step than anybody means, fewer than it has
+        updates, and for a buffer as long as they are."""
+        prompts, group = self.prompts_per_step, self.sampling.group_size
+        if prompts * group > MOST_OF_A_STEP:
+            raise IsobitError(
+                f"prompts_per_step {prompts:,} x sampling.group_size {group:,} are "
+                f"{prompts * group:,} completions in a step; give at most {MOST_OF_A_STEP:,}"
+            )
+        if self.algorithm.overlong_buffer >= self.sampling.max_new_tokens:
+            raise IsobitError("algorithm.overlong_buffer must be below sampling.max_new_tokens")
+        if self.algorithm.updates_per_batch > prompts * group:
+            raise IsobitError("algorithm.updates_per_batch exceeds the completions of a step")
 
     def _check_partial(self) -> None:
         """Raise IsobitError for options that completions across updates do not allow yet."""
@@ -306,66 +313,15 @@ class CompareConfig:
     out: Annotated[str, "directory of all runs and comparison.html, .json"] = "runs/compare"
 
     def __post_init__(self) -> None:
-        check_comparison(self.presets, self.changes)
-
-
-@dataclass(frozen=True)
-class ArchitectureConfig:
-    """A model made from scratch, with a character tokenizer over the task's alphabet."""
-
-    family: Annotated[
-        str, OneOf(FAMILIES), "whose architecture it has: norms, biases, windows, names of weights"
-    ] = "qwen3"
-    hidden_size: Annotated[int, at_least(8), "width of the residual stream"] = 128
-    intermediate_size: Annotated[int, at_least(8), "width of the MLP, or of each expert"] = 512
-    num_experts: Annotated[
-        int | None, at_least(1), "experts of each layer; default: the layers are dense"
-    ] = None
-    experts_per_token: Annotated[
-        int | None, at_least(1), "experts that a token is sent to; default: 2"
-    ] = None
-    num_layers: Annotated[int, at_least(1), "transformer layers"] = 4
-    num_heads: Annotated[int, at_least(1), "query heads of a layer"] = 4
-    num_kv_heads: Annotated[int | None, at_least(1), "key and value heads; default: num_heads"] = (
-        None
-    )
-    head_dim: Annotated[
-        int | None, at_least(2), "width of a head; default: hidden_size / num_heads"
-    ] = None
-    tie_embeddings: Annotated[bool, "the output projection is the embedding"] = True
-    max_positions: Annotated[int, at_least(1), "most tokens of a prompt with its completion"] = 512
-    rope_theta: Annotated[float, above(0), "base of the rotary positions' frequencies"] = 10000.0
-    vocabulary: Annotated[
-        str | None, "the tokenizer's characters; default: the task's alphabet"
-    ] = None
-
-    def __post_init__(self) -> None:
-        from isobit.model.families import FAMILIES as tables  # here, so that --help needs no torch
-
-        if tables[self.family].latent is not None:
-            raise IsobitError(
-                f"family: {self.family} has latent attention, whose sizes model.init does not have"
-            )
-        if tables[self.family].one_part:
-            raise IsobitError(
-                f"family: {self.family} has Mamba-2 layers, whose sizes model.init does not have"
-            )
-        mixtures = tables[self.family].mixtures
-        mixture = mixtures is not None
-        if mixtures is not None and mixtures.switch is not None:  # it may have experts
-            mixture = self.num_experts is not None
-        if mixture != (self.num_experts is not None):
-            raise IsobitError(
-                f"{self.family} needs num_experts"
-                if mixture
-                else f"num_experts: {self.family} is dense; use qwen3_moe"
-            )
-        if self.num_experts is not None and (self.experts_per_token or 2) > self.num_experts:
-            raise IsobitError(
-                f"experts_per_token {self.experts_per_token} exceeds num_experts {self.num_experts}"
-            )
-        if not mixture and self.experts_per_token is not None:
-            raise IsobitError(f"experts_per_token: {self.family} is dense without num_experts")
+        if not self.presets:
+            raise OptionError(("presets",), "expected at least 1 of them")
+        if len(set(self.presets)) < len(self.presets):
+            raise OptionError(("presets",), "one of them is there twice")
+        for change in self.changes:
+            if (key := change.partition("=")[0]) in _OF_COMPARISONS:
+                raise IsobitError(
+                    f"changes: {key}: a comparison sets it for each run, by {_OF_COMPARISONS[key]}"
+                )
 
 
 @dataclass(frozen=True)
@@ -471,9 +427,17 @@ class SftConfig:
             )
         if self.compares and self.turns == "all":
             raise IsobitError(f"turns: all has no meaning under loss: {self.loss}, of one answer")
-        check_kto(self.loss, self.batch_size, (self.desirable_weight, self.undesirable_weight))
+        weights = self.desirable_weight, self.undesirable_weight
+        if self.loss != "kto" and weights != (1, 1):
+            raise IsobitError(
+                "desirable_weight and undesirable_weight are of loss: kto, and loss is "
+                f"{self.loss}: leave them out"
+            )
+        if self.loss == "kto" and (self.batch_size < 2 or not any(weights)):
+            what = "batch_size of 2 or more: it estimates a KL from answers to other prompts"
+            raise IsobitError(f"loss: kto needs a {what}, and a weight above 0")
         if self.adapter is not None and self.model.path is None:
             raise IsobitError(
                 "adapter: random weights (model.init) are no model to adapt; give model.path"
             )
-        check_adapter(self.adapter, self.optimizer)
+        self.optimizer.check(adapted=self.adapter is not None)

@@ -2,7 +2,7 @@
 means.
 
 Left out: sections that are declared where they are used (`schema.py` names them all), and what
-contradicts across sections (`schema.py` too).
+contradicts between sections (`schema.py` too).
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +18,7 @@ from isobit.options.declare import (
     FileName,
     Formerly,
     OneOf,
+    Preprocess,
     Suggested,
     above,
     at_least,
@@ -28,9 +29,9 @@ from isobit.options.declare import (
 from isobit.options.precisions import PRECISIONS
 from isobit.options.projections import ALL_LINEAR, PROJECTIONS
 from isobit.options.reading import OptionError
-from isobit.rl.algorithm.objective import Function
+from isobit.rl.algorithm.objective import Function, Objective
 from isobit.rl.algorithm.shown import Shown
-from isobit.tasks.rewards.spec import RewardSpec
+from isobit.tasks.rewards.spec import RewardSpec, reward_section
 
 PrecisionValue = (
     Annotated[str, Suggested(PRECISIONS)]
@@ -143,7 +144,8 @@ class RewardsConfig:
     reward models. `rewards: FUNCTION` is `rewards.functions`."""
 
     functions: Annotated[
-        tuple[Annotated[RewardSpec, text_as("function")], ...], "default: the task's own reward"
+        tuple[Annotated[RewardSpec, Preprocess(reward_section)], ...],
+        "default: the task's own reward",
     ] = ()
     models: Annotated[
         tuple[Annotated[RewardModelConfig, text_as("path")], ...],
@@ -262,6 +264,41 @@ class ReferenceConfig(ReferenceSync):
         Shown | None,
         "what the teacher of a distillation reads beside the prompt: with it a model teaches itself",
     ] = None
+
+    def check(self, objective: Objective, *, adapted: bool) -> None:
+        """Raise IsobitError for a teacher that is shown something and taught by nobody, a policy
+        that would be compared with itself, or a reference that cannot follow a policy, of which an
+        adapter is all that is trained where it is `adapted`."""
+        if self.shown is not None and not objective.distills:
+            raise IsobitError(
+                "reference.shown is for a teacher: set algorithm.advantage: distillation, or leave it out"
+            )
+        if self.weights == "policy" and self.shown is None:
+            raise IsobitError(
+                "reference.weights: policy has no distance to itself: say what it is shown as a teacher "
+                "(reference.shown), or take the initial weights"
+            )
+        if self.weights == "policy" and (self.path or self.precision):
+            raise IsobitError(
+                "reference.weights: policy is the policy itself: leave reference.path and precision out"
+            )
+        if not self.follows:
+            return
+        if self.weights == "policy" or self.path is not None:
+            key = "path: a model of its own" if self.path else "weights: policy"
+            raise IsobitError(
+                f"reference.{key} does not follow the policy: leave it or reference.sync_every out"
+            )
+        if not objective.kl_coefficient:
+            raise IsobitError(
+                "reference.sync_every: nothing is compared with a reference: set "
+                "algorithm.kl_coefficient, or leave it out"
+            )
+        if adapted and self.precision is not None:
+            raise IsobitError(
+                "reference.precision: a reference that follows an adapter has the policy's own: leave "
+                "it or reference.sync_every out"
+            )
 
 
 @dataclass(frozen=True)

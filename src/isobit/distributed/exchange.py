@@ -30,8 +30,8 @@ _DONE = object()
 
 @dataclass(eq=False)
 class OrderedSum:
-    """g0 + g1 + ... of one master's rows: in groups of `group` micro-batches, and then the
-    groups."""
+    """The sum g0 + g1 + ... of one master's rows in the order of micro-batches: in groups of
+    `group` micro-batches, and then of the groups."""
 
     group: int = 1
     _open: Tensor | None = None
@@ -222,8 +222,8 @@ class GradientSum:
         yield None
         self._take(bucket, wait())
 
-    def _owners_at(self, place: int) -> range:
-        return range(place, self._size, self._step)
+    def _owners_at(self, offset: int) -> range:
+        return range(offset, self._size, self._step)
 
     def _summed(self, bucket: Bucket, received: Tensor) -> Tensor:
         """Add up the neighbours' messages in the order of ranks, and return the sums for the owners

@@ -36,8 +36,8 @@ _KINDS: dict[str, type[Exception]] = {
 
 
 class Ranks(ABC):
-    """Rank `rank` of `size`. All ranks must call the methods that meet in the same order; `claim`
-    may be called at any time."""
+    """The processes of a run, as one of them sees it. Rank `rank` of `size`. All ranks must call
+    the methods that meet in the same order; `claim` may be called at any time."""
 
     rank: int
     size: int

@@ -26,8 +26,8 @@ NONE: Rows = (0, 0)
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """`shapes` of the whole masters, and `rows[name][rank]` = (lo, hi): what each rank keeps; (0,
-    0) is nothing."""
+    """The division of masters among ranks. `shapes` of the whole masters, and `rows[name][rank]` =
+    (lo, hi): what each rank keeps; (0, 0) is nothing."""
 
     ranks: Ranks
     shapes: Mapping[str, tuple[int, ...]]
@@ -93,14 +93,15 @@ def largest_share(shapes: Iterable[tuple[int, ...]], size: int) -> int:
     return max(sizes)
 
 
-def _dealt(shapes: Iterable[tuple[int, ...]], kept: list[int]) -> Iterator[list[tuple[int, Rows]]]:
-    """Yield the owners of each master's ranges; `kept`, elements of each rank, is added to."""
+def _dealt(shapes: Iterable[tuple[int, ...]], loads: list[int]) -> Iterator[list[tuple[int, Rows]]]:
+    """Yield the owners of each master's ranges, the ranks with the fewest elements; `loads`, the
+    elements of each rank, is added to."""
     for shape in shapes:
         width = math.prod(shape[1:])
-        ranges = sorted(_ranges(shape[0], width, len(kept)), key=lambda r: r[0] - r[1])
-        least = heapq.nsmallest(len(ranges), range(len(kept)), key=kept.__getitem__)
+        ranges = sorted(_ranges(shape[0], width, len(loads)), key=lambda r: r[0] - r[1])
+        least = heapq.nsmallest(len(ranges), range(len(loads)), key=loads.__getitem__)
         for rank, (lo, hi) in zip(least, ranges):
-            kept[rank] += (hi - lo) * width
+            loads[rank] += (hi - lo) * width
         yield list(zip(least, ranges))
 
 

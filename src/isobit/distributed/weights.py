@@ -56,29 +56,29 @@ def share_rows(stored: Sequence[Stored], shards: Shards) -> None:
         _take(*tensor, shards)
 
 
-def _bytes(part: Sequence[Stored], shards: Shards, rank: int) -> list[Tensor]:
+def _bytes(tensors: Sequence[Stored], shards: Shards, rank: int) -> list[Tensor]:
     """Return the bytes of a rank's rows, tensor by tensor, in their storage."""
     pieces = []
-    for tensor in part:
+    for tensor in tensors:
         rows = shards.rows[tensor.name][rank]
         if rows[1] > rows[0]:
             pieces.append(as_bytes(tensor.rows(rows)))
     return pieces
 
 
-def _packed(part: Sequence[Stored], shards: Shards, rank: int) -> Tensor:
-    pieces = _bytes(part, shards, rank)
+def _packed(tensors: Sequence[Stored], shards: Shards, rank: int) -> Tensor:
+    pieces = _bytes(tensors, shards, rank)
     if rank == shards.ranks.rank and pieces:
         return torch.cat(pieces)
-    return torch.empty(sum(map(len, pieces)), dtype=torch.uint8, device=part[0].tensor.device)
+    return torch.empty(sum(map(len, pieces)), dtype=torch.uint8, device=tensors[0].tensor.device)
 
 
 def _take(
-    part: Sequence[Stored], buffers: Sequence[Tensor], wait: Callable[[], None], shards: Shards
+    tensors: Sequence[Stored], buffers: Sequence[Tensor], wait: Callable[[], None], shards: Shards
 ) -> None:
     wait()
     for rank, buffer in enumerate(buffers):
-        pieces = _bytes(part, shards, rank)
+        pieces = _bytes(tensors, shards, rank)
         if rank == shards.ranks.rank or not pieces:
             continue
         for piece, received in zip(pieces, buffer.split([len(piece) for piece in pieces])):

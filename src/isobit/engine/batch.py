@@ -21,8 +21,9 @@ from isobit.model.adapters.multi_lora import MultiLora
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """`tokens` [T] and `layout` go into the model. Of the hidden states, rows `take` (None: all)
-    are sampled from, and draw r is from the `source[r]`-th of these (None: each from its own)."""
+    """The tensors of a step. `tokens` [T] and `layout` go into the model. Of the hidden states,
+    rows `take` (None: all) are sampled from, and draw r is from the `source[r]`-th of these (None:
+    each from its own)."""
 
     tokens: Tensor
     layout: Layout

@@ -19,8 +19,8 @@ from isobit.model import Model
 
 
 class Graph(Protocol):
-    """Something that runs one function again and again, from where that reads to where it
-    writes."""
+    """A captured function that is computed again and again, from the same inputs to the same
+    outputs in memory."""
 
     asynchronous: bool
     """Whether `replay` returns before the function is computed. Such a graph is captured on padded

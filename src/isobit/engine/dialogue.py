@@ -29,9 +29,10 @@ from isobit.model.text.tool_formats.turn import turn_of
 
 @dataclass(frozen=True, eq=False)
 class Dialogue:
-    """Conversations with `environments`. `parser` reads the calls of an answer. `max_tokens`: of an
-    episode's completion, given ones included (None: as many as the model's context takes); where it
-    `forks`, of each of its contexts. `keys` number the episodes."""
+    """The rules of conversations with `environments`. `parser` reads the calls of an answer.
+    `max_tokens`: those of an episode's completion, given tokens included (None: as many as the
+    model's context takes); where it `forks`, those of each of its contexts. `keys` number the
+    episodes."""
 
     environments: Environments
     tokenizer: Tokenizer

@@ -39,19 +39,21 @@ _WAIT_S = 0.05  # for a reply, where the engine has nothing to do
 
 @dataclass(eq=False)
 class _Open:
-    """An episode under way, one sample of its group's request, on a `given` prompt. `so_far`: the
-    completion of its context, and `earlier` that of the contexts before, `forks` of them. `begin`:
-    where the tokens of its last turn begin in the former; `turns` have been sampled. `asked`: what
-    the engine computes of it now. `over`: no turn follows; `done`: its environment says so; `cut`:
-    no tokens are left for one."""
+    """An episode under way, one sample of its group's request.
+
+    `row_prompt`: the prompt of its row. `so_far`: the completion of its context, and `earlier` that
+    of the contexts before, `forks` of them. `begin`: where the tokens of its last turn begin in the
+    former; `turns` have been sampled. `request`: the one that the engine computes now. `over`: no
+    turn follows; `done`: its environment says so; `cut`: no tokens are left for one.
+    """
 
     key: int
     group: Request
     sample: int
-    given: Prompt
+    row_prompt: Prompt
     columns: Mapping[str, Any]
     began: Reply | None = None
-    asked: Request | None = None
+    request: Request | None = None
     so_far: Completion | None = None
     earlier: Completion | None = None
     forks: int = 0
@@ -68,14 +70,14 @@ class _Open:
     def prompt(self) -> Prompt:
         """The prompt, as its environment has changed it."""
         changed = None if self.began is None else self.began.prompt
-        return self.given if changed is None else changed
+        return self.row_prompt if changed is None else changed
 
     @property
     def changed_prompt(self) -> DataPrompt | None:
         """The prompt that its environment has made of the given one; None where it is as it was
         given."""
         changed = None if self.began is None else self.began.prompt
-        return None if changed is None or list(changed) == list(self.given) else changed
+        return None if changed is None or list(changed) == list(self.row_prompt) else changed
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -154,9 +156,9 @@ class Episodes:
         """Drop a group's episodes, whatever state they are in."""
         for episode in self._groups.pop(request, ()):
             self._forget(episode)
-            if episode.asked is not None:
-                self._asked.pop(episode.asked, None)
-                self._engine.cancel(episode.asked)
+            if episode.request is not None:
+                self._asked.pop(episode.request, None)
+                self._engine.cancel(episode.request)
         self._engine.cancel(request)
 
     def generate(
@@ -228,7 +230,7 @@ class Episodes:
                 raise IsobitError(f"environment: with what reset adds, {error}") from None
             self._asked[request] = {episode.sample: episode for episode in members}
             for episode in members:
-                episode.asked = request
+                episode.request = request
 
     def _answered(self, request: Request, completion: Completion) -> None:
         """Take a sampled turn, and ask its environment what follows."""
@@ -239,7 +241,7 @@ class Episodes:
         episode = waiting.pop(completion.sample_index)
         if not waiting:
             del self._asked[request]
-        episode.so_far, episode.asked = completion, None
+        episode.so_far, episode.request = completion, None
         turn, message = self._said.turn(episode.turns, completion, episode.begin, episode.tools)
         episode.messages.append(message)
         episode.turns += 1
@@ -293,15 +295,15 @@ class Episodes:
             episode.earlier, episode.so_far, episode.begin = episode.completion, None, 0
             episode.forks += 1
             key = episode.sample + episode.forks * MOST_SAMPLES
-            episode.asked = self._engine.submit(
+            episode.request = self._engine.submit(
                 context, sampling, group.prompt_id, key, group.adapter
             )
-            self._asked[episode.asked] = {key: episode}
+            self._asked[episode.request] = {key: episode}
             return
         known = len(so_far.prompt_token_ids) + len(so_far.token_ids)
         episode.begin = len(context) - len(so_far.prompt_token_ids)
-        episode.asked = self._engine.continue_from(so_far, context[known:], sampling)
-        self._asked[episode.asked] = {so_far.sample_index: episode}
+        episode.request = self._engine.continue_from(so_far, context[known:], sampling)
+        self._asked[episode.request] = {so_far.sample_index: episode}
 
     def _room(self, group: Request, tokens: int) -> int:
         """Return how many tokens the next turn may have, in an episode that has `tokens`

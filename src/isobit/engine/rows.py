@@ -17,8 +17,8 @@ from isobit.engine.sampler import NEUTRAL, Kinds, kinds_of
 
 
 class DecodeRows:
-    """Per row: the sequence's slot, its next input token and position, its page table, and the key
-    and the settings of its next sample."""
+    """The table of decoding rows: each row's sequence by its slot, its next input token and
+    position, its page table, and the key and the settings of its next sample."""
 
     def __init__(self, capacity: int, page_size: int) -> None:
         self.capacity = capacity

@@ -111,7 +111,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class EngineSize:
-    """The sizes of an engine: its KV cache, batch and captured steps."""
+    """An engine's memory and batch."""
 
     kv_pages: Annotated[
         int | None, at_least(1), "pages of the KV cache; default: as many as one step needs"

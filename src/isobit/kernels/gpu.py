@@ -86,7 +86,7 @@ def versions() -> dict[str, str]:
 
 
 def computed_by(ops: Ops) -> dict[str, str]:
-    """Return all that can change a bit of what a backend computes here."""
+    """Return the facts that can change a bit of what a backend computes here, by name."""
     return {"backend": ops.backend, "consistency": ops.consistency, "order": ops.order} | versions()
 
 

@@ -74,7 +74,7 @@ class KVStore:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that it holds."""
+        """The tensors of the store: keys, values, their scales and counts."""
         return [
             t for t in (self.k, self.v, self.k_scale, self.v_scale, self.counts) if t is not None
         ]
@@ -85,7 +85,7 @@ class KVStore:
         return sum(t.untyped_storage().nbytes() for t in self.tensors if t is not self.counts)
 
     def by_page(self, page_size: int) -> list[Tensor]:
-        """Return what of it belongs to pages, each a view [pages, page_size, ...]."""
+        """Return the tensors that belong to pages, each a view [pages, page_size, ...]."""
         scales = () if self.calibrated else (self.k_scale, self.v_scale)
         return [
             t.view(-1, page_size, *t.shape[1:]) for t in (self.k, self.v, *scales) if t is not None
@@ -134,7 +134,7 @@ class StateStore:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that it holds."""
+        """The tensors of the store."""
         return [self.inputs, self.states]
 
     @property
@@ -143,7 +143,7 @@ class StateStore:
         return sum(t.untyped_storage().nbytes() for t in self.tensors)
 
     def by_page(self, page_size: int) -> list[Tensor]:
-        """Return what of it belongs to pages, each [pages, ...]."""
+        """Return the tensors that belong to pages, each [pages, ...]."""
         return self.tensors
 
 

@@ -14,8 +14,8 @@ class Watching:
 
 
 def unwatched(ops: Ops) -> Ops:
-    """Return the operators below all that look: for what a backward computes again, and a forward
-    has shown already."""
+    """Return the operators below all watching ones: for what a backward computes again, which a
+    forward has shown already."""
     while isinstance(ops, Watching):
         ops = ops._ops
     return ops

@@ -66,9 +66,9 @@ class Sources:
         dtype = flow.compute.dtype
         return tuple(self._factors_of(proj, self.adapter, dtype) for proj in self.adapter.of(name))
 
-    def _factors_of(self, one: Projection, adapter: Adapter, dtype: torch.dtype) -> LowRank:
-        values = [self.leaves[name].detach() for name in one.masters]
-        expert, together = one.expert, None
+    def _factors_of(self, projection: Projection, adapter: Adapter, dtype: torch.dtype) -> LowRank:
+        values = [self.leaves[name].detach() for name in projection.masters]
+        expert, together = projection.expert, None
         if expert is None:
             working = [factor.to(dtype, copy=True) for factor in values]
         else:
@@ -84,9 +84,9 @@ class Sources:
                 into.copy_(factor)
         a, b = (
             Weight(name, self.leaves[name], factor, None, None)
-            for name, factor in zip(one.masters, working)
+            for name, factor in zip(projection.masters, working)
         )
-        return LowRank(a, b, one.lo, one.hi, adapter.scale, together)
+        return LowRank(a, b, projection.lo, projection.hi, adapter.scale, together)
 
 
 def factors(name: str, adapter: Adapter, compute: Format, ops: Ops) -> Factors | None:
@@ -115,14 +115,18 @@ def with_adapter(
             assert isinstance(factor.working, Tensor)
             return replace(factor, prepared=ops[use].prepare(factor.working))
 
-        def change(part: Weight | Vector) -> Weight | Vector:
-            if isinstance(part, Vector):
-                return replace(part, master=FROZEN)
-            key = part.name, id(part.prepared)
+        def change(parameter: Weight | Vector) -> Weight | Vector:
+            if isinstance(parameter, Vector):
+                return replace(parameter, master=FROZEN)
+            key = parameter.name, id(parameter.prepared)
             if key not in made:
-                made[key] = map_parts(sources.low_rank(part.name, precision.flow(use)), prepared)
-            bias = None if part.bias is None else FROZEN
-            frozen = replace(part, master=FROZEN, bias_master=bias, own_copy=False, several=None)
+                made[key] = map_parts(
+                    sources.low_rank(parameter.name, precision.flow(use)), prepared
+                )
+            bias = None if parameter.bias is None else FROZEN
+            frozen = replace(
+                parameter, master=FROZEN, bias_master=bias, own_copy=False, several=None
+            )
             return replace(frozen, adapters=made[key])
 
         changed: Working = map_parts(working, change)
@@ -146,8 +150,8 @@ def make_working(
     made: Made,
     multiplying: Ops,
 ) -> Working:
-    """Working weights of a use. Parts found in `made` are shared, the others are added to it. `ops`
-    quantize; the use multiplies with `multiplying`, which prepare the weights."""
+    """Make the working weights of a use. Weights in `made` are shared, new ones are added to it.
+    `ops` quantize; the use multiplies with `multiplying`, which prepare the weights."""
     pieces: list[Layer | Outside] = []
     for index in (None, *range(config.num_layers)):
         flow = precision.flow(use, index, config.num_layers)
@@ -164,17 +168,17 @@ def make_working(
     return Working(outside, tuple(layer for layer in layers if isinstance(layer, Layer)))
 
 
-def _prepared(part: Layer | Outside, ops: Ops) -> Any:
+def _prepared(weights: Layer | Outside, ops: Ops) -> Any:
     """Return the same with every linear layer's weight prepared for `ops`."""
 
-    def change(part: Weight | Vector) -> Weight | Vector:
-        if not isinstance(part, Weight) or isinstance(
-            part.working, PackedFP4
+    def change(parameter: Weight | Vector) -> Weight | Vector:
+        if not isinstance(parameter, Weight) or isinstance(
+            parameter.working, PackedFP4
         ):  # of nibbles there are no packs
-            return part
-        return replace(part, prepared=ops.prepare(part.working))
+            return parameter
+        return replace(parameter, prepared=ops.prepare(parameter.working))
 
-    return map_parts(part, change)
+    return map_parts(weights, change)
 
 
 def _make_outside(config: ModelConfig, flow: Flow, sources: Sources) -> Outside:

@@ -1,11 +1,21 @@
-"""A model without its weights: what its config.json and its tokenizer's files say."""
+"""What a model's directory holds: its config and tokenizer alone, or its weights too."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from isobit.data.foreign import exists
+from isobit.distributed import Ranks
 from isobit.errors import IsobitError
-from isobit.model.adapters.peft import base_of, brings_tokenizer, is_adapter
-from isobit.model.hub.checkpoint import model_folder, read_json
+from isobit.model.adapters.low_rank import Adapter
+from isobit.model.adapters.peft import base_of, brings_tokenizer, is_adapter, read_peft
+from isobit.model.adapters.targets import NewAdapter, new_adapter
+from isobit.model.hub import names
+from isobit.model.hub.checkpoint import model_folder, open_weights, read_json
 from isobit.model.hub.config import ModelConfig
 from isobit.model.text.tokenizer import DEFAULT_RULES, TextRules, Tokenizer
 
@@ -32,6 +42,65 @@ def described(
     tokenizer = Tokenizer.load(base if base != folder and brings_tokenizer(base) else folder, rules)
     check_vocabulary(config, tokenizer)
     return Described(config, tokenizer)
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """The contents of a directory: of the masters, the rows that a rank keeps; with an adapter all,
+    one at a time."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer
+    masters: Mapping[str, Tensor]
+    generation: dict[str, object]
+    adapter: Adapter | None
+    directory: Path
+    beyond: Mapping[str, Tensor]
+
+
+def read_directory(
+    directory: Path,
+    adapter: str | Path | NewAdapter | None,
+    ranks: Ranks,
+    device: torch.device,
+    files: ExitStack,
+    dtype: torch.dtype,
+    rules: TextRules,
+    vocabulary: int | None,
+) -> Contents:
+    """Read a directory. `files`: of a model whose adapter is trained, they stay open in it."""
+    if is_adapter(directory):
+        if adapter is not None:
+            raise IsobitError(
+                f"{directory} is an adapter itself; give the model that another one is for"
+            )
+        directory, adapter = base_of(directory), directory
+    config = ModelConfig.from_hf(
+        read_json(directory / "config.json"), str(directory / "config.json")
+    )
+    where, model_path = str(directory), directory
+    weights = files.enter_context(
+        open_weights(directory, lambda shapes: names.check_shapes(shapes, config, where))
+    )
+    names.check_tied(weights.rows, weights.shapes, config, where, ranks)
+    beyond: Mapping[str, Tensor] = {}
+    if vocabulary is not None and vocabulary < config.vocab_size:
+        beyond = names.beyond(weights.rows, config, vocabulary)
+        config = replace(config, vocab_size=vocabulary)
+    factors = None
+    if isinstance(adapter, NewAdapter):
+        factors = new_adapter(config, adapter, str(directory.resolve()))
+    elif adapter is not None:
+        folder = model_folder(adapter, "adapter")
+        factors = read_peft(folder, config, str(directory.resolve()))
+        model_path = folder if brings_tokenizer(folder) else model_path
+    tokenizer = Tokenizer.load(model_path, rules)
+    masters: Mapping[str, Tensor] = names.Fused(weights.rows, config, device, weights.shapes)
+    if factors is None:
+        masters = names.fuse(weights.rows, config, ranks, dtype, weights.shapes)
+    more = model_path / "generation_config.json"
+    generation = read_json(more) if exists(more) else {}
+    return Contents(config, tokenizer, masters, generation, factors, directory, beyond)
 
 
 def check_vocabulary(config: ModelConfig, tokenizer: Tokenizer, where: str = "") -> None:

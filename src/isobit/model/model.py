@@ -8,7 +8,7 @@ log-probabilities of given tokens.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isobit.data.foreign import exists
 from isobit.distributed import ALONE, Ranks
 from isobit.distributed.files import Part
 from isobit.errors import IsobitError
@@ -25,22 +24,18 @@ from isobit.kernels.sampling.top import top_of_rows
 from isobit.model.adapters.low_rank import Adapter
 from isobit.model.adapters.multi_lora import MultiLora
 from isobit.model.adapters.peft import (
-    base_of,
     brings_tokenizer,
     check_served,
-    is_adapter,
     read_peft,
     write_peft,
 )
 from isobit.model.adapters.targets import NewAdapter, new_adapter
-from isobit.model.described import check_vocabulary
+from isobit.model.described import Contents, check_vocabulary, read_directory
 from isobit.model.forward.sequences import passes, token_sequences
 from isobit.model.hub import names
 from isobit.model.hub.checkpoint import (
     SHARD_BYTES,
     model_folder,
-    open_weights,
-    read_json,
     write_json,
     write_weights,
 )
@@ -67,6 +62,7 @@ class Model:
         self.transformer = transformer
         self.tokenizer = tokenizer
         self.generation: dict[str, object] = {}  # generation_config.json, kept for `save`
+        self.beyond: Mapping[str, Tensor] = {}  # rows of unused token ids, kept for `save`
         self.directory: Path | None = (
             None  # where its weights were read; of an adapter, its model's
         )
@@ -94,6 +90,7 @@ class Model:
         adapter: str | Path | NewAdapter | None = None,
         masters: str = "fp32",
         rules: TextRules = DEFAULT_RULES,
+        vocabulary: int | None = None,
     ) -> "Model":
         """Return a Hugging Face directory of a supported family (`families/`); `precision` is a
         preset's name, a mapping, or a `Precision`. Several `ranks` share the masters, and all must
@@ -101,20 +98,21 @@ class Model:
 
         With an `adapter`, a PEFT folder or a new one, the model is frozen and the adapter's are the
         only masters. A PEFT folder may be the `path`; its config names the model. `masters`: fp32,
-        or bf16, to which what is read is rounded. `rules`: for texts of prompts.
+        or bf16, to which what is read is rounded. `rules`: for texts of prompts. `vocabulary`: the
+        number of token ids that the model has; rows of the directory beyond them are not computed
+        with, and `save` writes them as they were.
 
         Raises IsobitError, in one line, for whatever is wrong with the directory or the arguments.
         """
         dtype = _dtype_of(masters)
         with ExitStack() as files:
 
-            def read() -> tuple[Precision, Ops, _Read]:
+            def read() -> tuple[Precision, Ops, Contents]:
                 flow, ops = precision_from(precision), get_ops(backend, consistency)
-                return (
-                    flow,
-                    ops,
-                    _read(model_folder(path), adapter, ranks, ops.device, files, dtype, rules),
-                )
+                folder = model_folder(path)
+                given = ranks, ops.device, files, dtype, rules, vocabulary
+                read = read_directory(folder, adapter, *given)
+                return flow, ops, read
 
             flow, ops, tensors = ranks.run_on_all(read)
             transformer = Transformer(
@@ -122,6 +120,7 @@ class Model:
             )
         model = Model(transformer, tensors.tokenizer)
         model.generation, model.directory = tensors.generation, tensors.directory
+        model.beyond = tensors.beyond
         return model
 
     @staticmethod
@@ -173,7 +172,7 @@ class Model:
             self.config, precision_from(precision), self.ops, masters, self.ranks, dtype=dtype
         )
         model = Model(transformer, self.tokenizer)
-        model.generation = self.generation
+        model.generation, model.beyond = self.generation, self.beyond
         return model
 
     def without_adapter(self) -> "Model":
@@ -350,6 +349,7 @@ class Model:
             write_peft(Path(directory), adapter, self.named_parameters(), self.ranks)
             return
         tensors = names.split(self.named_parameters(), self.config, dtype, self.ranks)
+        tensors = names.with_rows(tensors, self.beyond)
         self.write(Path(directory), tensors, {"dtype": _name(dtype)}, shard_bytes)
 
     def write(
@@ -367,7 +367,9 @@ class Model:
     def _write_rest(self, directory: Path, keys: Mapping[str, Any] | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         if keys is not None:
-            write_json(directory / "config.json", {**self.config.to_hf(), **keys})
+            ids = self.config.vocab_size + max(map(len, self.beyond.values()), default=0)
+            config = replace(self.config, vocab_size=ids)
+            write_json(directory / "config.json", {**config.to_hf(), **keys})
         eos = list(self.tokenizer.eos_ids)
         generation = {
             "bos_token_id": self.config.bos_id,
@@ -413,60 +415,6 @@ class Model:
             adapters = served.assignment(np.full(len(tokens), served.number(adapter)))
         layout = Layout.packed([len(row) for row in rows])
         return self.transformer.hidden(tokens, layout, use=use, adapters=adapters)
-
-
-@dataclass(frozen=True, eq=False)
-class _Read:
-    """The contents of a directory: of the masters, the rows that a rank keeps; with an adapter all,
-    one at a time."""
-
-    config: ModelConfig
-    tokenizer: Tokenizer
-    masters: Mapping[str, Tensor]
-    generation: dict[str, object]
-    adapter: Adapter | None
-    directory: Path
-
-
-def _read(
-    directory: Path,
-    adapter: str | Path | NewAdapter | None,
-    ranks: Ranks,
-    device: torch.device,
-    files: ExitStack,
-    dtype: torch.dtype,
-    rules: TextRules,
-) -> _Read:
-    """Read a directory. `files`: of a model whose adapter is trained, they stay open in it."""
-    if is_adapter(directory):
-        if adapter is not None:
-            raise IsobitError(
-                f"{directory} is an adapter itself; give the model that another one is for"
-            )
-        directory, adapter = base_of(directory), directory
-    config = ModelConfig.from_hf(
-        read_json(directory / "config.json"), str(directory / "config.json")
-    )
-    where, model_path = str(directory), directory
-    factors = None
-    if isinstance(adapter, NewAdapter):
-        factors = new_adapter(config, adapter, str(directory.resolve()))
-    elif adapter is not None:
-        folder = model_folder(adapter, "adapter")
-        factors = read_peft(folder, config, str(directory.resolve()))
-        model_path = folder if brings_tokenizer(folder) else model_path
-    tokenizer = Tokenizer.load(model_path, rules)
-    weights = files.enter_context(
-        open_weights(directory, lambda shapes: names.check_shapes(shapes, config, where))
-    )
-    names.check_tied(weights.rows, weights.shapes, config, where, ranks)
-    masters: Mapping[str, Tensor] = names.Fused(weights.rows, config, device, weights.shapes)
-    if factors is None:
-        masters = names.fuse(weights.rows, config, ranks, dtype, weights.shapes)
-    more = model_path / "generation_config.json"
-    return _Read(
-        config, tokenizer, masters, read_json(more) if exists(more) else {}, factors, directory
-    )
 
 
 def _dtype_of(masters: str) -> torch.dtype:

@@ -58,8 +58,8 @@ class Transformer:
 
     `masters` are those of `parameter_shapes`, which defines their names and order: all their rows,
     or those that this one of several `ranks` keeps. After changing them call `sync`, with their
-    names if not all of them changed. None: another process has them, and sends the rollout's
-    working weights (`engine/fleet/weight_bytes.py`); there are no others.
+    names if not all of them changed. None: another process has the masters, and sends the rollout's
+    working weights (`engine/fleet/weight_bytes.py`), the only weights here.
 
     With an `adapter` nothing else is trained: `masters` are whole, each is read once, made a
     working weight and not kept, and the masters here are the adapter's. `dtype` is that of the
@@ -176,10 +176,10 @@ class Transformer:
         rollout weights nor syncs."""
         nothing = torch.empty(0)
 
-        def without_master(part: Weight | Vector) -> Weight | Vector:
-            if isinstance(part, Weight):
-                return replace(part, master=nothing, bias_master=None)
-            return replace(part, master=nothing)
+        def without_master(parameter: Weight | Vector) -> Weight | Vector:
+            if isinstance(parameter, Weight):
+                return replace(parameter, master=nothing, bias_master=None)
+            return replace(parameter, master=nothing)
 
         frozen = map_parts(self._working["learner"], without_master)
         self._working, self._receiver = dict.fromkeys(USES, frozen), None
@@ -190,8 +190,8 @@ class Transformer:
         cache are its own."""
         assert self.adapter is not None
 
-        def bare(part: Weight | Vector) -> Weight | Vector:
-            return replace(part, adapters=()) if isinstance(part, Weight) else part
+        def bare(parameter: Weight | Vector) -> Weight | Vector:
+            return replace(parameter, adapters=()) if isinstance(parameter, Weight) else parameter
 
         clone = copy(self)
         clone.adapter, clone._kv_scales, clone._watches = None, None, {}
@@ -238,10 +238,10 @@ class Transformer:
         clone, serving = copy(self if self.adapter is None else self.without_adapter()), MultiLora()
         adaptable = {proj.weight for proj in projections(self.config)}
 
-        def change(part: Weight | Vector) -> Weight | Vector:
-            if not isinstance(part, Weight) or part.name not in adaptable:
-                return part
-            return replace(part, several=serving.of(part.name))
+        def change(parameter: Weight | Vector) -> Weight | Vector:
+            if not isinstance(parameter, Weight) or parameter.name not in adaptable:
+                return parameter
+            return replace(parameter, several=serving.of(parameter.name))
 
         clone._working = {**clone._working, "rollout": map_parts(clone._working["rollout"], change)}
         clone.served, clone._watches = serving, {}
@@ -304,8 +304,8 @@ class Transformer:
 
     @contextmanager
     def watched(self, watch: Watch, use: str = "learner") -> Iterator[None]:
-        """Inside, forwards of a use compute with the operators that `watch` returns for each layer;
-        an earlier watch is suspended."""
+        """Let forwards of a use compute, inside this context, with the operators that `watch`
+        returns for each layer; an earlier watch is suspended."""
         previous = self._watches
         self._watches = previous | {use: watch}
         try:
@@ -331,7 +331,8 @@ class Transformer:
         return head_logprobs(hidden, *arguments, filtering, context, self.config.logit_cap, keep)
 
     def head_divergence(self, hidden: Tensor, other: Other, divergence: DivergenceOf) -> Tensor:
-        """[T] float32, of the learner's logits from another model's, in chunks of rows."""
+        """Return the divergence [T] float32 of the learner's logits from another model's, in chunks
+        of rows."""
         head, ops = self._working["learner"].outside.head, self.ops["learner"]
         rows, cap = self.head_rows, self.config.logit_cap
         return head_divergence(hidden, head, other, divergence, rows, ops, cap)
@@ -391,8 +392,8 @@ class Transformer:
         return names | {key: names[id(weight)] for key, weight in packs.items()}
 
     def working_bytes(self) -> tuple[int, int]:
-        """Return the bytes of the rollout's working weights, and of those of the learner that are
-        not the rollout's."""
+        """Return (bytes of the rollout's working weights, bytes of the learner's that the rollout
+        does not share)."""
         rollout, learner = (
             {id(t): nbytes(t) for _, t, _ in self._working[use].tensors()} for use in USES
         )
@@ -401,7 +402,7 @@ class Transformer:
         )
 
     def packed_bytes(self) -> int:
-        """Bytes of the backend's packs, which come on top of the working weights."""
+        """Return the bytes of the backend's packs, which come on top of the working weights."""
         packs = {
             key: packed
             for working in self._working.values()
@@ -438,8 +439,8 @@ class Transformer:
 
     @property
     def kv_scales(self) -> KVScales | None:
-        """The calibrated scales of the KV cache, and of queries if the flow has them; None before
-        calibration."""
+        """The calibrated scales of the KV cache, with those of queries if the flow has them; None
+        before calibration."""
         return self._kv_scales
 
     def calibrate(self, scales: KVScales | None) -> None:
@@ -447,7 +448,7 @@ class Transformer:
         self._kv_scales = scales
 
     def layer_scales(self, layer: int) -> Tensor:
-        """Calibrated scales [2] of K and V. Raises IsobitError if there are none."""
+        """Return the calibrated scales [2] of K and V. Raises IsobitError before calibration."""
         return scales_of(self._kv_scales)[layer, :2]
 
     def check_scales(self) -> None:

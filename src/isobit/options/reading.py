@@ -101,12 +101,13 @@ def renamed(
             value = result.pop(old)
             result[option.name] = now[value] if now else value
             was, new = (f": {value}", f": {now[value]}") if now else ("", "")
-            _say_renamed(".".join(map(str, (*path, old))) + was, option.name + new)
+            say_renamed(".".join(map(str, (*path, old))) + was, option.name + new)
     return result
 
 
 @cache
-def _say_renamed(old: str, new: str) -> None:
+def say_renamed(old: str, new: str) -> None:
+    """Warn, once, that an option is called otherwise now."""
     print(
         f"warning: {old} is called {new} now; the old name ends with this release", file=sys.stderr
     )

@@ -64,11 +64,11 @@ class QuantTotals:
             Tensor
         ] = []  # per tensor [2, blocks] float64: sums of squares of values and of noise
 
-    def add(self, found: ErrorSums) -> None:
+    def add(self, sums: ErrorSums) -> None:
         """Add the error sums of a matrix and its quantization."""
-        self._counts.append(found.counts)
-        self._squares.append(found.squares)
-        self.count += found.count
+        self._counts.append(sums.counts)
+        self._squares.append(sums.squares)
+        self.count += sums.count
 
     def merge(self, other: "QuantTotals") -> None:
         """Add the totals of another `QuantTotals`."""

@@ -96,10 +96,10 @@ def unpacked_scales(scales: Tensor, common: Tensor) -> Tensor:
     return torch.where(scales == 0, 1.0, scales.view(E4M3.dtype).float() * common)
 
 
-def panels(count: int, other: int) -> list[slice]:
-    """Return `count` rows or columns, of `other` elements each, in parts of about a million
+def panels(count: int, width: int) -> list[slice]:
+    """Divide `count` rows or columns, of `width` elements each, into slices of about a million
     elements, at multiples of 16."""
-    size = max(_PANEL // max(other, 1) // GROUP, 1) * GROUP
+    size = max(_PANEL // max(width, 1) // GROUP, 1) * GROUP
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 

@@ -13,7 +13,8 @@ from isobit.model.text.tokenizer import Tokenizer
 from isobit.model.text.tool_formats.base import Reply, ToolFormat, Tools
 from isobit.serve.channels import ChannelStream
 from isobit.serve.chat import as_openai
-from isobit.serve.prompts import KEY, Front, Told, echoed, likely
+from isobit.serve.prompts import KEY, Front, echoed, likely
+from isobit.serve.protocol import TextRequest
 from isobit.serve.scoring import Scores, Scoring
 from isobit.serve.streams import TextStream
 from isobit.serve.thinking import CONTENT, REASONING, Certain, ThoughtStream
@@ -24,11 +25,11 @@ _Shown = tuple[int, str, float]  # a token, its text or name, its log-probabilit
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """A request that is being answered. `chat`: messages, and not a text; `form`: how the model
-    writes messages and calls; `tools`: the tools of the request, whose calls are read, or
-    `one_call` alone; `told`: what the answer tells of its prompts; `texts`: of the prompts, None for
-    one that was given as tokens; `sampled`: False where the answer tells of the prompts alone;
-    `salt`: of cached pages."""
+    """A request that is being answered, by an `adapter`. `chat`: messages, and not a text; `form`:
+    how the model writes messages and calls; `tools`: the tools of the request, whose calls are read,
+    or `one_call` alone; `own_top`: each sampled token stands alone in the place of the likeliest;
+    `keys`: what the answer tells, and how; `texts`: of the prompts, None for one that was given as
+    tokens; `sampled`: False where the answer tells of the prompts alone."""
 
     model: str
     tokenizer: Tokenizer
@@ -36,15 +37,14 @@ class Asked:
     sampling: Sampling
     chat: bool = False
     logprobs: bool = False
-    token_ids: bool = False
-    tokens_by_id: bool = False
+    own_top: bool = False
+    keys: TextRequest = field(default_factory=TextRequest)
     form: ToolFormat | None = None
     tools: Tools = ()
     one_call: bool = False
-    told: Told = field(default_factory=Told)
     texts: Sequence[str | None] = ()
     sampled: bool = True
-    salt: bytes | None = None
+    adapter: str | None = None
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -67,24 +67,29 @@ class Asked:
 
     def scorings(self) -> list[Scoring | None]:
         """Return the scores to compute of each prompt itself; None: none."""
-        return self.told.scorings(self.prompts, self._tops, self.sampled)
+        told = [self.keys.prompt_logprobs, self._tops if self.keys.echo else None]
+        top = max((count for count in told if count is not None), default=None)
+        if top is None:
+            return [None if self.sampled else Scoring(0, 0)] * len(self.prompts)
+        return [Scoring(len(prompt), top) for prompt in self.prompts]
 
     def front(self, prompt: int, scores: Scores | None) -> Front:
         """Return what the answer tells of a prompt by its `scores`, None: none were asked for. Slow
         where it tells of many tokens."""
-        tokens, told = self.prompts[prompt], self.told
+        tokens, keys = self.prompts[prompt], self.keys
         text, logprobs, beside = "", None, dict[str, Any]()
-        if told.echo:
+        if keys.echo:
             given = self.texts[prompt]
             text = self.tokenizer.decode(tokens) if given is None else given
             if self._tops is not None:
                 assert scores is not None
-                logprobs = echoed(self.tokenizer, tokens, scores, self._tops, self.tokens_by_id)
-        if self.token_ids:
+                by_id = keys.return_tokens_as_token_ids
+                logprobs = echoed(self.tokenizer, tokens, scores, self._tops, by_id, self.own_top)
+        if self.keys.return_token_ids:
             beside["prompt_token_ids"] = list(tokens)
-        if told.likeliest is not None:
+        if keys.prompt_logprobs is not None:
             assert scores is not None
-            beside[KEY] = likely(self.tokenizer, tokens, scores, told.likeliest)
+            beside[KEY] = likely(self.tokenizer, tokens, scores, keys.prompt_logprobs)
         return Front(text, logprobs, beside)
 
     def nothing(self, prompt: int, version: int) -> list[Completion]:
@@ -92,9 +97,6 @@ class Asked:
         ids = list(self.prompts[prompt])
         samples = range(self.sampling.n)
         return [Completion(prompt, each, ids, [], "", [], "length", version) for each in samples]
-
-    def _word(self, before: int, token: int) -> str:
-        return token_words(self.tokenizer, before, [token], self.tokens_by_id)[0]
 
     def size(self, before: int, token: int) -> int:
         """Return the number of characters that begin in a token that follows another one."""
@@ -105,16 +107,17 @@ class Asked:
         """Return the index of a choice, by its prompt and sample."""
         return prompt * self.sampling.n + sample
 
-    def usage(self, sampled: int, cached: int) -> dict[str, Any]:
+    def usage(self, sampled: int, cached: int | None) -> dict[str, Any]:
         """Return the usage: tokens of all prompts, tokens of these that were found in the cache,
-        and tokens of all answers."""
+        None: not known yet, and tokens of all answers."""
         prompt = sum(map(len, self.prompts))
-        return {
+        usage = {
             "prompt_tokens": prompt,
             "completion_tokens": sampled,
             "total_tokens": prompt + sampled,
-            "prompt_tokens_details": {"cached_tokens": cached},
         }
+        details = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}}
+        return {**usage, **details}
 
     def choice(self, prompt: int, completion: Completion, front: Front) -> dict[str, Any]:
         """Return the choice of a complete answer."""
@@ -127,7 +130,7 @@ class Asked:
             drawn = completion.token_ids, completion.logprobs, completion.top_logprobs or ()
             found["logprobs"] = front.before(self.shown(before, *drawn, len(front.text)))
         found["finish_reason"] = reason
-        if self.token_ids:
+        if self.keys.return_token_ids:
             found["token_ids"] = completion.token_ids
         return found if self.chat else found | front.beside
 
@@ -167,21 +170,27 @@ class Asked:
     ) -> Any:
         """Return the log-probabilities of tokens that follow the token `before`, at character
         `start` of an answer, with the likeliest tokens in their places if these were asked for."""
-        by_id, tokenizer = self.tokens_by_id, self.tokenizer
+        by_id, tokenizer = self.keys.return_tokens_as_token_ids, self.tokenizer
         words = token_words(tokenizer, before, tokens, by_id)
         tops = tops if self.sampling.top_logprobs else ()
         others = [
-            [(token, self._word(last, token), value) for token, value in top]
+            [
+                (token, token_words(tokenizer, last, [token], by_id)[0], value)
+                for token, value in top
+            ]
             for last, top in zip((before, *tokens), tops)
         ]
+        if self.own_top:
+            others = [[one] for one in zip(tokens, words, logprobs)]
         if self.chat:
             return self._chat_logprobs(zip(tokens, words, logprobs), others)
         texts = token_words(tokenizer, before, tokens, False) if by_id else words
         sizes = text_sizes(tokenizer, tokens, texts)
+        by_word = [{word: value for _, word, value in reversed(top)} for top in others]
         return {
             "tokens": words,
             "token_logprobs": list(logprobs),
-            "top_logprobs": [_by_word(each) for each in others] if tops else None,
+            "top_logprobs": by_word or None,  # of several tokens with one text the first
             "text_offset": list(accumulate(sizes, initial=start))[:-1],
         }
 
@@ -190,7 +199,11 @@ class Asked:
         likeliest `others` in their places. A token that is named by its id has no bytes."""
 
         def one(token: int, word: str, logprob: float) -> dict[str, Any]:
-            known = None if self.tokens_by_id else token_bytes(self.tokenizer, token, word)
+            known = (
+                None
+                if self.keys.return_tokens_as_token_ids
+                else token_bytes(self.tokenizer, token, word)
+            )
             return {
                 "token": word,
                 "logprob": logprob,
@@ -204,12 +217,6 @@ class Asked:
                 for each, top in zip(drawn, tops)
             ]
         }
-
-
-def _by_word(shown: Sequence[_Shown]) -> dict[str, float]:
-    """Return the log-probabilities of the likeliest tokens by their texts; of several tokens with
-    one text that of the first."""
-    return {word: logprob for _, word, logprob in reversed(shown)}
 
 
 class ChoiceStream:
@@ -248,7 +255,7 @@ class ChoiceStream:
     def take(self) -> dict[str, Any] | None:
         """Return the piece of the tokens since the last piece; None: there is nothing to send
         yet."""
-        shows_tokens = self._asked.logprobs or self._asked.token_ids
+        shows_tokens = self._asked.logprobs or self._asked.keys.return_token_ids
         if not self._certain and not (shows_tokens and self._tokens):
             return None
         delta, self._certain = self._certain, {}
@@ -285,7 +292,7 @@ class ChoiceStream:
                 self._offset = found["logprobs"]["text_offset"][-1] + last
             self._before = self._tokens[-1]
         found["finish_reason"] = reason
-        if asked.token_ids:
+        if asked.keys.return_token_ids:
             found["token_ids"] = self._tokens
         self._tokens, self._logprobs, self._tops = [], [], []
         return found

@@ -13,13 +13,12 @@ from isobit.data.messages import arguments_of
 from isobit.data.turns import Call
 from isobit.model.text.template_tools import writes_tools
 from isobit.model.text.tokenizer import Tokenizer
-from isobit.serve.requests import BadRequest, Fields
+from isobit.serve.protocol import TemplateKeys
+from isobit.serve.requests import BadRequest
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MOST_MESSAGES = 4096
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
-VARIABLES = ("tools", "tool_choice", "chat_template_kwargs")
-"""The keys of a request that `variables_of` takes."""
 Message = dict[str, Any]
 
 
@@ -75,15 +74,15 @@ def _given_call(where: str, value: Any) -> dict[str, Any]:
     return {**value, "function": {**function, "arguments": arguments}}
 
 
-def variables_of(tools: Any, choice: Any, given: Any) -> dict[str, Any]:
-    """Return the template's variables by `tools`, `tool_choice` and `chat_template_kwargs`. Raises
-    BadRequest."""
+def variables_of(keys: TemplateKeys) -> dict[str, Any]:
+    """Return the template's variables. Raises BadRequest."""
+    tools, given = keys.tools, keys.chat_template_kwargs
     if tools is not None and not (
         isinstance(tools, list)
         and all(isinstance(t, dict) and isinstance(t.get("function"), dict) for t in tools)
     ):
         raise BadRequest("tools: expected a list of objects of type function", "tools")
-    if choice not in (None, "auto", "none"):
+    if keys.tool_choice not in (None, "auto", "none"):
         raise BadRequest(
             "tool_choice: only auto and none are offered: nothing forces a model to call",
             "tool_choice",
@@ -93,23 +92,24 @@ def variables_of(tools: Any, choice: Any, given: Any) -> dict[str, Any]:
             f"chat_template_kwargs: expected an object without {', '.join(sorted(_RESERVED))}",
             "chat_template_kwargs",
         )
-    offered = {} if not tools or choice == "none" else {"tools": tools}
-    return {**(given or {}), **offered}
+    variables = dict[str, Any]()
+    if (effort := keys.reasoning_effort) is not None:  # as vLLM has it
+        variables |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    offered = {} if not tools or keys.tool_choice == "none" else {"tools": tools}
+    return variables | (given or {}) | offered
 
 
-def wants_one_call(messages: Sequence[Message], fields: Fields) -> bool:
-    """Return whether a client wants one call at most. Raises BadRequest for vLLM's
-    `add_generation_prompt` and `continue_final_message` where they ask for what is not done: a last
-    message of the assistant is continued, and no other one."""
+def check_continued(keys: TemplateKeys, messages: Sequence[Message]) -> None:
+    """Raise BadRequest for vLLM's `add_generation_prompt` and `continue_final_message` where they
+    ask for what is not done: a last message of the assistant is continued, and no other one."""
     last = messages[-1]["role"] == "assistant"
     for key, right in (("add_generation_prompt", not last), ("continue_final_message", last)):
-        if fields.flag(key, right) is not right:
+        if getattr(keys, key) not in (None, right):
             raise BadRequest(
                 f"{key}: only {right} is offered where the last message is of role "
                 f"{messages[-1]['role']}: the assistant's is continued",
                 key,
             )
-    return not fields.flag("parallel_tool_calls", True)
 
 
 def check_tools(

@@ -9,53 +9,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from isobit.engine.types import MOST_TOP_LOGPROBS
 from isobit.model.text.tokenizer import Tokenizer
-from isobit.serve.requests import Fields
-from isobit.serve.scoring import Scores, Scoring
+from isobit.serve.scoring import Scores
 from isobit.serve.words import prompt_words, text_sizes, token_words
 
 KEY = "prompt_logprobs"
-
-
-@dataclass(frozen=True)
-class Told:
-    """What is asked of prompts. `echo`: their text and tokens; `likeliest`: so many tokens beside
-    each of theirs, None: no log-probabilities of their own."""
-
-    echo: bool = False
-    likeliest: int | None = None
-
-    @staticmethod
-    def of(fields: Fields, may_echo: bool = False) -> "Told":
-        """Of a request, which `may_echo` its prompt. Raises BadRequest."""
-        echo, likeliest = may_echo and fields.flag("echo"), None
-        if fields.take(KEY, False) is not False:
-            likeliest = fields.whole(KEY, 0, 0, MOST_TOP_LOGPROBS)
-        return Told(echo, likeliest)
-
-    @property
-    def anything(self) -> bool:
-        """Whether anything is asked."""
-        return self.echo or self.likeliest is not None
-
-    def top(self, answers: int | None) -> int | None:
-        """How many of the likeliest tokens are needed in each place, where so many are told in those
-        of `answers`, None: no log-probabilities; None: no scores are."""
-        found = [] if self.likeliest is None else [self.likeliest]
-        if self.echo and answers is not None:
-            found.append(answers)
-        return max(found, default=None)
-
-    def scorings(
-        self, prompts: Sequence[Sequence[int]], answers: int | None, sampled: bool
-    ) -> list[Scoring | None]:
-        """What is asked of each of some prompts; of those that are not `sampled` for, always
-        something."""
-        top = self.top(answers)
-        if top is None:
-            return [None if sampled else Scoring(0, 0)] * len(prompts)
-        return [Scoring(len(prompt), top) for prompt in prompts]
 
 
 @dataclass(frozen=True)
@@ -78,10 +36,11 @@ class Front:
 
 
 def echoed(
-    tokenizer: Tokenizer, tokens: Sequence[int], scores: Scores, count: int, by_id: bool
+    tokenizer: Tokenizer, tokens: Sequence[int], scores: Scores, count: int, by_id: bool, own: bool
 ) -> dict[str, Any]:
     """A prompt's part of the log-probabilities of a completion, with the `count` likeliest tokens in
-    each place."""
+    each place, or the prompt's `own` there."""
+    words = prompt_words(tokenizer, tokens, by_id)
     texts = prompt_words(tokenizer, tokens, False)
     sizes = text_sizes(tokenizer, tokens, texts)
     tops: list[Any] | None = None
@@ -91,8 +50,10 @@ def echoed(
             for before, top in zip((0, *tokens), _tops(scores, count))
         ]
         tops[0] = None
+    elif own:
+        tops = [None, *({word: value} for word, value in zip(words[1:], scores.logprobs[1:]))]
     return {
-        "tokens": prompt_words(tokenizer, tokens, by_id),
+        "tokens": words,
         "token_logprobs": [None, *scores.logprobs[1:]],
         "top_logprobs": tops,
         "text_offset": list(accumulate(sizes[:-1], initial=0)),

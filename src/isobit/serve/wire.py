@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -18,7 +18,7 @@ from isobit.errors import IsobitError, RunFailed, brief, did_you_mean
 from isobit.serve.desk import LIGHT_BYTES
 from isobit.serve.gateway import Gateway, Refused, unless_gone
 from isobit.serve.keys import tenant_of
-from isobit.serve.requests import BadRequest, Fields, Limits
+from isobit.serve.requests import BadRequest, Limits, parse_body, read
 
 OPEN_TO_ALL = ("/health",)
 CONNECTION = "connection"
@@ -26,6 +26,7 @@ CONNECTION = "connection"
 DESK = "desk"
 """The name, in a request's state, of the desk at which its text is read."""
 _LOG = logging.getLogger("isobit.serve")
+_Schema = TypeVar("_Schema")
 _TWO_LENGTHS = BadRequest("Content-Length and Transfer-Encoding: expected one of them")
 _TYPES = {
     401: "authentication_error",
@@ -78,9 +79,9 @@ def _of_routes(request: Request, error: HTTPException) -> str:
     return f"there is no {shown}; {did_you_mean(path[:200], known)}"
 
 
-async def read_fields(request: Request, limits: Limits) -> Fields:
-    """Read a request's body, and return the JSON object that it is. Raises BadRequest as
-    `read_body`, and for a body that is encoded (415) or is not a JSON object."""
+async def read_request(request: Request, schema: type[_Schema], limits: Limits) -> _Schema:
+    """Read a request's body, and return the JSON object that it is as its declaration. Raises
+    BadRequest as `read_body` and `read`, and for a body that is encoded (415)."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise BadRequest(
@@ -89,9 +90,13 @@ async def read_fields(request: Request, limits: Limits) -> Fields:
         )
     body = await read_body(request, limits)
     desk = getattr(request.state, DESK, None)
+
+    def parsed() -> _Schema:
+        return read(schema, parse_body(body), limits)
+
     if desk is None or len(body) <= LIGHT_BYTES:
-        return Fields.parse(body)
-    found: Fields = await desk.do(request.state.tenant, Fields.parse, body)
+        return parsed()
+    found: _Schema = await desk.do(request.state.tenant, parsed)
     return found
 
 
@@ -104,7 +109,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
         raise too_long
     parts, size = list[bytes](), 0
 
-    async def read() -> None:
+    async def receive() -> None:
         nonlocal size
         async for part in request.stream():
             size += len(part)
@@ -113,7 +118,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
             parts.append(part)
 
     try:
-        await asyncio.wait_for(read(), limits.body_seconds)
+        await asyncio.wait_for(receive(), limits.body_seconds)
     except ClientDisconnect:  # no client reads this answer
         raise BadRequest("the client went away before its body was whole") from None
     except TimeoutError:

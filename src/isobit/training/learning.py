@@ -29,10 +29,12 @@ from isobit.training.saving.snapshot import State
 
 @dataclass(frozen=True, eq=False)
 class Lesson:
-    """What a step has learned: the learner's `metrics`, and what it `took` beside the learner
-    (seconds, counts, and a user's measures); the learner's log-probabilities of the samples that
-    were `compared`, one for each completion token; how `activations` and output gradients were
-    quantized."""
+    """The results of a step's learning.
+
+    `metrics`: the learner's; `took`: seconds, counts and a user's measures from outside the
+    learner; `compared`: the learner's log-probabilities of the samples that were compared, one for
+    each completion token; `activations`: how activations and output gradients were quantized.
+    """
 
     metrics: Mapping[str, float]
     took: Mapping[str, float]
@@ -85,8 +87,9 @@ class Learning:
             return self._learner.logit_norms(samples)
 
     def learn(self, samples: Sequence[Sample], advantages: Sequence[Advantage]) -> Lesson:
-        """What the learner leaves. Raises RunFailed, before anything was learned from them, for
-        rollouts that differ from the learner where the flow promises that they do not."""
+        """Learn from the samples and return the lesson. Raises RunFailed, before anything was
+        learned from them, for rollouts that differ from the learner where the flow promises that
+        they do not."""
         step, took, self._crediting = self._state.step + 1, self._crediting, {}
         for measure in self._measures:
             took |= measured(measure, samples, advantages)
@@ -104,15 +107,17 @@ class Learning:
                 learned = self._learner.learn(samples, advantages, self._state.step)
                 self._reference_follows(step)
         self._calibrator.learned_from([tokens for s in samples for tokens in s.contexts])
-        took |= _counted(samples, took["time/learn"])
+        tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
+        took["throughput/learn_tokens_per_s"] = tokens / max(took["time/learn"], 1e-9)
         if self._learner.objective.advantage != GIVEN:
-            took["advantage/nonzero_fraction"] = _nonzero(advantages)
-        beside = self._settle()
+            nonzero = sum(a != 0 if isinstance(a, float) else any(a) for a in advantages)
+            took["advantage/nonzero_fraction"] = nonzero / (len(advantages) or math.nan)
+        settled = self._settle()
         with self._differing_bits_end_the_run(step):
             compared = self._ahead.after_learning(took) or compared
         metrics = _with_those_ahead(learned, compared)
         self._warn(metrics, step)
-        return Lesson(metrics, {**took, **beside}, learned.compared, activations)
+        return Lesson(metrics, {**took, **settled}, learned.compared, activations)
 
     def _reference_follows(self, step: int) -> None:
         if self._reference is not None:
@@ -144,23 +149,14 @@ class Learning:
 
 
 def _with_those_ahead(learned: Learned, ahead: AheadCompared) -> dict[str, float]:
-    """The learner's metrics, with the mismatch of all that was compared in this step."""
+    """Return the learner's metrics, with the mismatch of all samples that were compared in this
+    step."""
     metrics = dict(learned.metrics)
     if ahead.tokens:
-        before = metrics.get("mismatch/comparable_tokens", 0.0)
-        metrics["mismatch/comparable_tokens"] = before + ahead.tokens
+        comparable = metrics.get("mismatch/comparable_tokens", 0.0)
+        metrics["mismatch/comparable_tokens"] = comparable + ahead.tokens
     if ahead.pairs:
         metrics |= mismatch_of([*learned.pairs, *ahead.pairs])
         if "mismatch/corrected" in metrics and metrics["mismatch/differing_tokens"]:
             metrics["mismatch/corrected"] = 1.0
     return metrics
-
-
-def _nonzero(advantages: Sequence[Advantage]) -> float:
-    nonzero = sum(a != 0 if isinstance(a, float) else any(a) for a in advantages)
-    return nonzero / len(advantages) if advantages else math.nan
-
-
-def _counted(samples: Sequence[Sample], seconds: float) -> dict[str, float]:
-    tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
-    return {"throughput/learn_tokens_per_s": tokens / max(seconds, 1e-9)}

@@ -11,22 +11,21 @@ With a unified precision the learner computes the rollout's log-probabilities bi
 (tests/training/test_loop.py), so they are the old log-probabilities of the surrogate. Where
 rollouts run ahead of the learner or past groups are replayed they are of older weights, and a
 correction weighs them. Each verb returns what it found, and `record` is given all of it. Left out:
-how a run is opened (`running/opening.py`), and each verb itself (`policy.py`,
+how a run is opened (`run.py`), and each verb itself (`policy.py`,
 `rollouts/sources.py`, `learning.py`, `recording/recorder.py`).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from isobit.rl.algorithm.credit import StepBatch, assign_credit
-from isobit.rl.algorithm.objective import ResolvedObjective
 from isobit.rl.algorithm.samples import Group
-from isobit.training.learning import Learning
 from isobit.training.measuring.meter import added
-from isobit.training.policy import Policy
-from isobit.training.recording.recorder import Recorder
 from isobit.training.scoring import RolloutScoring
+
+if TYPE_CHECKING:
+    from isobit.training.run import Run
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,27 +45,13 @@ class Rollouts(Protocol):
         """The batch of the next step, its groups scored."""
 
 
-class Run(Protocol):
-    """An open run, as `running/open_run.py` has it."""
-
-    objective: ResolvedObjective
-    policy: Policy
-    rollouts: Rollouts
-    learning: Learning
-    recorder: Recorder
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether steps are left to do, and nobody has interrupted."""
-
-
-def training_loop(run: Run) -> None:
+def training_loop(run: "Run[Any]") -> None:
     """All steps that are left."""
     while run.unfinished:
         training_step(run)
 
 
-def training_step(run: Run) -> None:
+def training_step(run: "Run[Any]") -> None:
     """One step. `run.rollouts.next` samples and scores with `roll_out`, or takes what was
     recorded."""
     synced = run.policy.sync()

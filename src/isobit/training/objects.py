@@ -69,7 +69,7 @@ NO_OBJECTS = Objects()
 
 @dataclass(frozen=True)
 class Given:
-    """What the caller of `train` or `resume` gives as objects, not yet looked at."""
+    """The objects that the caller of `train` or `resume` passes, not yet checked."""
 
     rewards: Rewards = ()
     data: Rows | None = None
@@ -78,8 +78,8 @@ class Given:
     measures: Sequence[Measure] = ()
 
     def into(self, config: Config) -> tuple[Config, Objects]:
-        """(the config with the objects' names in it, the objects). Raises IsobitError for what is
-        no reward, row or callback, and for what the config names already."""
+        """Return (the config with the objects' names in it, the objects). Raises IsobitError for an
+        object that is not a reward, row or callback, and for what the config names already."""
         functions: dict[str, RewardFunction] = {}
         rows: dict[str, Sequence[dict[str, Any]]] = {}
         values, _ = read_source(config, ())
@@ -89,13 +89,13 @@ class Given:
                     "rewards: the settings have rewards.functions already; give all rewards in "
                     "one place"
                 )
-            values["rewards"]["functions"] = [_reward(each, functions) for each in rewards]
-        for key, what, table in self._tables():
+            values["rewards"]["functions"] = [_reward(reward, functions) for reward in rewards]
+        for key, label, table in self._tables():
             if values["task"][key] is not None:
-                raise IsobitError(f"{what}: the settings have task.{key} already; leave one out")
-            found = _rows(table, what)
-            name = f"{OBJECT}{_digest(found)}"
-            rows[name], values["task"][key] = found, name
+                raise IsobitError(f"{label}: the settings have task.{key} already; leave one out")
+            table_rows = _rows(table, label)
+            name = f"{OBJECT}{_digest(table_rows)}"
+            rows[name], values["task"][key] = table_rows, name
         return parse_config(Config, values, "settings"), Objects(
             functions,
             rows,
@@ -106,63 +106,70 @@ class Given:
         )
 
     def again(self, config: Config) -> Objects:
-        """The objects for the names in the config of a run that goes on. Raises IsobitError for
-        others than it began with."""
+        """Return the objects for the names in the config of a run that goes on. Raises IsobitError
+        for objects other than those that it began with."""
         run, began = config.run.dir, config.rewards.functions
         rewards = replace(config.rewards, functions=()) if _listed(self.rewards) else config.rewards
         nothing: dict[str, Any] = dict.fromkeys(key for key, _, _ in self._tables())
         task = replace(config.task, **nothing)
-        found, objects = self.into(replace(config, rewards=rewards, task=task))
-        for key, what, _ in self._tables():
-            if getattr(found.task, key) != getattr(config.task, key):
-                raise IsobitError(f"{what}: these are not the rows that run {run} began with")
-        if [each.function for each in found.rewards.functions] != [each.function for each in began]:
-            names = ", ".join(each.function.removeprefix(OBJECT) for each in began)
+        renamed, objects = self.into(replace(config, rewards=rewards, task=task))
+        for key, label, _ in self._tables():
+            if getattr(renamed.task, key) != getattr(config.task, key):
+                raise IsobitError(f"{label}: these are not the rows that run {run} began with")
+        if [spec.function for spec in renamed.rewards.functions] != [
+            spec.function for spec in began
+        ]:
+            names = ", ".join(spec.function.removeprefix(OBJECT) for spec in began)
             raise IsobitError(f"rewards: run {run} began with {names or 'none'}, in this order")
-        for each, before in zip(_listed(self.rewards), began):
-            if isinstance(each, tuple) and each[1] != before.weight:
+        for reward, recorded in zip(_listed(self.rewards), began):
+            if isinstance(reward, tuple) and reward[1] != recorded.weight:
                 raise IsobitError(
-                    f"rewards: run {run} began with {before.weight:g} as the weight of "
-                    f"{before.function}"
+                    f"rewards: run {run} began with {recorded.weight:g} as the weight of "
+                    f"{recorded.function}"
                 )
         return objects
 
     def refuse(self, run: Path) -> None:
         """Raise IsobitError where anything is given to a run that takes no objects."""
-        given = [what for what in ("rewards", "callbacks", "measures") if _any(getattr(self, what))]
-        for what in (*given, *(what for _, what, _ in self._tables())):
-            own = "; run.callbacks in its config names functions" if what == "callbacks" else ""
+        passed = [
+            label for label in ("rewards", "callbacks", "measures") if _any(getattr(self, label))
+        ]
+        for label in (*passed, *(label for _, label, _ in self._tables())):
+            hint = "; run.callbacks in its config names functions" if label == "callbacks" else ""
             raise IsobitError(
-                f"{what}: {run} is a run of `isobit sft`, which takes no objects of Python; leave "
-                f"{what} out{own}"
+                f"{label}: {run} is a run of `isobit sft`, which takes no objects of Python; leave "
+                f"{label} out{hint}"
             )
 
     def _tables(self) -> list[tuple[str, str, Rows]]:
-        """(key of the task section, argument, rows) of what is given."""
+        """Return (key of the task section, argument, rows) for each table that was passed."""
         both = (("path", "data", self.data), ("held_out_path", "held_out", self.held_out))
-        return [(key, what, table) for key, what, table in both if table is not None]
+        return [(key, label, table) for key, label, table in both if table is not None]
+
+
+NOTHING_GIVEN = Given()
 
 
 def measured(
     measure: Measure, samples: Sequence[Sample], advantages: Sequence[Advantage]
 ) -> dict[str, float]:
-    """What a measure returns, by the names that it is logged under. Raises RunFailed for what
-    cannot be logged."""
-    what = f"measures: {_name(measure)}"
+    """Call a measure and return its numbers, by the names that they are logged under. Raises
+    RunFailed for what cannot be logged."""
+    label = f"measures: {_name(measure)}"
     try:
-        found = measure(samples, advantages)
+        numbers = measure(samples, advantages)
     except Exception as error:  # the user's function may raise anything
-        raise RunFailed(f"{what}: {type(error).__name__}: {error}") from None
-    if not isinstance(found, Mapping):
+        raise RunFailed(f"{label}: {type(error).__name__}: {error}") from None
+    if not isinstance(numbers, Mapping):
         raise RunFailed(
-            f"{what}: returned {type(found).__name__}, expected a mapping of names to numbers"
+            f"{label}: returned {type(numbers).__name__}, expected a mapping of names to numbers"
         )
-    for name, value in found.items():
+    for name, value in numbers.items():
         if not isinstance(name, str) or not re.fullmatch(r"[\w/-]+", name):
-            raise RunFailed(f"{what}: metric {name!r}: expected letters, digits, _, - and /")
+            raise RunFailed(f"{label}: metric {name!r}: expected letters, digits, _, - and /")
         if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise RunFailed(f"{what}: metric {name!r} is {value!r}, expected a number")
-    return {f"custom/{name}": float(value) for name, value in found.items()}
+            raise RunFailed(f"{label}: metric {name!r} is {value!r}, expected a number")
+    return {f"custom/{name}": float(value) for name, value in numbers.items()}
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -170,13 +177,13 @@ def _name(function: Callable[..., Any]) -> str:
     return str(getattr(inner, "__name__", type(inner).__name__)).strip("<>")
 
 
-def _any(given: Any) -> bool:
-    """Whether there is one: an object alone, or some in a list."""
-    return len(given) > 0 if isinstance(given, (list, tuple)) else given is not None
+def _any(argument: Any) -> bool:
+    """Return whether an argument holds any object: an object alone, or some in a list."""
+    return len(argument) > 0 if isinstance(argument, (list, tuple)) else argument is not None
 
 
 def _names(config: Config) -> list[str]:
-    """The names of objects in a config."""
+    """Return the names of objects in a config."""
     paths = [path for path in (config.task.path, config.task.held_out_path) if path is not None]
     return [
         name
@@ -186,7 +193,7 @@ def _names(config: Config) -> list[str]:
 
 
 def _listed(rewards: Rewards) -> list[Any]:
-    """One reward or several as a list; a pair of a function and a number is one."""
+    """Return rewards as a list: one alone, a pair of a function and a number, or several."""
     if rewards is not None and not callable(rewards) and not isinstance(rewards, Iterable):
         raise IsobitError(f"rewards: expected functions, {_SIGNATURE}, got {rewards!r}")
     pair = isinstance(rewards, tuple) and len(rewards) == 2 and isinstance(rewards[1], (int, float))
@@ -195,9 +202,10 @@ def _listed(rewards: Rewards) -> list[Any]:
     )  # type: ignore[arg-type]
 
 
-def _reward(given: object, functions: dict[str, RewardFunction]) -> dict[str, Any]:
-    """An entry of `rewards.functions`; a function is kept in `functions` under its name."""
-    function, weight = given if isinstance(given, tuple) and len(given) == 2 else (given, 1.0)
+def _reward(reward: object, functions: dict[str, RewardFunction]) -> dict[str, Any]:
+    """Return an entry of `rewards.functions`; a function is stored in `functions` under its
+    name."""
+    function, weight = reward if isinstance(reward, tuple) and len(reward) == 2 else (reward, 1.0)
     if not isinstance(weight, (int, float)) or isinstance(weight, bool):
         raise IsobitError(f"rewards: expected (function, weight), and the weight is {weight!r}")
     if isinstance(function, str):
@@ -213,25 +221,25 @@ def _reward(given: object, functions: dict[str, RewardFunction]) -> dict[str, An
     return {"function": f"{OBJECT}{name}", "weight": weight}
 
 
-def _rows(table: Rows, what: str) -> list[dict[str, Any]]:
+def _rows(table: Rows, label: str) -> list[dict[str, Any]]:
     wanted = (
         "expected rows, each a mapping of columns such as {'prompt': ..., 'answer': ...}, "
         "or prompts"
     )
     if isinstance(table, (str, Mapping)) or not isinstance(table, Iterable):
         hint = "; a file is named with task.path in the settings" if isinstance(table, str) else ""
-        raise IsobitError(f"{what}: {wanted}, got {type(table).__name__}{hint}")
+        raise IsobitError(f"{label}: {wanted}, got {type(table).__name__}{hint}")
     if hasattr(table, "to_dict") and hasattr(table, "iloc"):
         raise IsobitError(
-            f"{what}: {wanted}, got a {type(table).__name__}; give its to_dict('records')"
+            f"{label}: {wanted}, got a {type(table).__name__}; give its to_dict('records')"
         )
     rows = []
     for number, row in enumerate(table, 1):
         if isinstance(row, str):
             row = {"prompt": row}
         if not isinstance(row, Mapping):
-            raise IsobitError(f"{what}, row {number}: {wanted}, got {type(row).__name__}")
-        where = f"{what}, row {number}"
+            raise IsobitError(f"{label}, row {number}: {wanted}, got {type(row).__name__}")
+        where = f"{label}, row {number}"
         if unnamed := [name for name in row if not isinstance(name, str)]:
             raise IsobitError(f"{where}: the name of a column must be text, got {unnamed[0]!r:.40}")
         rows.append({name: plain(value, where, name) for name, value in row.items()})
@@ -242,10 +250,10 @@ def _digest(rows: Sequence[Mapping[str, Any]]) -> str:
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _functions(given: Any, what: str, form: str) -> Sequence[Callable[..., Any]]:
-    """One function or several."""
-    listed = (given,) if callable(given) else tuple(given)
+def _functions(functions: Any, label: str, form: str) -> Sequence[Callable[..., Any]]:
+    """Return one function or several as a sequence. Raises IsobitError for what is not callable."""
+    listed = (functions,) if callable(functions) else tuple(functions)
     for function in listed:
         if not callable(function):
-            raise IsobitError(f"{what}: expected functions {form}, got {function!r}")
+            raise IsobitError(f"{label}: expected functions {form}, got {function!r}")
     return listed

@@ -4,13 +4,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from isobit.data.dataset import Dataset
 from isobit.model.adapters.low_rank import update_norm
-from isobit.training.measuring.meter import Meter
+from isobit.training.context import RunContext
 from isobit.training.measuring.statistics import WeightTotals
-from isobit.training.saving.checkpoint import Trained
-from isobit.training.saving.saver import Saver
-from isobit.training.saving.snapshot import State
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,14 +20,13 @@ class Synced:
 
 
 class Policy:
-    """The model of a run, and the scales of its KV cache where they are calibrated, on prompts of
-    `train`."""
+    """The model of a run, and the scales of its KV cache where they are calibrated, on training
+    prompts."""
 
-    def __init__(
-        self, trained: Trained, train: Dataset, state: State, meter: Meter, saver: Saver
-    ) -> None:
-        self.model, self._calibrator, self._train = trained.model, trained.calibrator, train
-        self._state, self._meter, self._saver = state, meter, saver
+    def __init__(self, context: RunContext) -> None:
+        trained, self._train = context.trained, context.train
+        self.model, self._calibrator = trained.model, trained.calibrator
+        self._state, self._meter, self._saver = context.state, context.meter, context.saver
 
     def sync(self) -> Synced:
         """Begin a step: `refresh`, and measure what quantization does to the weights."""

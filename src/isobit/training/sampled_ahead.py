@@ -21,11 +21,8 @@ from dataclasses import dataclass
 from isobit.model.keeping import KeptWeights
 from isobit.rl import Group, Sample
 from isobit.rl.learner.agreement import Compared
-from isobit.rl.learner.learner import Learner
-from isobit.rl.learner.zero_advantage import drawn
-from isobit.training.measuring.meter import Meter
-from isobit.training.saving.saver import Saver
-from isobit.training.saving.snapshot import State
+from isobit.rl.learner.schedule import drawn
+from isobit.training.context import RunContext
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,10 +41,7 @@ class SampledAhead:
 
     def __init__(
         self,
-        learner: Learner,
-        state: State,
-        meter: Meter,
-        saver: Saver,
+        context: RunContext,
         *,
         share: float = 0.0,
         seed: int = 0,
@@ -56,7 +50,8 @@ class SampledAhead:
         late: bool = False,
         keeps_weights: bool = False,
     ) -> None:
-        self._learner, self._state, self._meter, self._saver = learner, state, meter, saver
+        self._learner, self._state = context.trained.learner, context.state
+        self._meter, self._saver = context.meter, context.saver
         self._share, self._seed = share, seed
         self._partial = partial
         self._ahead, self._late, self._keeps = ahead > 0 or partial, late, keeps_weights

@@ -1,5 +1,5 @@
 """The rewards of a step: those of functions in separate processes, of reward models in this
-process, and of environments, added by weight.
+process, and environments, added by weight.
 
 The functions start on a group when it is sampled, during the rollout of the other groups; the
 models score afterwards. A sample whose scoring failed stays unscored, whatever the models say; a
@@ -111,10 +111,12 @@ class RewardScorer:
         model = weighted.model
         limit = model.transformer.config.max_positions
         sequences, problems = dict[int, list[int]](), dict[int, str]()
-        for i, (prompt, said) in enumerate(zip(prompts, completions)):
+        for i, (prompt, completion) in enumerate(zip(prompts, completions)):
             where = f"reward model {weighted.name}, sample {i}"
             try:
-                tokens = model.encode(prompt, said if isinstance(said, str) else said.said())
+                tokens = model.encode(
+                    prompt, completion if isinstance(completion, str) else completion.said()
+                )
             except IsobitError as error:  # its template refuses a conversation with tools
                 problems[i] = f"{where}: {error}"
                 continue
@@ -148,9 +150,9 @@ class RolloutScoring:
         assert n == self._per_prompt
         self._added[index] = completions
         ids = [completion.token_ids for completion in completions]
-        said = [said_in(completion) for completion in completions]
+        texts = [said_in(completion) for completion in completions]
         prompts = [asked_in(example.prompt, completion) for completion in completions]
-        self._batch.add(index * n, prompts, said, [example.columns] * n, ids)
+        self._batch.add(index * n, prompts, texts, [example.columns] * n, ids)
 
     def collect(self, meanwhile: Callable[[], None] | None = None) -> list[Reward]:
         """Return the rewards of all completions that were added, group by group; `meanwhile` is
@@ -159,10 +161,14 @@ class RolloutScoring:
         rewards = self._batch.collect(meanwhile)
         added = sorted(self._added.items())
         prompts = [
-            asked_in(self._examples[index].prompt, each) for index, group in added for each in group
+            asked_in(self._examples[index].prompt, completion)
+            for index, group in added
+            for completion in group
         ]
         completions = [completion for _, group in added for completion in group]
-        return self._scorer.judged(rewards, prompts, [said_in(each) for each in completions])
+        return self._scorer.judged(
+            rewards, prompts, [said_in(completion) for completion in completions]
+        )
 
     @property
     def notes(self) -> list[str]:
@@ -175,12 +181,12 @@ class RolloutScoring:
         return self._batch.overlapped_s
 
 
-def _earning(reward: Reward, said: Said, weights: Sequence[tuple[str, float]]) -> Reward:
+def _earning(reward: Reward, completion: Said, weights: Sequence[tuple[str, float]]) -> Reward:
     """Return a reward with the rewards that an episode's environment gave added to it: None is
     unscored, and a missing reward does not apply."""
-    earned: Mapping[str, float | None] = {} if isinstance(said, str) else said.rewards
+    earned: Mapping[str, float | None] = {} if isinstance(completion, str) else completion.rewards
     by_function = {**reward.by_function, **{name: earned.get(name) for name, _ in weights}}
-    parts = [
+    weighted_values = [
         weight * (earned[name] or 0.0) for name, weight in weights if weight and name in earned
     ]
     failed = any(weight and earned.get(name, 0.0) is None for name, weight in weights)
@@ -188,9 +194,9 @@ def _earning(reward: Reward, said: Said, weights: Sequence[tuple[str, float]]) -
     total = reward.total if reward.by_function else None
     if failed:
         total = None
-    elif parts:
-        total = sum(parts, total or 0.0)
-    problem = None if isinstance(said, str) or total is not None else said.problem
+    elif weighted_values:
+        total = sum(weighted_values, total or 0.0)
+    problem = None if isinstance(completion, str) or total is not None else completion.problem
     return replace(reward, total=total, by_function=by_function, error=reward.error or problem)
 
 

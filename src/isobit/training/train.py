@@ -1,20 +1,61 @@
 """`train` and `resume`, which are public; `train_supervised`, for `isobit sft`, and `replay`, for
 `--from-rollouts`: they open a run and train it.
 
-Left out: the algorithm (`loop.py`).
+Left out: the algorithm (`loop.py`), and what a run is (`run.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from isobit.config import Config, SftConfig, load_any_run_config, load_config
-from isobit.distributed import Ranks
-from isobit.training.objects import Given, Measure, OnStep, Rewards, Rows
-from isobit.training.running.open_run import OpenRun
-from isobit.training.running.result import TrainResult, trained
-from isobit.training.session.opening import open_replay, open_resumed, open_session
-from isobit.training.sft.opening import open_supervised, open_supervised_again
+from isobit.config.reading import override
+from isobit.distributed import ALONE, Ranks
+from isobit.distributed.launch import joined, restarted
+from isobit.monitor.screen.history import History
+from isobit.monitor.screen.lines import LINES, lines_of
+from isobit.run.directory import CONFIG, METRICS, read_jsonl, rollouts_from
+from isobit.run.outlived import outlived_stderr
+from isobit.training.loop import training_loop
+from isobit.training.objects import (
+    NO_OBJECTS,
+    NOTHING_GIVEN,
+    Given,
+    Measure,
+    Objects,
+    OnStep,
+    Rewards,
+    Rows,
+)
+from isobit.training.parts.assembly import open_parts
+from isobit.training.parts.given import open_given
+from isobit.training.parts.sampled import SampledParts
+from isobit.training.rollouts.recorded import replay_config, require_recorded
+from isobit.training.run import OpenParts, Run, open_again, open_new
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The directory of a run, its metrics (one mapping per step, in which `step` is a whole
+    number), and the exit code: 0, or 130/143 if the run was interrupted."""
+
+    run_dir: Path
+    metrics: Sequence[dict[str, float]]
+    exit_code: int
+
+    def __repr__(self) -> str:
+        """Return one line, whatever the number of steps."""
+        history = History("", 0)
+        for row in self.metrics:
+            history.add(row)
+        found = next((name for _, name in lines_of(history, LINES)), None)
+        said = "" if found is None else f", {found} {history.last(found):.4g}"
+        return (
+            f"TrainResult({str(self.run_dir)!r}, step {history.step}{said}, "
+            f"exit_code={self.exit_code})"
+        )
 
 
 def train(
@@ -46,24 +87,14 @@ def train(
     """
     given = Given(rewards, data, held_out, callbacks, measures)
     loaded, objects = given.into(load_config(config, overrides))
-    folder = Path(loaded.run.dir)
-    return trained(
-        folder,
-        loaded.run.rank_timeout_s,
-        lambda ranks: open_resumed(folder, (), given, quiet=quiet, ranks=ranks),
-        new=lambda ranks: open_session(loaded, objects, quiet=quiet, ranks=ranks),
-    )
+    return _trained(loaded, lambda ranks: open_run(loaded, objects, quiet, ranks), given, quiet)
 
 
 def train_supervised(config: SftConfig, *, quiet: bool = False) -> TrainResult:
     """Supervised training on right answers in a new run directory, by the learner, precision and
     optimizer of RL, and by the same loop. Ranks and errors: as of `train`."""
-    folder = Path(config.run.dir)
-    return trained(
-        folder,
-        config.run.rank_timeout_s,
-        lambda ranks: open_supervised_again(folder, (), quiet=quiet, ranks=ranks),
-        new=lambda ranks: open_supervised(config, quiet=quiet, ranks=ranks),
+    return _trained(
+        config, lambda ranks: open_run(config, NO_OBJECTS, quiet, ranks), NOTHING_GIVEN, quiet
     )
 
 
@@ -92,13 +123,7 @@ def resume(
     given = Given(rewards, data, held_out, callbacks, measures)
     if isinstance(config, SftConfig):
         given.refuse(folder)
-
-    def again(ranks: Ranks) -> OpenRun:
-        if isinstance(config, SftConfig):
-            return open_supervised_again(folder, overrides, quiet=quiet, ranks=ranks)
-        return open_resumed(folder, overrides, given, quiet=quiet, ranks=ranks)
-
-    return trained(folder, config.run.rank_timeout_s, again)
+    return _trained(config, lambda ranks: open_resumed(folder, overrides, given, quiet, ranks))
 
 
 def replay(
@@ -106,9 +131,91 @@ def replay(
 ) -> TrainResult:
     """Repeat the learning of a recorded run from its rollouts, in a new run: the same weights, bit
     for bit."""
-    return trained(
-        out,
-        load_any_run_config(recorded, overrides).run.rank_timeout_s,
-        lambda ranks: open_resumed(out, (), Given(), quiet=quiet, ranks=ranks),
-        new=lambda ranks: open_replay(recorded, out, overrides, quiet=quiet, ranks=ranks),
+    config = load_any_run_config(recorded, [*overrides, override("run.dir", out)])
+    return _trained(
+        config,
+        lambda ranks: open_replay(recorded, out, overrides, quiet, ranks),
+        NOTHING_GIVEN,
+        quiet,
     )
+
+
+def _trained(
+    config: Config | SftConfig,
+    opened: Callable[[Ranks], Run[Any]],
+    given: Given | None = None,
+    quiet: bool = False,
+) -> TrainResult:
+    """Do all steps of the run that is `opened`, and the work that is due after them. A new run was
+    `given` objects: where its ranks were started once more after one had died, it goes on."""
+    folder = Path(config.run.dir)
+    with outlived_stderr(), joined(config.run.rank_timeout_s) as ranks:
+        began = restarted() and (folder / CONFIG).is_file()
+        if given is not None and any(ranks.all_gather_json(began)):
+            run = open_resumed(folder, (), given, quiet, ranks)
+        else:
+            run = opened(ranks)
+        with run:
+            training_loop(run)
+            run.finish()
+            rows = list(read_jsonl(folder / METRICS))
+            return TrainResult(folder, rows, run.interruption.exit_code)
+
+
+def open_run(
+    config: Config | SftConfig,
+    objects: Objects = NO_OBJECTS,
+    quiet: bool = False,
+    ranks: Ranks = ALONE,
+) -> Run[Any]:
+    """Open a new run, with the objects of Python that its config names."""
+    return open_new(config, _opener(config, quiet, objects), quiet=quiet, ranks=ranks)
+
+
+def open_resumed(
+    run_dir: Path,
+    overrides: Sequence[str] = (),
+    given: Given = NOTHING_GIVEN,
+    quiet: bool = False,
+    ranks: Ranks = ALONE,
+) -> Run[Any]:
+    """Open a run that goes on, with the objects that it was `given`, or begins again where it had
+    no checkpoint."""
+
+    def opener(config: Config | SftConfig) -> OpenParts[Any]:
+        if isinstance(config, SftConfig):
+            return _opener(config, quiet)
+        source, objects = rollouts_from(run_dir), given.again(config)
+        if source is not None:
+            require_recorded(run_dir, source, config)
+        return _opener(config, quiet, objects, source)
+
+    return open_again(run_dir, overrides, opener, quiet=quiet, ranks=ranks)
+
+
+def open_replay(
+    recorded: Path,
+    out: Path,
+    overrides: Sequence[str] = (),
+    quiet: bool = False,
+    ranks: Ranks = ALONE,
+) -> Run[SampledParts]:
+    """Open a new run that learns from the rollouts recorded in another."""
+    config = replay_config(recorded, out, overrides)
+    opener = _opener(config, quiet, recorded=recorded)
+    run = open_new(config, opener, quiet=quiet, ranks=ranks, recorded=recorded)
+    if other := ", ".join(run.parts.unlike):
+        run.display.warn(f"tokens may differ from those of {recorded}: it had another {other}")
+    return run
+
+
+def _opener(
+    config: Config | SftConfig,
+    quiet: bool,
+    objects: Objects = NO_OBJECTS,
+    recorded: Path | None = None,
+) -> OpenParts[Any]:
+    """Return what opens the parts of a config: those of given answers, or those that sample."""
+    if isinstance(config, SftConfig):
+        return open_given
+    return partial(open_parts, quiet=quiet, objects=objects, recorded=recorded)

@@ -16,7 +16,7 @@ from isobit.options.reading import OptionError
 from isobit.tasks.rewards.by_name import Unscored
 from isobit.tasks.rewards.named import NAMES, build, markdown
 from isobit.tasks.rewards.pool import RewardPool
-from isobit.tasks.rewards.spec import RewardSpec, parse_reward
+from isobit.tasks.rewards.spec import RewardSpec, reward_section
 from tests.runs import write_config
 
 ROOT = Path(__file__).parents[3]
@@ -323,20 +323,20 @@ def test_every_mistake_is_one_line_when_the_config_is_read(
     assert "\n" not in str(caught.value)
 
 
-def test_the_command_line_names_them_too() -> None:
-    assert parse_reward("math") == RewardSpec("math")
-    assert parse_reward("mine.py:f") == RewardSpec("mine.py:f")
-    spec = parse_reward('format:{"pattern": "a:b"}')
+def test_a_text_names_them_with_their_options() -> None:
+    assert reward_section("math") == {"function": "math"}
+    assert reward_section("mine.py:f") == {"function": "mine.py:f"}
+    spec = RewardSpec(**reward_section('format:{"pattern": "a:b"}'))
     assert spec == RewardSpec("format", options={"pattern": "a:b"})
     assert json.loads(spec.reference.partition(":")[2]) == {"pattern": "a:b"}
     with pytest.raises(
         IsobitError, match=r"reward 'format:\{x\}': the options are not a JSON object"
     ):
-        parse_reward("format:{x}")
+        reward_section("format:{x}")
     with pytest.raises(
         IsobitError, match=r"reward format: options\.patern: unknown, did you mean 'pattern'"
     ):
-        RewardPool([parse_reward('format:{"patern": "x"}')])
+        RewardPool([RewardSpec(**reward_section('format:{"patern": "x"}'))])
 
 
 @pytest.mark.parametrize(

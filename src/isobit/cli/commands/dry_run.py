@@ -11,7 +11,6 @@ from itertools import count
 from pathlib import Path
 
 from isobit.config import Config, SftConfig
-from isobit.distributed import ALONE
 from isobit.errors import IsobitError
 from isobit.kernels import Ops, get_ops
 from isobit.model.adapters.low_rank import Adapter
@@ -20,27 +19,25 @@ from isobit.model.described import Described, described
 from isobit.precision import Precision, precision_from
 from isobit.run.directory import refuse_existing
 from isobit.tasks.builtin import Task
-from isobit.training.adapting import model_warning, text_rules
-from isobit.training.parts import Parts
+from isobit.training.parts.assembly import open_parts
+from isobit.training.parts.cautions import cautions, supervised_cautions
+from isobit.training.parts.given import (
+    check_evaluation,
+    lessons_of,
+    load_supervised,
+    open_given,
+    unread_columns,
+)
+from isobit.training.parts.model import described_model, model_warning, text_rules
+from isobit.training.parts.sampled import SampledParts
 from isobit.training.plan.advice import advice, not_loaded
 from isobit.training.plan.host import this_machine
 from isobit.training.plan.job import Job, job_with
 from isobit.training.plan.memory import num_parameters, plan
 from isobit.training.recording.callbacks import named_callbacks
-from isobit.training.resolved import in_steps, objective_of
 from isobit.training.rollouts.lengths import encode_prompt, endings, first_prompt, fit_prompts
 from isobit.training.rollouts.processes import Processes
-from isobit.training.running.cautions import supervised_cautions
-from isobit.training.session.assembly import open_parts
-from isobit.training.session.cautions import cautions
-from isobit.training.sft.initial import described_model
-from isobit.training.sft.parts import (
-    check_evaluation,
-    lessons_of,
-    load_supervised,
-    unread_columns,
-)
-from isobit.training.sft.parts import open_parts as open_supervised_parts
+from isobit.training.running.resolved import in_steps, objective_of
 
 Say = Callable[[str], None]
 _LEFT_OUT = (
@@ -99,7 +96,7 @@ def supervised_dry_run(config: SftConfig, say: Say) -> None:
     if (reason := not_loaded(job)) is not None:
         say(first)
         raise IsobitError(f"{reason}: {_LEFT_OUT}")
-    tokens = open_supervised_parts(config, quiet=True, ranks=ALONE, began={}).micro_batch_tokens
+    tokens = open_given(config, quiet=True).micro_batch_tokens
     say(
         f"\nweights are read; longest example: {job.longest} tokens; micro-batches of {tokens} "
         f"tokens\n{first}"
@@ -172,7 +169,7 @@ def _memory(job: Job) -> str:
     return f"memory{whose}, planned from config.json\n{planned.table()}\n{advice(job, planned)}"
 
 
-def _opened(parts: Parts) -> str:
+def _opened(parts: SampledParts) -> str:
     """Return a line on the sizes that the weights and the memory decided."""
     prompt, positions = parts.engine.longest_prompt, parts.model.config.max_positions
     longest = prompt + min(parts.config.most_tokens, positions - prompt)

@@ -15,6 +15,8 @@ from typing import Any
 
 from isobit.cli.commands.serving import open_serving
 from isobit.config import Config, load_any_run_config, parse_config
+from isobit.config.commands import check_read_by_eval
+from isobit.config.reading import read_source
 from isobit.data.answers import answer_in
 from isobit.data.dataset import Example
 from isobit.errors import IsobitError, brief, listed, printable
@@ -28,7 +30,15 @@ from isobit.model.hub.checkpoint import model_folder
 from isobit.options.declare import plain
 from isobit.run import directory as runs
 from isobit.tasks.builtin import Task
-from isobit.training.adapting import text_rules
+from isobit.training.parts.assembly import (
+    evaluation_plan,
+    held_out_scorer,
+    open_dialogue,
+    reward_models,
+    sized_engine,
+    task_of,
+)
+from isobit.training.parts.model import text_rules
 from isobit.training.rollouts.lengths import (
     encode_prompt,
     endings,
@@ -39,28 +49,24 @@ from isobit.training.rollouts.lengths import (
 from isobit.training.rollouts.processes import Processes, open_processes
 from isobit.training.running.machine import date_of
 from isobit.training.scoring import RewardScorer
-from isobit.training.session.assembly import (
-    evaluation_plan,
-    held_out_scorer,
-    reward_models,
-    sized_engine,
-    task_of,
-)
-from isobit.training.session.conversing import open_dialogue
 
 DEFAULT_SAMPLES = 8
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_OF_SAMPLES = (
+    *(f"evaluation.{name}" for name in ("num_samples", "pass_at", "temperature", "top_k", "top_p")),
+    *(f"sampling.{name}" for name in _SAMPLED),
+)
 _EMPTY = {"model": {"path": "."}, "sampling": {"max_new_tokens": 256}}
 
 
 @dataclass(frozen=True)
 class Request:
-    """The options of the command line. `given`: sections of a run's configuration that were given;
-    `best`: a run's best model instead of its newest; `completions`: a column to score instead of a
-    model's answers; `adapters`: PEFT folders or runs by name, each asked over the model, which is
-    asked alone too."""
+    """The options of the command line. `overrides`: changes of a run's configuration; `best`: a
+    run's best model instead of its newest; `completions`: a column to score instead of a model's
+    answers; `adapters`: PEFT folders or runs by name, each asked over the model, which is asked
+    alone too."""
 
-    given: Mapping[str, Any]
+    overrides: Sequence[str]
     best: bool = False
     completions: str | None = None
     adapters: Mapping[str, Path] = field(default_factory=dict)
@@ -90,24 +96,26 @@ def evaluate_command(
         show(results[0], results[1] if len(results) > 1 else None, out)
 
 
-def evaluation_config(run: Path | None, given: Mapping[str, Any]) -> Config:
-    """Return a run's configuration, or an empty one, with what is given in its place.
+def evaluation_config(run: Path | None, overrides: Sequence[str]) -> Config:
+    """Return a run's configuration, or an empty one, with overrides. Those of pass@k decide how many
+    samples there are, and those of the samples which k. Raises IsobitError for values that cannot
+    be."""
+    values, _ = read_source(_values_of(run) if run is not None else _EMPTY, overrides)
+    changed, evaluation = _keys(overrides), values.get("evaluation")
+    if isinstance(evaluation, Mapping):
+        if "evaluation.pass_at" in changed and not evaluation.get("num_samples"):
+            evaluation = {**evaluation, "num_samples": DEFAULT_SAMPLES}
+        if "evaluation.num_samples" in changed and "evaluation.pass_at" not in changed:
+            evaluation = {**evaluation, "pass_at": []}
+        values["evaluation"] = evaluation
+    config = parse_config(Config, values, "isobit eval")
+    check_read_by_eval(overrides)
+    return config
 
-    A task that is named replaces the run's whole, a file its files, a number of samples its k.
-    Raises IsobitError for values that cannot be.
-    """
-    values: dict[str, Any] = _values_of(run) if run is not None else dict(_EMPTY)
-    for section, settings in given.items():
-        replaced = not isinstance(settings, Mapping) or (section == "task" and "name" in settings)
-        values[section] = settings if replaced else {**values.get(section, {}), **settings}
-    if "path" in given.get("task", {}):
-        values["task"] = {**values["task"], "held_out_size": None}
-    evaluation, options = dict(values.get("evaluation", {})), given.get("evaluation", {})
-    if "pass_at" in options and not evaluation.get("num_samples"):
-        evaluation["num_samples"] = DEFAULT_SAMPLES
-    if "num_samples" in options and "pass_at" not in options:
-        evaluation["pass_at"] = []
-    return parse_config(Config, {**values, "evaluation": evaluation}, "isobit eval")
+
+def _keys(overrides: Sequence[str]) -> set[str]:
+    """Return the keys that overrides change."""
+    return {override.partition("=")[0] for override in overrides}
 
 
 def _values_of(run: Path) -> dict[str, Any]:
@@ -135,7 +143,7 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
     run = next((path for path in (*sides, *request.adapters.values()) if _is_run(path)), None)
     if request.best and run is None:
         raise IsobitError("--best: there is no run whose best model could be taken")
-    config = evaluation_config(run, request.given)
+    config = evaluation_config(run, request.overrides)
     _check_used(config, request)
     now = date_of({} if run is None else runs.began_by(run))
     folders = {
@@ -156,7 +164,7 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
         task = fit_prompts(
             task, model, config.task, config.sampling.max_new_tokens, quiet=True
         ).task
-    examples = list(task.held_out.examples[: _limit(config, run is not None, request.given)])
+    examples = list(task.held_out.examples[: _limit(config, run is not None, request.overrides)])
     if not examples:
         raise IsobitError("there is nothing to evaluate: the held-out split is empty")
     tags_of(examples, plan.tag)  # what is wrong is found before a model is loaded
@@ -202,20 +210,14 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
 def _check_used(config: Config, request: Request) -> None:
     """Raise IsobitError for an option that nothing would read: of samples where there are none, and
     of a model where a column is scored."""
-    evaluation, sampling = (
-        request.given.get(section, {}) for section in ("evaluation", "sampling")
-    )
-    unused = [
-        name for name in ("num_samples", "pass_at", *_SAMPLED) if name in {*evaluation, *sampling}
-    ]
-    options = [f"--{name.replace('_', '-')}" for name in unused]
-    named = options[0].replace("--num-samples", "-n") if options else ""
+    changed = _keys(request.overrides)
+    unused = [key for key in _OF_SAMPLES if key in changed]
     if request.completions is not None and unused:
-        raise IsobitError(f"{named}: with --completions nothing is sampled; leave it out")
-    if not config.evaluation.num_samples and unused not in ([], ["repetition_penalty"]):
+        raise IsobitError(f"{unused[0]}: with --completions nothing is sampled; leave it out")
+    if not config.evaluation.num_samples and {*unused} - {"sampling.repetition_penalty"}:
         raise IsobitError(
-            f"{named} is for samples, and the greedy completion is the only one; give -n, such as "
-            "-n 8, or leave it out"
+            f"{unused[0]} is for samples, and the greedy completion is the only one; give "
+            "evaluation.num_samples, such as -n 8, or leave it out"
         )
 
 
@@ -254,13 +256,12 @@ def _ask(
         return measure_each(*arguments, dialogue=dialogue)
 
 
-def _limit(config: Config, of_run: bool, given: Mapping[str, Any]) -> int | None:
+def _limit(config: Config, of_run: bool, overrides: Sequence[str]) -> int | None:
     """Return how many examples: as given; of a run's own task as many as its evaluations take; else
     all."""
-    own_task = of_run and not {"name", "path"} & set(given.get("task", {}))
-    return (
-        config.evaluation.samples if own_task or "samples" in given.get("evaluation", {}) else None
-    )
+    changed = _keys(overrides)
+    own_task = of_run and not changed & {"task", "task.name", "task.path", "task.held_out_path"}
+    return config.evaluation.samples if own_task or "evaluation.samples" in changed else None
 
 
 def _processes(config: Config, task: Task) -> Processes:

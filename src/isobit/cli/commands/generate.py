@@ -4,11 +4,12 @@
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from isobit.cli.commands.serving import open_serving
+from isobit.config.commands import GenerateConfig
 from isobit.data.dataset import Example
 from isobit.engine.engine import Engine
 from isobit.engine.prompts import Prompt
@@ -17,33 +18,35 @@ from isobit.errors import IsobitError, printable
 from isobit.model import Model, TextRules
 from isobit.model.adapters.peft import check_served
 from isobit.model.hub.checkpoint import model_folder
+from isobit.run.directory import model_directory
 from isobit.tasks.environments.settings import EnvironmentConfig
 from isobit.training.rollouts.lengths import endings, say_ends
 
 
 def print_completions(
-    path: Path,
+    config: GenerateConfig,
     prompts: list[str],
-    sampling: Sampling,
-    flow: tuple[str, str, str],
     *,
     chat: bool = False,
-    chat_template: Path | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
     adapters: Mapping[str, Path] | None = None,
     as_json: bool = False,
-    tools: EnvironmentConfig | None = None,
 ) -> None:
-    """Sample `sampling.n` completions of every prompt, of several `adapters` by each of them, and
-    print them. With `tools` they are conversations, in which the model may call these.
+    """Sample completions of every prompt, of several `adapters` by each of them, and print them.
+    With an environment they are conversations, in which the model may call its tools.
 
-    `flow` is (precision, backend, consistency), `adapters` PEFT folders by name. Raises IsobitError
-    for a bad model, an empty prompt list, or a prompt longer than the model's context.
+    `adapters`: PEFT folders by name. Raises IsobitError for a bad model, an empty prompt list, or a
+    prompt longer than the model's context.
     """
     if not prompts:
         raise IsobitError("no prompt: give --prompt, or lines on standard input")
+    path = model_directory(Path(config.model.path))
+    sampling = replace(config.sampling, n=config.sampling.group_size, seed=config.seed)
     several = adapters if adapters is not None and len(adapters) > 1 else {}
-    rules = TextRules(chat_template=chat_template, chat_template_kwargs=chat_template_kwargs or {})
+    template = config.model
+    rules = TextRules(
+        chat_template=template.chat_template, chat_template_kwargs=template.chat_template_kwargs
+    )
+    flow = config.precision, config.backend, config.consistency
     if several:
         model = open_serving(path, several, flow, rules)
     else:
@@ -59,18 +62,18 @@ def print_completions(
             "warning: temperature 0 is greedy: the completions of a prompt are equal",
             file=sys.stderr,
         )
-    chat = chat or (tools is not None and tools.used)
+    chat = chat or config.environment.used
     requests: list[Prompt] = [[{"role": "user", "content": p}] if chat else p for p in prompts]
     if words := [word for prompt in prompts for word in model.tokenizer.special_tokens_in(prompt)]:
         print(f"{len(words):,} special tokens in the prompts are encoded as text", file=sys.stderr)
-    engine = Engine(model)
+    engine = Engine(model, config.engine)
     engine.calibrate(requests)
     names: list[str | None] = [*several] or [None]
     questions = [(number, name) for number in range(len(prompts)) for name in names]
     ids, named = [number for number, _ in questions], [name for _, name in questions]
-    if tools is not None and tools.used:
+    if config.environment.used:
         examples = [Example(number, requests[number], {}) for number in ids]  # type: ignore[arg-type]
-        groups = _conversations(engine, examples, sampling, tools, named)
+        groups = _conversations(engine, examples, sampling, config.environment, named)
     else:
         asking = [requests[number] for number in ids]
         groups = engine.generate(asking, sampling, ids, adapters=named)
@@ -99,8 +102,11 @@ def _conversations(
 
     with EnvironmentPool(tools) as pool:
         tokenizer = engine.model.tokenizer
-        dialogue = Dialogue.of(tokenizer, pool, tools.parser or "auto", tools.max_tokens)
-        dialogue.appending(examples[0].prompt).check("tool")
+        forks = tools.history == "fork"
+        parser, most = tools.parser or "auto", tools.max_tokens
+        dialogue = Dialogue.of(tokenizer, pool, parser, most, forks=forks)
+        appending = dialogue.appending(examples[0].prompt)
+        (appending.check_shown if forks else appending.check)("tool")
         ids = [example.index for example in examples]
         return Episodes(engine, dialogue).generate(examples, sampling, ids, None, adapters)
 

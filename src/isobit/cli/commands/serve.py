@@ -5,12 +5,13 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isobit.cli.commands.serving import open_frozen
+from isobit.cli.commands.serving import Flow, open_frozen
+from isobit.config.commands import ServerConfig
 from isobit.engine.engine import Engine
-from isobit.engine.types import EngineSize
 from isobit.errors import IsobitError
 from isobit.model import Model, TextRules
 from isobit.model.adapters.peft import is_adapter
@@ -24,30 +25,22 @@ if TYPE_CHECKING:
     from isobit.serve.state.state import State
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
-_MOST_GRACE = 86_400
 
 
-def serve_model(
-    given: Path,
-    adapters: Mapping[str, Path],
-    flow: tuple[str, str, str],
-    size: EngineSize,
-    *,
-    host: str,
-    port: int,
-    token: Path | None,
-    name: str | None,
-    chat_template: Path | None,
-    tool_format: str,
-    grace: float,
-    train: str | None,
-    state: Path | None,
-    state_every: int,
-    drop_runs: bool,
-) -> None:
-    """Serve the model at `given`, a directory or a run, under `flow`, (precision, backend,
-    consistency), until a signal. Raises IsobitError for a model or options that cannot be served,
-    and for a host beyond this machine without a token."""
+@dataclass(frozen=True)
+class Files:
+    """The files and modes of a server. `token`: the clients' tokens; `train`: None, adapters or
+    full; `state`: the folder of training runs; `drop_runs`: whether those that cannot go on end."""
+
+    token: Path | None = None
+    train: str | None = None
+    state: Path | None = None
+    drop_runs: bool = False
+
+
+def serve_model(config: ServerConfig, adapters: Mapping[str, Path], files: Files) -> None:
+    """Serve a model, a directory or a run, and its adapters, until a signal. Raises IsobitError for
+    a model or options that cannot be served, and for a host beyond this machine without a token."""
     try:
         from isobit.serve import app
         from isobit.serve.keys import default_file, owners_of, read_or_make
@@ -58,72 +51,73 @@ def serve_model(
         if (error.name or "").startswith("isobit"):
             raise
         raise IsobitError(f"serve needs {error.name}: {INSTALLED_BY}") from None
-    if token is None and host not in _LOOPBACK:
+    serve, flow = config.serve, (config.precision, config.backend, config.consistency)
+    if files.token is None and serve.host not in _LOOPBACK:
         raise IsobitError(
-            f"--host {host}: other machines could reach it; give the token's file with --token FILE"
+            f"serve.host {serve.host}: other machines could reach it; give the token's file with "
+            "--token FILE"
         )
-    called = given.resolve().name if name is None else name
-    _check_names(grace, called, adapters, tool_format)
-    _check_training(train, adapters, {"--state": state is not None, "--drop-runs": drop_runs})
-    path, full, file = _model_of(given), train == "full", token or default_file()
-    rules = TextRules(chat_template=chat_template)
+    given = Path(config.model.path)
+    called = given.resolve().name if serve.name is None else serve.name
+    tool_format = config.environment.parser
+    _check_names(called, adapters, tool_format)
+    _check_training(files, adapters)
+    path, full, file = _model_of(given), files.train == "full", files.token or default_file()
+    template = config.model
+    rules = TextRules(
+        chat_template=template.chat_template, chat_template_kwargs=template.chat_template_kwargs
+    )
     with ExitStack() as held:  # refuse early, before a model is read
-        listener = listen(host, port, "--port")
+        listener = listen(serve.host, serve.port, "serve.port")
         held.callback(listener.close)
         tokens, made = read_or_make(file)
         store = None
-        if train:
+        if files.train:
             identity = identity_of(path)
-            folder = state or _default_state(default_file(), called, identity)
-            owners = owners_of(tokens)
-            store = State(folder, owners, every=state_every, model=identity, drops=drop_runs)
+            folder = files.state or _default_state(default_file(), called, identity)
+            owners, every = owners_of(tokens), serve.state_every
+            store = State(folder, owners, every=every, model=identity, drops=files.drop_runs)
             held.callback(store.close)
             _check_runs(store, full)
-        model = _opened(path, flow, rules, full, bool(adapters or train))
-        longest = model.config.max_positions
+        model = _opened(path, flow, rules, full, bool(adapters or files.train))
+        longest, size = model.config.max_positions, config.engine
         engine = Engine.sized_for(model, [[0]], size.max_sequences, longest, size)
 
         def started(chosen: int) -> None:
-            address = f"[{host}]" if ":" in host else host
+            address = f"[{serve.host}]" if ":" in serve.host else serve.host
             names = ", ".join([called, *adapters])
             print(f"serving {names} on http://{address}:{chosen}", file=sys.stderr)
             print(f"token: {'(a new one)' if made else '(the one)'} in {file}", file=sys.stderr)
             if store is not None:
                 print(f"training runs are kept in {store.folder}", file=sys.stderr)
 
-        options = app.ServerOptions(grace, given, tool_format)
+        options = app.ServerOptions(serve.grace, given, tool_format)
         app.run(engine, called, dict(adapters), tokens, options, listener, started, store)
 
 
-def _check_names(grace: float, called: str, adapters: Mapping[str, Path], tool_format: str) -> None:
-    """Raise IsobitError, before a model is read, for a tool format that does not exist, for seconds
-    of grace out of range, and for a model's name that is empty or that an adapter has too."""
+def _check_names(called: str, adapters: Mapping[str, Path], tool_format: str) -> None:
+    """Raise IsobitError, before a model is read, for a tool format that does not exist, and for a
+    model's name that an adapter has too."""
     format_of(tool_format, None)
-    if not 0 <= grace <= _MOST_GRACE:
-        raise IsobitError(f"--grace {grace:g}: expected seconds from 0 to {_MOST_GRACE:,}")
-    if not called.strip() or called in adapters:
-        problem = (
-            "an adapter has it too" if called in adapters else "expected a name that is not empty"
+    if called in adapters:
+        raise IsobitError(
+            f"serve.name {called!r}: an adapter has it too; clients ask for the model by it"
         )
-        raise IsobitError(f"--name {called!r}: {problem}; clients ask for the model by it")
 
 
-def _check_training(
-    train: str | None, adapters: Mapping[str, Path], given: Mapping[str, bool]
-) -> None:
+def _check_training(files: Files, adapters: Mapping[str, Path]) -> None:
     """Raise IsobitError for another value of `train` than None, adapters and full, for adapters of
-    a model that is trained in full, and for options of training that are `given` without it."""
-    if train not in (None, "adapters", "full"):
-        raise IsobitError(f"--train: expected nothing more, or full, got {train!r}")
-    for option in (name for name, there in given.items() if there and not train):
+    a model that is trained in full, and for options of training that are given without it."""
+    if files.train not in (None, "adapters", "full"):
+        raise IsobitError(f"--train: expected nothing more, or full, got {files.train!r}")
+    if not files.train and (files.state is not None or files.drop_runs):
+        option = "--state" if files.state is not None else "--drop-runs"
         raise IsobitError(f"{option} is about training runs that are kept; give --train too")
-    if train == "full" and adapters:
+    if files.train == "full" and adapters:
         raise IsobitError("--adapter: with --train full the weights that it is for would change")
 
 
-def _opened(
-    path: Path, flow: tuple[str, str, str], rules: TextRules, full: bool, serves: bool
-) -> Model:
+def _opened(path: Path, flow: Flow, rules: TextRules, full: bool, serves: bool) -> Model:
     """Load the model: with masters if all its weights are trained (`full`); otherwise frozen, and
     ready for adapters if it `serves` any. Raises IsobitError for a flow whose bits depend on the
     batch."""

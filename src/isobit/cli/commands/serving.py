@@ -8,14 +8,14 @@ from isobit.model import Model, TextRules
 from isobit.model.adapters.targets import NewAdapter
 from isobit.model.text.tokenizer import DEFAULT_RULES
 
+Flow = tuple[str | Mapping[str, object], str, str]
+"""(precision, backend, consistency)."""
 _OF_NOTHING = NewAdapter(1, 1.0, ())
 """An adapter of no matrix: a model that is loaded with it is frozen, and reads each weight without
 keeping it."""
 
 
-def open_frozen(
-    path: Path, flow: tuple[str | Mapping[str, object], str, str], rules: TextRules = DEFAULT_RULES
-) -> Model:
+def open_frozen(path: Path, flow: Flow, rules: TextRules = DEFAULT_RULES) -> Model:
     """Return the model at `path` under `flow`, (precision, backend, consistency), without
     masters."""
     return Model.load(path, *flow, adapter=_OF_NOTHING, rules=rules)
@@ -24,7 +24,7 @@ def open_frozen(
 def open_serving(
     path: Path,
     adapters: Mapping[str, Path],
-    flow: tuple[str | Mapping[str, object], str, str],
+    flow: Flow,
     rules: TextRules = DEFAULT_RULES,
 ) -> Model:
     """Return `open_frozen` with PEFT folders by name. Raises IsobitError as `Model.serving`."""

@@ -37,13 +37,17 @@ from isobit.rl.algorithm.partial import unfinished
 from isobit.run import checkpoints
 from isobit.run import directory as runs
 from isobit.run.certificate import CERTIFICATE, Chain
-from isobit.training.adapting import load_trained, model_named
 from isobit.training.measuring.agreement import unlike
+from isobit.training.parts.assembly import (
+    base_of,
+    recorded_dialogue,
+    rollout_sampling,
+    sized_engine,
+)
+from isobit.training.parts.model import load_trained, model_named
 from isobit.training.rollouts.partial import completion_of
 from isobit.training.running.machine import date_of
 from isobit.training.saving.certificate import of_weights
-from isobit.training.session.assembly import base_of, rollout_sampling, sized_engine
-from isobit.training.session.conversing import recorded_dialogue
 
 
 @dataclass(frozen=True)
@@ -204,7 +208,9 @@ def _load(run: Path, config: Config | SftConfig, folder: Path) -> Model:
         base = base_of(config, began, quiet=True)
     elif config.adapter is not None and config.model.path is not None:
         base = model_named(config.model.path)
-    return load_trained(config, base, folder, now=date_of(began))
+    ids = began.get("vocabulary")
+    vocabulary = ids if isinstance(ids, int) and ids > 0 else None
+    return load_trained(config, base, folder, now=date_of(began), vocabulary=vocabulary)
 
 
 def _best_problem(run: Path, config: Config | SftConfig, chain: Chain | None) -> str | None:

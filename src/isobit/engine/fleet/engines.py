@@ -17,9 +17,10 @@ _RETRY_S = 0.2
 
 @dataclass(eq=False)
 class EngineActor:
-    """`version`: of the weights that it has, None before any. `open`: the groups of the present
-    batch that it samples, the oldest first. `calls`: what Ray has yet to answer, to the kind of
-    call. `replies`: how often it has answered."""
+    """An engine in another process, as the fleet sees it. `version`: of the weights that it has,
+    None before any. `open`: the groups of the present batch that it samples, the oldest first.
+    `calls`: what Ray has yet to answer, to the kind of call. `replies`: how often it has
+    answered."""
 
     ray: Any
     number: int

@@ -72,7 +72,7 @@ class Batch:
 
 
 class Fleet:
-    """Engines like `like`, which is the learner's own. `generate` takes the arguments of the
+    """A fleet of engines like `like`, the learner's. `generate` takes the arguments of the
     engine's; `stats` are of the last call. Call `send` before `generate` whenever the weights have
     changed. Only `add` and `remove` may be called while another thread generates."""
 

@@ -56,7 +56,7 @@ def attention(
     out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
     lse = torch.empty((*q.shape[:2], 1), dtype=torch.float64, device=q.device)
     for batch in _batches(layout, q.shape[1], store, torch.float64, window):
-        inputs = _Given(
+        inputs = _Operands(
             batch.gather(q), *batch.read(store), scale, batch.of_heads(sinks), probabilities
         )
         error = _error(inputs)
@@ -85,7 +85,7 @@ def attend(
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty((*q.shape[:2], 1), dtype=dtype, device=q.device)
     for batch in _batches(layout, q.shape[1], store, dtype, window):
-        inputs = _Given(
+        inputs = _Operands(
             batch.gather(q), *batch.read(store), scale, batch.of_heads(sinks), probabilities
         )
         mixed, normalizer, _ = _mix(batch.scores(inputs.queries, inputs.keys, scale), inputs, None)
@@ -94,7 +94,7 @@ def attend(
     return out, lse.squeeze(-1)
 
 
-class _Given(NamedTuple):
+class _Operands(NamedTuple):
     """The inputs of a batch's rows: queries [S, KV, G·R, D], keys and values [S, KV, K, D], a sink
     for each row of queries, and the format of unnormalized probabilities."""
 
@@ -107,17 +107,17 @@ class _Given(NamedTuple):
 
 
 def _mix(
-    scores: Tensor, given: _Given, error: Tensor | None
+    scores: Tensor, operands: _Operands, error: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (mixed values [S, KV, G·R, D], log-sum-exp [S, KV, G·R, 1], rows [S, KV, G·R] of which
     scores within `error` might have probabilities of other codes) of scores, which are
     overwritten."""
-    peak = _highest(scores, given.sink)
+    peak = _highest(scores, operands.sink)
     shifted = scores.sub_(peak)
-    unsure = None if error is None or given.probabilities is None else uncertain(shifted, error)
-    weights, rounded = weigh(shifted, given.probabilities)
-    total = _with_sink(weights.sum(-1, keepdim=True), peak, given.sink)
-    return torch.matmul(rounded, given.values).div_(total), peak.add_(total.log()), unsure
+    unsure = None if error is None or operands.probabilities is None else uncertain(shifted, error)
+    weights, rounded = weigh(shifted, operands.probabilities)
+    total = _with_sink(weights.sum(-1, keepdim=True), peak, operands.sink)
+    return torch.matmul(rounded, operands.values).div_(total), peak.add_(total.log()), unsure
 
 
 def _highest(scores: Tensor, sink: Tensor | None) -> Tensor:
@@ -131,7 +131,7 @@ def _with_sink(total: Tensor, peak: Tensor, sink: Tensor | None) -> Tensor:
     return total if sink is None else total + torch.exp(sink - peak)
 
 
-def _error(given: _Given) -> Tensor:
+def _error(operands: _Operands) -> Tensor:
     """Return how far two orders of sums may be apart: in the log-sum-exp, in score - peak, and in
     the output over the largest value that it is a mean of [S, KV, G·R, 1].
 
@@ -142,19 +142,19 @@ def _error(given: _Given) -> Tensor:
     log-sum-exp too; an eighth more covers the higher orders. A sink is one key more, of a score
     that has no error, and B the largest magnitude of any score.
     """
-    reach = norm_bound(given.queries).unsqueeze(-1) * (
-        norm_bound(given.keys).amax(-1)[..., None, None] * abs(given.scale)
+    reach = norm_bound(operands.queries).unsqueeze(-1) * (
+        norm_bound(operands.keys).amax(-1)[..., None, None] * abs(operands.scale)
     )
-    reach = reach if given.sink is None else reach + given.sink.abs()
+    reach = reach if operands.sink is None else reach + operands.sink.abs()
     error = (
-        (4.5 * given.queries.shape[-1] + 64) * reach + (2.25 * given.keys.shape[-2] + 128)
+        (4.5 * operands.queries.shape[-1] + 64) * reach + (2.25 * operands.keys.shape[-2] + 128)
     ) * UNIT
     return error.masked_fill_(error > 2.0**-10, torch.inf)
 
 
 def _in_order(
     batch: "_Batch",
-    given: _Given,
+    operands: _Operands,
     error: Tensor,
     mixed: Tensor,
     normalizer: Tensor,
@@ -164,7 +164,7 @@ def _in_order(
     """Replace the results of rows whose rounding, or a code of whose probabilities, might change
     with the order of sums by those of the trees. A code's value is at most twice the weight, so
     those of a row add up to at most two."""
-    largest = given.values.abs().amax(-2, keepdim=True)
+    largest = operands.values.abs().amax(-2, keepdim=True)
     largest.add_(largest.sign(), alpha=2.0**-66)
     if unsure is not None:
         largest.mul_(2)
@@ -176,18 +176,18 @@ def _in_order(
     for index, (piece, head) in enumerate(groups.tolist()):
         rows = torch.unique(results[owner == index, 2])
         rows = rows[batch.valid[piece, rows % batch.valid.shape[1]]]
-        transposed = given.keys[piece, head].t().contiguous()
-        v = given.values[piece, head].contiguous()
+        transposed = operands.keys[piece, head].t().contiguous()
+        v = operands.values[piece, head].contiguous()
         for chunk in rows.split(max(1, _CHUNK_ELEMENTS // v.numel())):
-            products = given.queries[piece, head, chunk].unsqueeze(-1) * transposed
+            products = operands.queries[piece, head, chunk].unsqueeze(-1) * transposed
             scores = (
-                tree_sum(products, dim=1) if given.probabilities is None else lane_sum(products)
+                tree_sum(products, dim=1) if operands.probabilities is None else lane_sum(products)
             )
-            scores.mul_(given.scale)
+            scores.mul_(operands.scale)
             scores.masked_fill_(~batch.visible[piece, chunk % batch.valid.shape[1]], float("-inf"))
-            own_sink = None if given.sink is None else given.sink[0, head, chunk]
+            own_sink = None if operands.sink is None else operands.sink[0, head, chunk]
             peak = _highest(scores, own_sink)
-            weights, rounded = weigh(scores.sub_(peak), given.probabilities)
+            weights, rounded = weigh(scores.sub_(peak), operands.probabilities)
             total = _with_sink(tree_sum(weights).unsqueeze(-1), peak, own_sink)
             mixed[piece, head, chunk] = tree_sum(rounded.unsqueeze(-1) * v, dim=1).div_(total)
             normalizer[piece, head, chunk] = peak.add_(total.log_())

@@ -217,15 +217,19 @@ def delta_rule_backward(
     dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, layout: Layout
 ) -> tuple[Tensor, ...]:
     return through_parts(
-        dout, qkv, gates, heads, lambda parts, dout: _backward(parts, dout, layout, heads.corrects)
+        dout,
+        qkv,
+        gates,
+        heads,
+        lambda inputs, dout: _backward(inputs, dout, layout, heads.corrects),
     )
 
 
 def through_parts(
     dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, backward: Backward
 ) -> tuple[Tensor, ...]:
-    """Compute `Ops.delta_rule_backward`, given that of the recurrence: `backward(parts, dout)`
-    gives the gradients of parts, skip left out."""
+    """Compute `Ops.delta_rule_backward` from the backward of the recurrence: `backward(inputs,
+    dout)` returns the gradients of the recurrence's inputs, without the skip's."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (qkv, gates, heads.decay, heads.step_bias)]
         qkv_leaf, gates_leaf, decay, step_bias = leaves
@@ -248,31 +252,31 @@ def through_parts(
     return (*torch.autograd.grad(list(inputs), leaves, list(gradients)), dskip)
 
 
-def _backward(parts: Parts, dout: Tensor, layout: Layout, corrects: bool = True) -> Parts:
+def _backward(inputs: Parts, dout: Tensor, layout: Layout, corrects: bool = True) -> Parts:
     """Return the gradients of the recurrence's inputs: back through the tokens, over the state
     after each token, which are held for one sequence."""
-    group = parts.v.shape[1] // parts.k.shape[1]
-    q, k = (x.repeat_interleave(group, 1) for x in (parts.q, parts.k))
+    group = inputs.v.shape[1] // inputs.k.shape[1]
+    q, k = (x.repeat_interleave(group, 1) for x in (inputs.q, inputs.k))
     dq = torch.zeros_like(q)
     dk = torch.zeros_like(k)
-    gradients = [torch.zeros_like(x) for x in parts[2:]]
+    gradients = [torch.zeros_like(x) for x in inputs[2:]]
     dv, dkept, dstrength = gradients
 
     def wanted_of(t: int, faded: Tensor) -> Tensor:
         if not corrects:
-            return parts.v[t]
-        return parts.v[t] - torch.einsum("hk,hkv->hv", k[t], faded)
+            return inputs.v[t]
+        return inputs.v[t] - torch.einsum("hk,hkv->hv", k[t], faded)
 
     for rows in sequences(layout):
-        states = [q.new_zeros(q.shape[1], q.shape[2], parts.v.shape[2])]
+        states = [q.new_zeros(q.shape[1], q.shape[2], inputs.v.shape[2])]
         for t in range(rows.start, rows.stop):
-            faded = states[-1] * parts.kept[t, :, None, None]
-            error = wanted_of(t, faded) * parts.strength[t, :, None]
+            faded = states[-1] * inputs.kept[t, :, None, None]
+            error = wanted_of(t, faded) * inputs.strength[t, :, None]
             states.append(faded + k[t].unsqueeze(-1) * error.unsqueeze(1))
         dstate = torch.zeros_like(states[0])
         for t in reversed(range(rows.start, rows.stop)):
             previous = states[t - rows.start]
-            faded, strength = previous * parts.kept[t, :, None, None], parts.strength[t, :, None]
+            faded, strength = previous * inputs.kept[t, :, None, None], inputs.strength[t, :, None]
             wanted = wanted_of(t, faded)
             dq[t] = torch.einsum("hkv,hv->hk", states[t - rows.start + 1], dout[t])
             dstate = dstate + q[t].unsqueeze(-1) * dout[t].unsqueeze(1)
@@ -285,6 +289,6 @@ def _backward(parts: Parts, dout: Tensor, layout: Layout, corrects: bool = True)
                 dk[t] -= torch.einsum("hkv,hv->hk", faded, dwanted)
                 dfaded = dstate - k[t].unsqueeze(-1) * dwanted.unsqueeze(1)
             dkept[t] = (dfaded * previous).sum((1, 2))
-            dstate = dfaded * parts.kept[t, :, None, None]
-    dq, dk = (x.unflatten(1, (parts.k.shape[1], group)).sum(2) for x in (dq, dk))
+            dstate = dfaded * inputs.kept[t, :, None, None]
+    dq, dk = (x.unflatten(1, (inputs.k.shape[1], group)).sum(2) for x in (dq, dk))
     return Parts(dq, dk, dv, dkept, dstrength)

@@ -120,24 +120,24 @@ def delta_rule_backward(
         )
     return delta.through_parts(
         dout, qkv, gates, heads,
-        lambda parts, dout: backward(ops, parts, dout, layout, heads.corrects),
+        lambda inputs, dout: backward(ops, inputs, dout, layout, heads.corrects),
     )  # fmt: skip
 
 
 def backward(
-    ops: NativeBase, parts: delta.Parts, dout: Tensor, layout: Layout, corrects: bool = True
+    ops: NativeBase, inputs: delta.Parts, dout: Tensor, layout: Layout, corrects: bool = True
 ) -> delta.Parts:
     """Return the gradients of the recurrence's inputs; value heads that share a key head are added
     in ascending order."""
-    (rows, key_heads, key_dim), (_, value_heads, value_dim) = parts.k.shape, parts.v.shape
+    (rows, key_heads, key_dim), (_, value_heads, value_dim) = inputs.k.shape, inputs.v.shape
     assert rows == layout.num_rows
-    assert all(x.is_contiguous() and x.dtype == torch.float32 for x in (*parts, dout))
+    assert all(x.is_contiguous() and x.dtype == torch.float32 for x in (*inputs, dout))
     dq, dk = (torch.empty(rows, key_heads, value_heads // key_heads, key_dim) for _ in range(2))
-    dv, dkept, dstrength = (torch.empty_like(tensor) for tensor in parts[2:])
+    dv, dkept, dstrength = (torch.empty_like(tensor) for tensor in inputs[2:])
     arguments = DeltaGradientArguments(
         key_heads, value_heads, key_dim, value_dim, layout.context.shape[0],
         layout.row_start.data_ptr(),
-        *(x.data_ptr() for x in (*parts[:3], dout, *parts[3:], dq, dk, dv, dkept, dstrength)),
+        *(x.data_ptr() for x in (*inputs[:3], dout, *inputs[3:], dq, dk, dv, dkept, dstrength)),
         torch.get_num_threads(), corrects,
     )  # fmt: skip
     ops.lib.isobit_delta_rule_backward(ctypes.byref(arguments))

@@ -21,8 +21,8 @@ _NEVER_0 = 1e-20
 
 @dataclass(frozen=True)
 class Scoring:
-    """Experts stand in `groups`, of which the `best` are open to a token; gates are multiplied by
-    `scale`."""
+    """The choice of experts by their scores. Experts stand in `groups`, of which the `best` are
+    open to a token; gates are multiplied by `scale`."""
 
     groups: int
     best: int
@@ -94,5 +94,6 @@ def _open(wanted: Tensor, scoring: Scoring) -> Tensor:
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
-    """Return the places of the `count` largest of each row, descending, ties to the lower."""
+    """Return the indices of the `count` largest numbers of each row, descending, ties to the lower
+    index."""
     return x.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()

@@ -25,8 +25,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool
 
 
 def kv_write(store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
-    """Put the rows' keys and values into their slots; NonFiniteError if they are quantized and hold
-    NaN or infinity."""
+    """Store the rows' keys and values in their slots. Raises NonFiniteError if they are quantized
+    and hold NaN or infinity."""
     for data, scale, rows in ((store.k, store.k_scale, k), (store.v, store.v_scale, v)):
         if store.kv is None or scale is None:
             data[layout.slots] = rows.to(data.dtype)

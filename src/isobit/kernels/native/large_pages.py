@@ -21,7 +21,8 @@ _ALIGNMENT = 64
 
 
 class LargePages:
-    """Hands out memory. The last chunk is filled as long as something in it is in use."""
+    """An allocator of memory in large pages. The last chunk is filled as long as something in it is
+    in use."""
 
     def __init__(self, chunk: int = 16 * _PAGE, smallest: int = 1 << 16) -> None:
         """Take `chunk`, the fewest bytes of a chunk; below `smallest`, memory is PyTorch's."""

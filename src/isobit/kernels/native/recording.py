@@ -65,7 +65,8 @@ class Recording:
 
 
 class _Recorder(TorchFunctionMode):
-    """While it is active, sees all that its thread does with tensors, and with a library."""
+    """A recorder of everything that its thread does with tensors, and with a library, while it is
+    active."""
 
     def __init__(self, library: ctypes.CDLL, arena: Arena) -> None:
         super().__init__()
@@ -139,10 +140,11 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _computed(
-        self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], found: Any
+        self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], results: Any
     ) -> Any:
-        """Return what PyTorch has computed, in the arena, where it is computed again."""
-        copies = mapped(found, lambda x: self._arena.like(x).copy_(x))
+        """Copy what PyTorch has computed into the arena, where it is computed again, and return the
+        copies."""
+        copies = mapped(results, lambda x: self._arena.like(x).copy_(x))
         self._repeat(function, args, kwargs, tensors_of(copies))
         return copies
 
@@ -180,18 +182,18 @@ class _Recorder(TorchFunctionMode):
             words = [self._word(*pair) for pair in zip(function.argtypes, arguments)]
             self._calls.append((_address(again), words))
 
-    def _word(self, kind: type, given: Any) -> int:
+    def _word(self, kind: type, argument: Any) -> int:
         """Return an argument as its eight bytes."""
         if kind is ctypes.c_double:
-            (word,) = struct.unpack("q", struct.pack("d", given))
+            (word,) = struct.unpack("q", struct.pack("d", argument))
             return int(word)
-        if given is None or isinstance(given, int):
-            return int(given or 0)
-        self.kept.append(given._obj)  # of ctypes.byref
-        return ctypes.addressof(given._obj)
+        if argument is None or isinstance(argument, int):
+            return int(argument or 0)
+        self.kept.append(argument._obj)  # of ctypes.byref
+        return ctypes.addressof(argument._obj)
 
-    def _refuse(self, what: str) -> None:
-        self.refused = what
+    def _refuse(self, reason: str) -> None:
+        self.refused = reason
         self._calls, self.parts, self.kept = [], [], []
 
 
@@ -254,12 +256,12 @@ def tensors_of(nested: Any) -> list[Tensor]:
     return []
 
 
-def mapped(found: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return the same with every tensor changed."""
-    if isinstance(found, Tensor):
-        return change(found)
-    if isinstance(found, Mapping):
-        return {key: mapped(item, change) for key, item in found.items()}
-    if isinstance(found, (list, tuple)) and not isinstance(found, torch.Size):
-        return type(found)([mapped(item, change) for item in found])
-    return found
+def mapped(nested: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return nested lists, tuples and mappings with every tensor in them changed."""
+    if isinstance(nested, Tensor):
+        return change(nested)
+    if isinstance(nested, Mapping):
+        return {key: mapped(item, change) for key, item in nested.items()}
+    if isinstance(nested, (list, tuple)) and not isinstance(nested, torch.Size):
+        return type(nested)([mapped(item, change) for item in nested])
+    return nested

@@ -300,7 +300,7 @@ class OrderedProducts:
 
 
 def _plain(bias: Tensor | None) -> Tensor | None:
-    """Return a bias as C++ reads it."""
+    """Return a bias as C++ reads it, contiguous and in a plain format; None without one."""
     return bias if bias is None else (bias if bias.dtype in PLAIN else bias.float()).contiguous()
 
 

@@ -125,8 +125,8 @@ def of_rows(temperature: float, rows: Tensor) -> Temperature:
 
 
 def nucleus(scaled: Tensor, top_p: Tensor) -> Tensor:
-    """Mask [R, V] of the smallest set of most probable tokens whose probability reaches `top_p`
-    [R]; ties: lower index. All of them where it is 1."""
+    """Return the mask [R, V] of the smallest set of most probable tokens whose probability reaches
+    `top_p` [R]; ties: lower index. All tokens where `top_p` is 1."""
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     probability = torch.softmax(ordered.double(), -1)
     if (

@@ -27,7 +27,7 @@ if INTERPRETED:
 
 @triton.jit
 def to_bf16(x):
-    """Return float32 to bfloat16, to nearest even; NaN and infinity stay."""
+    """Convert float32 to bfloat16, to nearest even; NaN and infinity stay."""
     if INTERPRETED:
         word = x.to(tl.uint32, bitcast=True)
         rounded = word + 0x7FFF + ((word >> 16) & 1)
@@ -52,7 +52,8 @@ def cast(x, like: tl.constexpr):
 
 @triton.jit
 def to_e4m3(x):
-    """Return float32 to E4M3 codes (uint8), to nearest even, saturating at 448; NaN becomes NaN."""
+    """Convert float32 to E4M3 codes (uint8), to nearest even, saturating at 448; NaN becomes
+    NaN."""
     if INTERPRETED:
         word = x.to(tl.uint32, bitcast=True)
         sign = (word >> 24) & 0x80
@@ -71,7 +72,7 @@ def to_e4m3(x):
 
 @triton.jit
 def from_e4m3(code):
-    """Return E4M3 codes (uint8) to float32, exactly; NaN codes to NaN."""
+    """Convert E4M3 codes (uint8) to float32, exactly; NaN codes to NaN."""
     if INTERPRETED:
         exponent = ((code >> 3) & 0xF).to(tl.int32)
         mantissa = (code & 7).to(tl.int32)
@@ -104,7 +105,7 @@ def from_nibbles(pair, k, scale, common):
 
 @triton.jit
 def to_int8(x):
-    """Return float32 within 127 to whole numbers (int8), to nearest even; NaN to any."""
+    """Convert float32 within 127 to whole numbers (int8), to nearest even; NaN to any."""
     # 1.5 * 2**23 leaves the rounded number in the last bits
     return ((x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int8)
 

@@ -152,12 +152,17 @@ def add(
 
 
 def backward(
-    dy: Tensor, x: Operand, kept: Sequence[Tensor], weight: Weight, ops: Ops, needs_input: bool
+    dy: Tensor,
+    x: Operand,
+    down_products: Sequence[Tensor],
+    weight: Weight,
+    ops: Ops,
+    needs_input: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:
     """Return (what the adapters add to dx [T, K], float32, or None; dA and dB of each adapter in
     turn, float32) for dy [T, N]."""
     values, dx, gradients = plain(x, dy.dtype), None, list[Tensor]()
-    for lora, u in zip(weight.adapters, kept):
+    for lora, u in zip(weight.adapters, down_products):
         slice_ = dy[:, lora.lo : lora.hi].contiguous()
         a, b = (plain(factor.working, dy.dtype) for factor in (lora.a, lora.b))
         du = ops.gradient_product(slice_, b.t(), torch.float32).mul_(lora.scale).to(dy.dtype)

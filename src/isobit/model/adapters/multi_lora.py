@@ -74,9 +74,11 @@ class _Adapter:
     """A served adapter: its factors by the place of their weight, and their addresses [weights]
     int64 (`Factors.address`)."""
 
-    def __init__(self, found: Sequence[Factors | None]) -> None:
-        self.factors = {index: pair for index, pair in enumerate(found) if pair is not None}
-        self.addresses = np.array([0 if pair is None else pair.address for pair in found], np.int64)
+    def __init__(self, factors: Sequence[Factors | None]) -> None:
+        self.factors = {index: pair for index, pair in enumerate(factors) if pair is not None}
+        self.addresses = np.array(
+            [0 if pair is None else pair.address for pair in factors], np.int64
+        )
 
 
 class Assignment:
@@ -112,7 +114,8 @@ class Assignment:
 
     @contextmanager
     def of(self, numbers: Numbers) -> Iterator[None]:
-        """Fill it for the time inside, and hold nothing afterwards."""
+        """Assign rows to adapters inside this context, by the adapter's number; none are assigned
+        afterwards."""
         self.fill(numbers)
         try:
             yield
@@ -120,19 +123,21 @@ class Assignment:
             self.adapters = {}
             self._addresses[:] = 0
 
-    def table(self, place: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a weight's addresses, rows and offsets. How many adapters there are is not said,
-        since the next forward of as many rows may have more of them."""
+    def table(self, weight_index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a weight's addresses, rows and offsets. The number of adapters is not among them,
+        since the next forward of as many rows may have more adapters."""
         rows, offsets, addresses = self._tensors
         for lora in self.adapters.values():
-            assert lora.addresses[place] or place not in lora.factors, "factors without an address"
+            assert lora.addresses[weight_index] or weight_index not in lora.factors, (
+                "factors without an address"
+            )
         groups = min(self._groups, len(self._of))
-        return addresses[:groups, place], rows[: len(self._of)], offsets[: groups + 1]
+        return addresses[:groups, weight_index], rows[: len(self._of)], offsets[: groups + 1]
 
-    def factors(self, number: int, place: int) -> Factors | None:
+    def factors(self, number: int, weight_index: int) -> Factors | None:
         """Return an adapter's factors of a weight, None without any."""
         lora = self.adapters.get(number)
-        return None if lora is None else lora.factors.get(place)
+        return None if lora is None else lora.factors.get(weight_index)
 
     def by_adapter(self, device: torch.device) -> Rows:
         """Return the forward's rows. Their numbers are read from a tensor, so that a recorder sees
@@ -166,7 +171,8 @@ class Assignment:
 
 
 def _sorted(numbers: Numbers) -> tuple[Numbers, Numbers, list[int]]:
-    """Rows by their number, where those of each begin, and the numbers in turn."""
+    """Return (rows sorted by their adapter's number, where each number's rows begin, the numbers in
+    order)."""
     order = np.argsort(numbers, kind="stable")
     in_order = numbers[order]
     starts = np.flatnonzero(np.diff(in_order, prepend=in_order[:1] - 1))
@@ -197,7 +203,7 @@ class MultiLora:
         return len(self._weights)
 
     def of(self, weight: str) -> "AdapterRows":
-        """Fill it for the time inside, and hold nothing afterwards."""
+        """Return the `AdapterRows` of a weight, made at the first call."""
         return self._weights.setdefault(weight, AdapterRows(self, len(self._weights)))
 
     def enter(self, name: str, factors: Callable[[str], Factors | None]) -> None:
@@ -235,15 +241,16 @@ class MultiLora:
         return number
 
     def adapter(self, number: int) -> _Adapter:
-        """Raises IsobitError for one that is not served any more."""
+        """Return the adapter of this name. Raises IsobitError for one that is not served any
+        more."""
         adapter = self._adapters.get(number)
         if adapter is None:
             raise _left(next(name for name, used in self._used.items() if used == number))
         return adapter
 
     def assignment(self, numbers: Numbers) -> Assignment:
-        """For one forward, of rows with these numbers. Raises IsobitError for an adapter that is
-        not served."""
+        """Assign the rows of one forward to the adapters of these numbers. Raises IsobitError for
+        an adapter that is not served."""
         assignment = Assignment(self, len(numbers), len(np.unique(numbers)))
         assignment.fill(numbers)
         return assignment

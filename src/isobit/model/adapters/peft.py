@@ -285,13 +285,16 @@ def _target_modules(adapter: Adapter) -> list[str]:
     ]
 
 
-def _keys(one: Projection) -> dict[str, str]:
+def _keys(projection: Projection) -> dict[str, str]:
     """Return the names of A and B here, each with its name in a file."""
-    return {name: f"{_PREFIX}{one.module}.{name.rpartition('.')[2]}.weight" for name in one.masters}
+    return {
+        name: f"{_PREFIX}{projection.module}.{name.rpartition('.')[2]}.weight"
+        for name in projection.masters
+    }
 
 
-def _own_keys(one: Projection) -> tuple[str, str]:
-    a, b = _keys(one).values()
+def _own_keys(projection: Projection) -> tuple[str, str]:
+    a, b = _keys(projection).values()
     return a, b
 
 

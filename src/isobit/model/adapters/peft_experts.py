@@ -86,7 +86,7 @@ def _all_are(pattern: Any, number: Any, factor: float) -> bool:
 
 def config_of(adapter: Adapter, beside: Sequence[Projection] = ()) -> dict[str, Any]:
     """Return the keys of adapter_config.json that describe experts' factors held together;
-    `beside`: other matrices that are named by their parameter too."""
+    `beside`: the other projections whose matrices are named as parameters."""
     roles = _roles_of(adapter)
     modules = dict.fromkeys(
         _module(proj) for proj in adapter.projections if proj.expert is not None
@@ -111,39 +111,40 @@ def _roles_of(adapter: Adapter) -> list[str]:
     return [role for role in _ROLES if role in roles]
 
 
-def _role(one: Projection) -> str:
-    return f"{one.weight.rpartition('.')[2]}_proj"
+def _role(projection: Projection) -> str:
+    return f"{projection.weight.rpartition('.')[2]}_proj"
 
 
-def _module(one: Projection) -> str:
+def _module(projection: Projection) -> str:
     """Return the name in transformers of the module of a layer's experts, from one of their
     matrices: Mixtral's has another name in files."""
-    layer = one.module.partition(".experts.")[0].replace(".block_sparse_moe", ".mlp")
+    layer = projection.module.partition(".experts.")[0].replace(".block_sparse_moe", ".mlp")
     return f"{layer}.experts"
 
 
 class _Group(NamedTuple):
     """The factors of one tensor: `members`, its experts' matrices in the order of the experts,
-    `parts` for each; `a` and `b`, the names of A [E · R, K] and B [N, R · E]."""
+    `matrices` for each; `a` and `b`, the names of A [E · R, K] and B [N, R · E]."""
 
     members: list[Projection]
-    parts: int
+    matrices: int
     a: str
     b: str
 
     @property
     def experts(self) -> int:
-        return len(self.members) // self.parts
+        return len(self.members) // self.matrices
 
     @property
     def rows(self) -> int:
-        return max(member.hi for member in self.members[: self.parts])
+        return max(member.hi for member in self.members[: self.matrices])
 
-    def rows_of(self, one: Projection, part: int, packing: Packing | None) -> slice:
-        """Return the rows of B that are those of a member, its expert's part number `part`."""
-        if self.parts > 1 and packing == "columns":
-            return slice(part, None, self.parts)
-        return slice(one.lo, one.hi)
+    def rows_of(self, projection: Projection, half: int, packing: Packing | None) -> slice:
+        """Return the rows of B that are those of a member, the `half` of its expert's stacked
+        matrices."""
+        if self.matrices > 1 and packing == "columns":
+            return slice(half, None, self.matrices)
+        return slice(projection.lo, projection.hi)
 
 
 def _groups(experts: Iterable[Projection], roles: Sequence[str], prefix: str) -> list[_Group]:
@@ -174,8 +175,8 @@ def apart(
     shapes, readers = dict(weights.shapes), dict[str, Callable[[], Tensor]]()
     read = lru_cache(2)(weights.rows)
     for group in _groups(experts, form.roles, prefix):
-        wide = form.wide and group.parts > 1
-        ranks = rank * group.parts if wide else rank
+        wide = form.wide and group.matrices > 1
+        ranks = rank * group.matrices if wide else rank
         inputs, count = group.members[0].inputs, group.experts
         for key, shape in (
             (group.a, (count * ranks, inputs)),
@@ -186,7 +187,7 @@ def apart(
                 raise IsobitError(f"target_parameters: {key} {problem}: expected {shape}")
             del shapes[key]
         for index, member in enumerate(group.members):
-            expert, half = divmod(index, group.parts)
+            expert, half = divmod(index, group.matrices)
             mine = slice(half * rank, (half + 1) * rank) if wide else slice(None)
             rows, (a, b) = group.rows_of(member, half, packing), experts[member]
             readers[a] = partial(_of_a, read, group.a, expert, ranks, mine)
@@ -222,7 +223,7 @@ def joined(
     experts = [proj for proj in adapter.projections if proj.expert is not None]
     parts_by_name: dict[str, Part] = {}
     for group in _groups(experts, _roles_of(adapter), prefix):
-        ranks, count = adapter.rank * group.parts, group.experts
+        ranks, count = adapter.rank * group.matrices, group.experts
         names = [[proj.masters[index] for proj in group.members] for index in (0, 1)]
         shapes = (count * ranks, group.members[0].inputs), (group.rows, ranks * count)
         for key, shape, wanted, make in zip(
@@ -236,18 +237,18 @@ def joined(
 
 
 def _joined_a(
-    own: Sequence[Tensor], group: _Group, adapter: Adapter, shape: tuple[int, int]
+    factors: Sequence[Tensor], group: _Group, adapter: Adapter, shape: tuple[int, int]
 ) -> Tensor:
-    return torch.cat([tensor.detach().float().cpu() for tensor in own]).view(shape)
+    return torch.cat([tensor.detach().float().cpu() for tensor in factors]).view(shape)
 
 
 def _joined_b(
-    own: Sequence[Tensor], group: _Group, adapter: Adapter, shape: tuple[int, int]
+    factors: Sequence[Tensor], group: _Group, adapter: Adapter, shape: tuple[int, int]
 ) -> Tensor:
     rank = adapter.rank
-    out = torch.zeros(shape[0], rank * group.parts, group.experts)
-    for index, (member, values) in enumerate(zip(group.members, own)):
-        expert, half = divmod(index, group.parts)
+    out = torch.zeros(shape[0], rank * group.matrices, group.experts)
+    for index, (member, values) in enumerate(zip(group.members, factors)):
+        expert, half = divmod(index, group.matrices)
         rows = group.rows_of(member, half, adapter.together)
         out[rows, half * rank : (half + 1) * rank, expert] = values.detach().float().cpu()
     return out.view(shape)

@@ -98,24 +98,24 @@ def targeted(config: ModelConfig, targets: Sequence[str]) -> tuple[Projection, .
     return chosen
 
 
-def new_adapter(config: ModelConfig, given: NewAdapter, base: str = "") -> Adapter:
-    """Make an adapter with a random A and B = 0, by the settings `given`. The same seed gives the
-    same values. Raises IsobitError as `targeted` does."""
-    chosen = targeted(config, given.targets)
-    generator = torch.Generator().manual_seed(given.seed)
+def new_adapter(config: ModelConfig, settings: NewAdapter, base: str = "") -> Adapter:
+    """Make an adapter with a random A and B = 0. The same `settings.seed` gives the same values.
+    Raises IsobitError as `targeted` does."""
+    chosen = targeted(config, settings.targets)
+    generator = torch.Generator().manual_seed(settings.seed)
     tensors = {}
-    for name, shape in factor_shapes(chosen, given.rank).items():
+    for name, shape in factor_shapes(chosen, settings.rank).items():
         if name.endswith("lora_B"):
             tensors[name] = torch.zeros(shape)
         else:
             tensors[name] = (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[1])
     return Adapter(
-        given.rank,
-        float(given.alpha),
+        settings.rank,
+        float(settings.alpha),
         chosen,
         tensors,
         base,
-        given.rslora,
+        settings.rslora,
         held_together(config),
         classes_of(config.wrapped, FAMILIES[config.family]),
         is_renamed(config),

@@ -8,7 +8,22 @@ tokens (MTP), whose tensors are not read, and the sparse attention of DeepSeek-V
 
 from dataclasses import replace
 
-from isobit.model.families.family import AFTER_THE_LAST, LLAMA_MODULES, Family, Mixtures
+from isobit.model.families.family import (
+    AFTER_THE_LAST,
+    LLAMA_MODULES,
+    Family,
+    Mixtures,
+    Modules,
+)
+
+SCORED_EXPERTS: Modules = {
+    "router": ("mlp.gate",),
+    "balance": ("mlp.gate.e_score_correction_bias",),
+    "experts.gate_up": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+    "experts.down": ("mlp.experts.{}.down_proj",),
+    "shared.gate_up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    "shared.down": ("mlp.shared_experts.down_proj",),
+}
 
 _MODULES = {
     name: LLAMA_MODULES[name] for name in ("input_norm", "post_norm", "gate_up", "down")
@@ -20,12 +35,7 @@ _MODULES = {
     "kv_a_norm": ("self_attn.kv_a_layernorm",),
     "kv_b": ("self_attn.kv_b_proj",),
     "o": ("self_attn.o_proj",),
-    "router": ("mlp.gate",),
-    "balance": ("mlp.gate.e_score_correction_bias",),
-    "experts.gate_up": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
-    "experts.down": ("mlp.experts.{}.down_proj",),
-    "shared.gate_up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-    "shared.down": ("mlp.shared_experts.down_proj",),
+    **SCORED_EXPERTS,
 }
 
 _DEEPSEEK = Family(
@@ -52,6 +62,7 @@ _DEEPSEEK = Family(
         size=2048,
         normalize=True,
         shared=1,
+        dense=3,
         dense_key="first_k_dense_replace",
         scoring=(8, 4, 2.5),
         adapters="rows",

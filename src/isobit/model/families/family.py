@@ -59,8 +59,10 @@ LLAMA_MODULES: Modules = {
 class Mixtures:
     """A family's mixtures of experts: what stands for keys that config.json leaves out. `own_keys`:
     sizes, gates and dense layers have their own keys; else all layers have experts of
-    `intermediate_size`, whose gates sum to 1. `size` is that of an expert then. `dense`: layers may
-    have one MLP of `intermediate_size`; else all have experts, whose gates sum to 1. `dense_key`
+    `intermediate_size`, whose gates sum to 1, and `scoring` is fixed. `size` is that of an expert
+    then. `dense`: layers may
+    have one MLP of `intermediate_size`, with first_k_dense_replace so many where config.json does
+    not say; 0: all have experts, whose gates sum to 1. `dense_key`
     says which layers: `mlp_only_layers` and `decoder_sparse_step`, `first_k_dense_replace`,
     `mlp_layer_types` or, where layers have one part, `hybrid_override_pattern`. `normalize` stands
     for norm_topk_prob. `scoring`: experts have a score each, and these stand for n_group,
@@ -79,7 +81,7 @@ class Mixtures:
     per_token: int
     own_keys: bool
     size: int = 768
-    dense: bool = True
+    dense: int = 1
     dense_key: str = "mlp_only_layers"
     normalize: bool = False
     scoring: tuple[int, int, float] | None = None
@@ -101,7 +103,8 @@ class Family:
 
     `norms`: those of a layer, of input_norm and post_norm before attention and MLP, and
     attention_out_norm and mlp_out_norm after them. `qk_norm`: queries and keys are normed, each
-    head by itself, or with `norms_all_heads` all heads of a token together. Norms multiply by their
+    head by itself, or with `norms_all_heads` all heads of a token together; a text is the key of
+    config.json that says whether they are. Norms multiply by their
     weight and `norm_offset`, with one in float32 and rounded once. `activation` is that of the
     gates, or of MLPs without, the only one that `activation_key` may name. `query_scalar`: what
     stands for query_pre_attn_scalar, whose root divides the scores, None if that is head_dim.
@@ -112,7 +115,8 @@ class Family:
     `qkv_bias`: queries, keys and values always have them. `sinks`: heads have them. `windows`:
     which layers have a sliding window, None if none ever has. `unrotated`: the layers without
     rotary embedding, from config.json, its name and the number of layers; None if there are none.
-    `linear_attention`: some layers have it in place of attention. `one_part`: a layer has one part
+    `linear_attention`: some layers have it in place of attention; "by head", the rows of its
+    projections go from one head of keys to the next. `one_part`: a layer has one part
     alone (`hub/layer_kinds.py`), and linear attention is Mamba-2 (`hub/mamba.py`). `rotary`:
     attention has rotary embedding. `rms_key`: config.json's key of the norms' constant.
     `gated_attention`: q_proj gives each head a gate and its query. `partial_rotary`: the part of
@@ -146,7 +150,7 @@ class Family:
     qkv_bias: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: bool | str = False
     norms_all_heads: bool = False
     norm_offset: float = 0.0
     activation: MlpActivation = "silu"
@@ -162,7 +166,7 @@ class Family:
     norms: tuple[str, ...] = ("input_norm", "post_norm")
     windows: Windows | None = None
     unrotated: Callable[[Mapping[str, Any], str, int], tuple[int, ...]] | None = None
-    linear_attention: bool = False
+    linear_attention: bool | Literal["by head"] = False
     one_part: bool = False
     rotary: bool = True
     gated_attention: bool = False
@@ -207,7 +211,7 @@ class Family:
     @property
     def dense_mlp(self) -> bool:
         """Whether config.json has the size of a layer's one MLP."""
-        return self.mixtures is None or self.mixtures.dense
+        return self.mixtures is None or self.mixtures.dense > 0
 
     def fresh_rope(self, theta: float, max_positions: int) -> Rope:
         """Return the rotary embedding of a model that is made, not read: without scaling, where the
@@ -228,8 +232,10 @@ class Family:
         express."""
         attention = (False, True) if self.attention_bias else (False,)
         mlp = (False, True) if self.mlp_bias else (False,)
+        norms = (False, True) if isinstance(self.qk_norm, str) else (self.qk_norm,)
         return [
-            (bias or self.qkv_bias, bias and self.output_bias, more, self.qk_norm)
+            (bias or self.qkv_bias, bias and self.output_bias, more, norm)
             for bias in attention
             for more in mlp
+            for norm in norms
         ]

@@ -1,5 +1,5 @@
 """Linear attention by the gated delta rule (Yang et al. 2024, arXiv 2412.06464), as a layer of
-Qwen3.5 has it.
+Qwen3.5 or Qwen3-Next has it.
 
 Of a layer's rows x, normed: (q, k, v, z) = x · qkv, (b, a) = x · gates; q, k and v go through a
 short convolution over their last tokens and SiLU; the delta rule gives, head by head, what its
@@ -41,12 +41,27 @@ def linear_attention(
 ) -> Tensor:
     """Return qkvz [T, channels + values] and gates [T, 2 Hv] float32 to [T, hidden]."""
     sizes = given.sizes
+    if sizes.by_head:
+        qkvz, gates = _apart(qkvz, gates, sizes)
     mixed, z = qkvz.split((sizes.channels, sizes.values), dim=1)
     mixed = convolved(mixed.contiguous(), layer.conv, given, ops)
     recalled = recurrence(mixed, gates, (layer.decay, layer.step_bias), given, ops)
     rows = recalled.reshape(-1, sizes.value_dim)
     normed = autograd.rms_norm(rows, None, layer.state_norm, given.eps, ops)[0].view(z.shape)
     return autograd.gated_linear(torch.cat((z, normed), 1), "silu", layer.o, ops)
+
+
+def _apart(qkvz: Tensor, gates: Tensor, sizes: LinearAttention) -> tuple[Tensor, Tensor]:
+    """Return (queries, keys, values and z of all heads; b and a of all) of columns that go from one
+    head of keys to the next."""
+    shared = sizes.value_heads // sizes.key_heads
+    keys, values = sizes.key_dim, shared * sizes.value_dim
+
+    def by_kind(x: Tensor, widths: tuple[int, ...]) -> Tensor:
+        heads = x.unflatten(1, (sizes.key_heads, -1)).split(widths, dim=2)
+        return torch.cat([kind.flatten(1) for kind in heads], dim=1)
+
+    return by_kind(qkvz, (keys, keys, values, values)), by_kind(gates, (shared, shared))
 
 
 def convolved(

@@ -142,7 +142,7 @@ class Weights:
                 )
 
     def renamed(self, names: Mapping[str, str]) -> "Weights":
-        """Return these tensors by other names."""
+        """Return tensors by other names."""
         return Weights(self._directory, {new: self._tensors[old] for old, new in names.items()})
 
     def rows(self, name: str, lo: int = 0, hi: int | None = None) -> Tensor:
@@ -321,11 +321,11 @@ def write_weights(
     ranks.on_first(finish)
 
 
-def _shards(parts: Mapping[str, Part], shard_bytes: int) -> list[dict[str, Part]]:
+def _shards(named_tensors: Mapping[str, Part], shard_bytes: int) -> list[dict[str, Part]]:
     """Return the parts in order, in as few files as hold at most `shard_bytes`, or one part."""
     shards: list[dict[str, Part]] = [{}]
     size = 0
-    for name, tensor in parts.items():
+    for name, tensor in named_tensors.items():
         if shards[-1] and size + tensor.nbytes > shard_bytes:
             shards.append({})
             size = 0

@@ -128,7 +128,8 @@ class ModelConfig:
         assert not self.windows or (
             family.windows is not None and len(self.windows) == self.num_layers
         )
-        assert (self.linear is not None) == family.linear_attention
+        assert (self.linear is not None) == bool(family.linear_attention)
+        assert self.linear is None or self.linear.by_head == (family.linear_attention == "by head")
         assert not (self.tie_embeddings and "tie_word_embeddings" in family.off)
         assert len(self.kinds) == (self.num_layers if family.one_part else 0)
         assert (self.multipliers is not None) == family.multipliers
@@ -371,7 +372,7 @@ class ModelConfig:
             qkv_bias=bias or family.qkv_bias,
             o_bias=bias and family.output_bias,
             mlp_bias=family.mlp_bias and flag(values, "mlp_bias", where),
-            qk_norm=family.qk_norm,
+            qk_norm=flag(values, key, where) if isinstance(key := family.qk_norm, str) else key,
             tie_embeddings=flag(values, "tie_word_embeddings", where, family.tied),
             max_positions=max_positions,
             bos_id=first_id(ids["bos"]),
@@ -385,7 +386,7 @@ class ModelConfig:
             query_scalar=None
             if family.query_scalar is None
             else whole(values, "query_pre_attn_scalar", where, family.query_scalar),
-            linear=linear_sizes(values, where, kinds, layers) if family.linear_attention else None,
+            linear=linear_sizes(values, where, kinds, layers, family),
             unrotated=() if family.unrotated is None else family.unrotated(values, where, layers),
             multipliers=Multipliers.from_hf(values, where) if family.multipliers else None,
             latent=latent,
@@ -431,6 +432,8 @@ class ModelConfig:
             values["attention_bias"] = self.qkv_bias
         if family.mlp_bias:
             values["mlp_bias"] = self.mlp_bias
+        if isinstance(family.qk_norm, str):
+            values[family.qk_norm] = self.qk_norm
         if family.windows is not None:
             values |= windows_to_hf(self.windows, family.windows, self.num_layers)
         if family.unrotated is not None:

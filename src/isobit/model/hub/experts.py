@@ -51,7 +51,8 @@ class Experts:
         name, in either family. None where a key says that there are none."""
         if mixtures.switch is not None:
             return _beside_mlp(values, where, mixtures.switch)
-        known = ("num_local_experts", "n_routed_experts" if mixtures.scoring else "num_experts")
+        routed = mixtures.own_keys and mixtures.scoring
+        known = ("num_local_experts", "n_routed_experts" if routed else "num_experts")
         names = [key for key in known if key in values]
         counts = {whole(values, key, where) for key in names} or {mixtures.count}
         if len(counts) > 1:
@@ -61,13 +62,15 @@ class Experts:
         count = counts.pop()
         per_token = whole(values, "num_experts_per_tok", where, mixtures.per_token)
         if not mixtures.own_keys:
-            return Experts(count, per_token, whole(values, "intermediate_size", where))
+            scoring = None if mixtures.scoring is None else Scoring(*mixtures.scoring)
+            size = whole(values, "intermediate_size", where)
+            return Experts(count, per_token, size, scoring=scoring)
         size = whole(values, "moe_intermediate_size", where, mixtures.size)
         shared = _shared(values, where, mixtures, size)
         if not mixtures.dense:
             return Experts(count, per_token, size, shared=shared)
         normalize = flag(values, "norm_topk_prob", where, mixtures.normalize)
-        dense = _dense_layers(values, where, mixtures.dense_key, layers)
+        dense = _dense_layers(values, where, mixtures, layers)
         scoring = None
         if mixtures.scoring is not None:
             groups, best, scale = mixtures.scoring
@@ -141,13 +144,16 @@ def _shared(values: Mapping[str, Any], where: str, mixtures: Mixtures, size: int
     return whole(values, _SHARED, where, mixtures.shared)
 
 
-def _dense_layers(values: Mapping[str, Any], where: str, key: str, layers: int) -> tuple[int, ...]:
+def _dense_layers(
+    values: Mapping[str, Any], where: str, mixtures: Mixtures, layers: int
+) -> tuple[int, ...]:
     """Return the layers that have one MLP, or none."""
+    key = mixtures.dense_key
     if key == PATTERN:
         layer_kinds = kinds_from_hf(values, where)
         return tuple(layer for layer in range(layers) if layer_kinds[layer] != EXPERTS)
     if key == "first_k_dense_replace":
-        return tuple(range(min(whole(values, key, where, 3, least=0), layers)))
+        return tuple(range(min(whole(values, key, where, mixtures.dense, least=0), layers)))
     if key == "mlp_layer_types":
         kinds = values.get(key) or [_KINDS[layer == 0] for layer in range(layers)]
         if not isinstance(kinds, list) or len(kinds) != layers or {*map(str, kinds)} - {*_KINDS}:

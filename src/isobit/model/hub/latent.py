@@ -17,10 +17,13 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Latent:
-    """The sizes of latent attention: a token's keys and values, of all heads, are a product of one
-    vector of `kv_rank`, and of `rotated` dimensions of a key that all heads share. A head's query
-    has `plain` dimensions and `rotated` ones, its value `value`. Queries are a product of a vector
-    of `q_rank`, None if of the hidden state itself."""
+    """The sizes of latent attention.
+
+    The keys and values of all heads are a product of one vector of `kv_rank` for each token;
+    `rotated` dimensions of the key, which all heads share, come from the hidden state directly. A
+    head's query has `plain` and `rotated` dimensions, its value `value`. Queries are a product of a
+    vector of `q_rank`, or with None of the hidden state.
+    """
 
     kv_rank: int
     plain: int
@@ -45,11 +48,12 @@ class Latent:
         return self.plain + self.rotated
 
     def first_rows(self, heads: int) -> int:
-        """Rows of the first projection that are the queries', or their latent's."""
+        """Return how many rows of the first projection are the queries', or their latent
+        vector's."""
         return self.q_rank or heads * self.head_dim
 
     def shapes(self, hidden: int, heads: int) -> dict[str, tuple[int, ...]]:
-        """Name to shape of the masters in such a layer, between those of its norms."""
+        """Return the shapes of the masters in such a layer, by name, between those of its norms."""
         first = self.first_rows(heads)
         shapes: dict[str, tuple[int, ...]] = {
             "qkv_a": (first + self.kv_rank + self.rotated, hidden)

@@ -31,26 +31,26 @@ class LayerHeads(NamedTuple):
     def from_hf(
         values: Mapping[str, Any],
         where: str,
-        others: "LayerHeads",
+        sliding: "LayerHeads",
         slides: Sequence[bool],
         dim: int,
     ) -> "LayerHeads":
         """Read the heads of the layers that do not slide: from the keys of published models, where
         `dim` is the default of global_head_dim, or from the per_layer_config that transformers
-        writes. `others`: the heads of the layers that slide. Raises IsobitError for layers of one
+        writes. `sliding`: the heads of the layers that slide. Raises IsobitError for layers of one
         kind that differ."""
         joint = flag(values, "attention_k_eq_v", where)
         if _BY_LAYER in values:  # null and {}: no layer differs
             by_layer = values[_BY_LAYER]
-            kinds = _by_layer({} if by_layer is None else by_layer, where, others, slides)
+            kinds = _by_layer({} if by_layer is None else by_layer, where, sliding, slides)
         else:
             global_heads = optional_whole(values, _GLOBAL_HEADS, where, (_GLOBAL_HEADS,), None)
-            heads = global_heads if global_heads is not None and joint else others.kv_heads
+            heads = global_heads if global_heads is not None and joint else sliding.kv_heads
             kinds = LayerHeads(heads, whole(values, "global_head_dim", where, dim))
-        if kinds.kv_heads != others.kv_heads and not joint:
+        if kinds.kv_heads != sliding.kv_heads and not joint:
             raise IsobitError(
                 f"{where}: {kinds.kv_heads} key/value heads in layers with full attention and "
-                f"{others.kv_heads} in the others: supported with attention_k_eq_v true alone"
+                f"{sliding.kv_heads} in the others: supported with attention_k_eq_v true alone"
             )
         return kinds._replace(joint=joint)
 
@@ -67,27 +67,27 @@ _GLOBAL_HEADS = "num_global_key_value_heads"
 _BY_LAYER = "per_layer_config"
 
 
-def _by_layer(given: Any, where: str, others: LayerHeads, slides: Sequence[bool]) -> LayerHeads:
+def _by_layer(by_layer: Any, where: str, sliding: LayerHeads, slides: Sequence[bool]) -> LayerHeads:
     """Read the heads from per_layer_config, which has a mapping for each layer that differs."""
     layers = [str(layer) for layer in range(len(slides))]
-    usual = dict(zip(_OVERRIDES, others[:2]))
-    if not isinstance(given, dict) or not all(
+    usual = dict(zip(_OVERRIDES, sliding[:2]))
+    if not isinstance(by_layer, dict) or not all(
         key in layers and isinstance(changes, dict) and changes.keys() <= usual.keys()
-        for key, changes in given.items()
+        for key, changes in by_layer.items()
     ):
         raise IsobitError(
             f"{where}: per_layer_config is not supported but for {' and '.join(_OVERRIDES)} of "
             f"layers 0 to {len(slides) - 1}"
         )
-    settings = [usual | given.get(layer, {}) for layer in layers]
+    settings = [usual | by_layer.get(layer, {}) for layer in layers]
     heads, dims = ([whole(changes, key, where) for changes in settings] for key in _OVERRIDES)
     heads_by_layer = [LayerHeads(*sizes) for sizes in zip(heads, dims)]
     full = {heads for heads, slide in zip(heads_by_layer, slides) if not slide}
     if len(full) > 1 or any(
-        slide and heads != others for heads, slide in zip(heads_by_layer, slides)
+        slide and heads != sliding for heads, slide in zip(heads_by_layer, slides)
     ):
         raise IsobitError(
             f"{where}: per_layer_config is not supported where layers of one type have different "
             "heads"
         )
-    return full.pop() if full else others
+    return full.pop() if full else sliding

@@ -20,9 +20,9 @@ _WIDE = "use_double_wide_mlp"
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """`embedded`: the width of a layer's embeddings, 0 if layers have none. `reading`: how many
-    layers, the last ones, read keys and values of another; with `wide` these have MLPs twice as
-    wide as the others'."""
+    """The inputs of layers besides the hidden state. `embedded`: the width of a layer's embeddings,
+    0 if layers have none. `reading`: how many layers, the last ones, read keys and values of
+    another; with `wide` these have MLPs twice as wide as the others'."""
 
     embedded: int = 0
     reading: int = 0
@@ -65,7 +65,7 @@ class LayerInputs:
         }
 
     def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Name to shape of the masters in every layer."""
+        """Return the shapes of the masters in every layer, by name."""
         if not self.embedded:
             return {}
         return {
@@ -77,7 +77,7 @@ class LayerInputs:
     def shapes_outside(
         self, vocabulary: int, hidden: int, layers: int
     ) -> dict[str, tuple[int, ...]]:
-        """Name to shape of the masters of all layers together."""
+        """Return the shapes of the masters of all layers together, by name."""
         if not self.embedded:
             return {}
         return {

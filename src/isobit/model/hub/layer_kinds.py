@@ -47,20 +47,20 @@ def kinds_to_hf(kinds: Sequence[str]) -> dict[str, Any]:
     return {PATTERN: "".join(letters[kind] for kind in kinds)}
 
 
-def _listed(given: Any, key: str, where: str) -> tuple[str, ...]:
+def _listed(kinds: Any, key: str, where: str) -> tuple[str, ...]:
     known = (*LETTERS.values(), *_EARLIER)
-    if not isinstance(given, list) or not all(kind in known for kind in given):
+    if not isinstance(kinds, list) or not all(kind in known for kind in kinds):
         raise IsobitError(
             f"{where}: {key} must list layers, each {', '.join(LETTERS.values())}, got "
-            f"{given!r:.80}"
+            f"{kinds!r:.80}"
         )
-    return tuple(str(_EARLIER.get(kind, kind)) for kind in given)
+    return tuple(str(_EARLIER.get(kind, kind)) for kind in kinds)
 
 
-def _spelled(given: Any, where: str) -> tuple[str, ...]:
-    if not isinstance(given, str) or not {*given} <= LETTERS.keys():
+def _spelled(letters: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(letters, str) or not {*letters} <= LETTERS.keys():
         raise IsobitError(
             f"{where}: {PATTERN} must have a letter for each layer, of {' '.join(LETTERS)}, got "
-            f"{given!r:.80}"
+            f"{letters!r:.80}"
         )
-    return tuple(LETTERS[letter] for letter in given)
+    return tuple(LETTERS[letter] for letter in letters)

@@ -1,4 +1,4 @@
-"""Sizes of linear attention by the gated delta rule, as Qwen3.5 has it, and their keys in
+"""Sizes of linear attention by the gated delta rule, as Qwen3.5 and Qwen3-Next have it, and their keys in
 config.json.
 
 Left out: the arithmetic (`forward/delta.py`, and `isobit.kernels.delta.definition`, which defines
@@ -7,7 +7,7 @@ it).
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ tokens."""
 @dataclass(frozen=True)
 class LinearAttention:
     """The layers that have it, and the sizes of its heads: each of `key_heads` queries and keys
-    serves value_heads / key_heads values. A short convolution over `width` tokens comes before."""
+    serves value_heads / key_heads values. A short convolution over `width` tokens comes before.
+    `by_head`: the rows of both projections go from one head of keys to the next."""
 
     layers: tuple[int, ...]
     key_heads: int
@@ -33,6 +34,7 @@ class LinearAttention:
     key_dim: int
     value_dim: int
     width: int = 4
+    by_head: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.value_heads % self.key_heads:
@@ -54,9 +56,10 @@ class LinearAttention:
     @property
     def heights(self) -> tuple[int, ...]:
         """The rows of the matrices in the first projection: queries, keys, values, and what gates
-        them."""
+        them; one matrix where they take turns."""
+        rows = self.channels + self.values
         keys = self.key_heads * self.key_dim
-        return keys, keys, self.values, self.values
+        return (rows,) if self.by_head else (keys, keys, self.values, self.values)
 
     @property
     def state(self) -> tuple[int, int, int]:
@@ -64,7 +67,7 @@ class LinearAttention:
         return self.value_heads, self.key_dim, self.value_dim
 
     def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Name to shape of the masters in such a layer, between those of its norms."""
+        """Return the shapes of the masters in such a layer, by name, between those of its norms."""
         return {
             "qkv": (sum(self.heights), hidden),
             "gates": (2 * self.value_heads, hidden),
@@ -76,15 +79,16 @@ class LinearAttention:
         }
 
     @staticmethod
-    def like(heads: int, dim: int, num_layers: int) -> "LinearAttention":
+    def like(heads: int, dim: int, num_layers: int, by_head: bool) -> "LinearAttention":
         """Return the sizes for a model whose attention has these heads: linear attention in all
         layers but every fourth."""
-        return LinearAttention(
-            tuple(n for n in range(num_layers) if (n + 1) % _EVERY), heads, heads, dim, dim
-        )
+        layers = tuple(n for n in range(num_layers) if (n + 1) % _EVERY)
+        return LinearAttention(layers, heads, heads, dim, dim, by_head=by_head)
 
     @staticmethod
-    def from_hf(values: Mapping[str, Any], where: str, num_layers: int) -> "LinearAttention":
+    def from_hf(
+        values: Mapping[str, Any], where: str, num_layers: int, by_head: bool = False
+    ) -> "LinearAttention":
         """Read the sizes from config.json. Raises IsobitError for a value of a wrong type, and for
         layers of another kind."""
         every = whole(values, "full_attention_interval", where, _EVERY)
@@ -105,7 +109,9 @@ class LinearAttention:
             name: whole(values, _KEYS[name], where, default) for name, default in sizes.items()
         }
         return LinearAttention(
-            tuple(layer for layer in range(num_layers) if kinds[layer] == _KINDS[0]), **numbers
+            tuple(layer for layer in range(num_layers) if kinds[layer] == _KINDS[0]),
+            **numbers,
+            by_head=by_head,
         )
 
     def to_hf(self, num_layers: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from isobit.errors import IsobitError
-from isobit.model.families import whole
+from isobit.model.families import Family, whole
 from isobit.model.hub.layer_kinds import LINEAR
 from isobit.model.hub.linear_attention import LinearAttention
 
@@ -20,8 +20,9 @@ _LEAST = "time_step_min"
 
 @dataclass(frozen=True)
 class Mamba(LinearAttention):
-    """A step is at least `least_step`: transformers takes time_step_min for that in a whole
-    sequence, and nothing when it decodes; here both are one operator."""
+    """The sizes of a Mamba-2 layer. A step is at least `least_step`: transformers takes
+    time_step_min for that in a whole sequence, and nothing when it decodes; here both are one
+    operator."""
 
     least_step: float = 0.001
 
@@ -38,7 +39,7 @@ class Mamba(LinearAttention):
         return self.values, self.values, keys, keys, self.value_heads
 
     def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Name to shape of the masters in such a layer, between those of its norms."""
+        """Return the shapes of the masters in such a layer, by name, between those of its norms."""
         return {
             "qkv": (sum(self.heights), hidden),
             "conv": (self.channels, self.width),
@@ -65,7 +66,7 @@ class Mamba(LinearAttention):
                 f"{least!r:.80}"
             )
         layers = tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
-        return Mamba(layers, **numbers, least_step=least)
+        return Mamba(layers, **numbers, by_head=False, least_step=least)
 
     def to_hf(self, num_layers: int) -> dict[str, Any]:
         """Return the keys of config.json, without those of the kinds of layers."""
@@ -73,13 +74,15 @@ class Mamba(LinearAttention):
 
 
 def linear_sizes(
-    values: Mapping[str, Any], where: str, kinds: Sequence[str], layers: int
-) -> LinearAttention:
+    values: Mapping[str, Any], where: str, kinds: Sequence[str], layers: int, family: Family
+) -> LinearAttention | None:
     """Read the sizes of linear attention: Mamba-2's, where layers have one part, else the gated
-    delta rule's."""
+    delta rule's; None in a family without any."""
+    if not family.linear_attention:
+        return None
     if kinds:
         return Mamba.of_kinds(values, where, kinds)
-    return LinearAttention.from_hf(values, where, layers)
+    return LinearAttention.from_hf(values, where, layers, family.linear_attention == "by head")
 
 
 _KEYS = {

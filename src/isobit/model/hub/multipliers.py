@@ -10,8 +10,8 @@ from isobit.model.families import number
 
 @dataclass(frozen=True)
 class Multipliers:
-    """`embedding` of embeddings, `attention` of scores, `residual` of what attention and MLP add;
-    logits are divided by `logits`."""
+    """The constant factors of a model: `embedding` of embeddings, `attention` of scores, `residual`
+    of what attention and MLP add; logits are divided by `logits`."""
 
     embedding: float = 1.0
     attention: float = 1.0

@@ -24,7 +24,7 @@ _BIAS, _NAN = 127, 255
 def shapes_of(
     tensors: Mapping[str, tuple[Path, FileTensor]], directory: Path
 ) -> dict[str, tuple[int, ...]]:
-    """Name to shape of what is stored in MXFP4, by the tensors of files. Raises IsobitError for
+    """Return the shapes of the tensors that are stored in MXFP4, by name. Raises IsobitError for
     blocks without scales, scales without blocks, and either of another type or shape."""
     shapes: dict[str, tuple[int, ...]] = {}
     for key, (_, tensor) in tensors.items():
@@ -64,8 +64,8 @@ def shapes_of(
 
 
 def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Values [E, K, N] float32 of blocks [E, N, K / 32, 16] and scales [E, N, K / 32]; NaN where a
-    scale is."""
+    """Return values [E, K, N] float32 of blocks [E, N, K / 32, 16] and scales [E, N, K / 32]; NaN
+    where a scale is."""
     signed = torch.cat((_CODES, -_CODES))
     codes = torch.stack((blocks & 0xF, blocks >> 4), -1).flatten(-2)
     factors = torch.exp2(torch.arange(256, dtype=torch.float64) - _BIAS)

@@ -33,12 +33,16 @@ _OUTSIDE = {
     "final_norm": "model.norm.weight",
     "head": "lm_head.weight",
 }
+_OF_TOKENS = ("embed", "embed_layers", "head")
+"""Masters that have a row for each token id."""
 _BARE = (
     *("sinks", "decay", "step_bias", "skip", "balance", "layer_scalar"),
     *("router_norm", "expert_scale"),
 )
 """Tensors whose names end with the module's."""
-_KEYS = tuple(f"self_attn.{one}_{part}." for one in "kv" for part in ("proj", "norm"))
+_KEYS = tuple(
+    f"self_attn.{letter}_{submodule}." for letter in "kv" for submodule in ("proj", "norm")
+)
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 
@@ -86,6 +90,33 @@ def split(
             )
             pieces[piece.name] = Part(dtype, piece.shape, mine, piece.lo * shards.width(master))
     return pieces | (_joined(masters, config, dtype, shards, packing) if packing else {})
+
+
+def beyond(read: Read, config: ModelConfig, vocabulary: int) -> dict[str, Tensor]:
+    """Return the rows of Hugging Face tensors that stand for token ids from `vocabulary` on."""
+    return {
+        name: read(name, vocabulary, shape[0]).clone()  # the file is closed later
+        for master, tensors in parts(config)
+        if master in _OF_TOKENS
+        for name, shape in tensors
+    }
+
+
+def with_rows(pieces: Mapping[str, Part], rows: Mapping[str, Tensor]) -> dict[str, Part]:
+    """Return the tensors of `split` with these `rows` behind them; who writes the last row of a
+    tensor writes them too."""
+    longer = dict(pieces)
+    for name, more in rows.items():
+        part = pieces[name]
+        shape, mine = (part.shape[0] + len(more), *part.shape[1:]), part.mine
+        if isinstance(mine, Tensor) and part.start + mine.numel() == math.prod(part.shape):
+            mine = partial(_behind, mine, more, part.dtype)
+        longer[name] = Part(part.dtype, shape, mine, part.start)
+    return longer
+
+
+def _behind(first: Tensor, more: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.cat([each.detach().to("cpu", dtype) for each in (first, more)])
 
 
 def _joined(
@@ -309,7 +340,8 @@ def matrices(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _heights(base: str, rows: int, config: ModelConfig, layer: int) -> tuple[int, ...]:
     """Return the rows of each of the matrices that a master, or its bias, is made of."""
-    if base == "gates" or (base == "gate_up" and config.gated):
+    by_head = config.linear is not None and config.linear.by_head
+    if (base == "gates" and not by_head) or (base == "gate_up" and config.gated):
         return rows // 2, rows // 2
     if base == "qkv_a":
         assert config.latent is not None

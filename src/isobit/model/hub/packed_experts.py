@@ -45,7 +45,7 @@ def place(name: str) -> Place | None:
 
 
 def in_files(shapes: Mapping[str, tuple[int, ...]], packing: Packing) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of files, of those of single experts."""
+    """Return the shapes of the tensors in files, by name, from those of single experts' tensors."""
     shapes_in_files: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         at = place(name)
@@ -61,8 +61,8 @@ def in_files(shapes: Mapping[str, tuple[int, ...]], packing: Packing) -> dict[st
 
 
 def apart(read: Read, packing: Packing) -> Read:
-    """Reads single experts' tensors by way of `read`, which reads those of files. The last expert
-    read is kept, since its gates and ups are asked for one after the other."""
+    """Return a function that reads single experts' tensors by way of `read`, which reads those of
+    files. The last expert read is kept, since its gates and ups are read one after the other."""
     packed: dict[tuple[str, int], Tensor] = {}
 
     def rows(name: str, lo: int, hi: int) -> Tensor:
@@ -83,7 +83,7 @@ def joined(
     dtype: torch.dtype,
     packing: Packing,
 ) -> Tensor:
-    """Return a file's tensor of this shape, on the CPU, of experts' own."""
+    """Assemble a file's tensor of this shape, on the CPU, from the tensors of single experts."""
     out = torch.empty(shape, dtype=dtype)
     for at, rows in pieces:
         _own(out[at.expert], at, packing).copy_(rows.detach())

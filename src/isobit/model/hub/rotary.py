@@ -38,14 +38,14 @@ def ropes_of(
     return rope, None
 
 
-def check_head_dim(where: str, name: str, rope: Rope, given: int | None, usual: int) -> None:
-    """IsobitError for one that transformers does not take in a family with the scaling; `usual` is
-    that of heads that are as wide as the model."""
+def check_head_dim(where: str, name: str, rope: Rope, head_dim: int | None, usual: int) -> None:
+    """Raise IsobitError for a head dimension that transformers does not take in a family with the
+    scaling; `usual`: the width of the model divided by its heads."""
     family = FAMILIES[name]
-    if given is None and rope.kind == "yarn" and family.yarn_needs_head_dim:
+    if head_dim is None and rope.kind == "yarn" and family.yarn_needs_head_dim:
         raise IsobitError(f"{where}: rope scaling yarn needs head_dim in a {name}")
     fixed = rope.kind == "longrope" and family.original_positions is not None
-    if fixed and (given or usual) != usual:
+    if fixed and (head_dim or usual) != usual:
         raise IsobitError(
             f"{where}: rope scaling longrope needs a head_dim of hidden_size / "
             f"num_attention_heads, {usual}, in a {name}"

@@ -67,11 +67,11 @@ def _attention_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, .
 
 
 def _own_shapes(
-    config: ModelConfig, layer: int, own: dict[str, tuple[int, ...]]
+    config: ModelConfig, layer: int, shapes_of_attention: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of another kind of attention, between its norms."""
     hidden = (config.hidden_size,)
-    shapes = {"input_norm": hidden, **own, "attention_out_norm": hidden}
+    shapes = {"input_norm": hidden, **shapes_of_attention, "attention_out_norm": hidden}
     return _with_norms_of(config, layer, shapes)
 
 
@@ -116,7 +116,7 @@ def _shared_shapes(config: ModelConfig, size: int) -> dict[str, tuple[int, ...]]
 def _with_norms_of(
     config: ModelConfig, layer: int, shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Without the norms that the layer does not have."""
+    """Return shapes without those of the norms that the layer does not have."""
     norms = {
         "q_norm",
         "k_norm",

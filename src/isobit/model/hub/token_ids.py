@@ -7,8 +7,8 @@ from isobit.errors import IsobitError
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """Token ids from a config value: one id, a list of them, or nothing. Raises ValueError for
-    anything else."""
+    """Return the token ids in a config value: one id, a list of them, or nothing. Raises ValueError
+    for anything else."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool):
@@ -34,5 +34,5 @@ def special_ids(
 
 
 def first_id(ids: tuple[int, ...]) -> int | None:
-    """Return the first, if there is any."""
+    """Return the first of some token ids; None without any."""
     return ids[0] if ids else None

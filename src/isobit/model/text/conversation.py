@@ -98,10 +98,12 @@ class Conversations:
         if calls:
             made["tool_calls"] = [self._call(call) for call in calls]
         own = next((key for key in _THOUGHTS if made.get(key)), None)
-        # a template that reads `thinking` alone takes no text beside it where tools are called
-        alone = bool(calls and self._thoughts == ["thinking"] and made.get("content"))
-        if own is not None and self._thoughts and own not in self._thoughts and not alone:
+        if own is not None and self._thoughts and own not in self._thoughts:
             made[self._thoughts[0]] = made.pop(own)
+        text = made.get("content")
+        # gpt-oss: next to a call the template writes a text or thoughts, either as an analysis
+        if own is not None and calls and text and self._thoughts == ["thinking"]:
+            made["thinking"], made["content"] = f"{made['thinking']}\n{text}", ""
         return made
 
     def _call(self, call: Any) -> Any:

@@ -35,7 +35,7 @@ from isobit.precision.quantize import largest_of, quantize_part
 
 @dataclass(frozen=True, eq=False)
 class Outside:
-    """Working weights outside the layers. A tied head is the embedding's storage."""
+    """The working weights outside the layers. A tied head is the embedding's storage."""
 
     embed: Vector
     final_norm: Vector
@@ -141,7 +141,7 @@ class Mixture:
 
 
 def _together(weights: Sequence[Weight]) -> tuple[ExpertFactors, ...]:
-    """Return the factors of a layer's experts, of all of them together."""
+    """Return, for each adapter, the factors of all experts of a layer together."""
     factors = []
     for index, low in enumerate(weights[0].adapters):
         assert low.together is not None
@@ -240,7 +240,7 @@ _PARTS = Outside, LayerEmbeddings, Layer, Attention, Delta, LatentAttention, Mlp
 
 @dataclass(frozen=True, eq=False)
 class Working:
-    """All working weights of one use; those of an adapter come after the weights that they are
+    """The working weights of one use; an adapter's weights come after the weights that they are
     added to."""
 
     outside: Outside
@@ -350,8 +350,8 @@ def made_like(
     largest: float | None = None,
     offset: float = 0.0,
 ) -> Operand:
-    """Rows of a master in the format of a working tensor, an `offset` added; `largest`: the largest
-    magnitude of the whole master, where the scales of its rows depend on it."""
+    """Return rows of a master in the format of a working tensor, an `offset` added; `largest`: the
+    largest magnitude of the whole master, where the scales of its rows depend on it."""
     master = master.detach()
     if not isinstance(target, QTensor):
         return working_vector(master, target.dtype, offset)
@@ -399,7 +399,7 @@ def _stored_rows(name: str, target: Operand) -> list[Stored]:
 
 
 def write(target: Operand, values: Operand) -> None:
-    """Overwrite a working tensor."""
+    """Copy values into a working tensor, scales included."""
     for into, source in zip(tensors_of(target), tensors_of(values), strict=True):
         assert into.shape == source.shape
         into.copy_(source)
@@ -429,14 +429,14 @@ def map_parts(value: Any, change: Callable[[Weight | Vector], Weight | Vector]) 
 
 
 def nbytes(operand: StoredWeight) -> int:
-    """Bytes of a working tensor, scales included."""
+    """Return bytes of a working tensor, scales included."""
     return (
         operand.numel() * operand.element_size() if isinstance(operand, Tensor) else operand.nbytes
     )
 
 
 def _parts(value: object) -> Iterator[Weight | Vector]:
-    """Every weight and vector in a structure, in order."""
+    """Yield every weight and vector in a structure, in order."""
     if isinstance(value, (Weight, Vector)):
         yield value
         if isinstance(value, Weight):

@@ -20,13 +20,13 @@ MASTERS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Masters:
-    """Masters of these whole `shapes`, in a fixed order; `given` are the rows that this rank keeps,
+    """Masters of these whole `shapes`, in a fixed order. `rows`: those that this rank keeps,
     rounded to nearest where `dtype` has fewer digits. The `.grad` of `holders` is the gradient,
     float32, of the `parameters`' rows."""
 
     def __init__(
         self,
-        given: Mapping[str, Tensor],
+        rows: Mapping[str, Tensor],
         shapes: Mapping[str, tuple[int, ...]],
         device: torch.device,
         ranks: Ranks,
@@ -36,10 +36,10 @@ class Masters:
         local_shapes = {
             name: self.shards.own_shape(name) for name in shapes if self.shards.owned(name)
         }
-        assert {name: tuple(t.shape) for name, t in given.items()} == local_shapes
+        assert {name: tuple(t.shape) for name, t in rows.items()} == local_shapes
         self.dtype, wide = dtype, dtype == torch.float32
         self.parameters = {
-            name: nn.Parameter(given[name].to(device, dtype), requires_grad=wide)
+            name: nn.Parameter(rows[name].to(device, dtype), requires_grad=wide)
             for name in local_shapes
         }
         self.leaves: Mapping[str, Tensor] = self.parameters
@@ -52,7 +52,7 @@ class Masters:
 
     @staticmethod
     def elsewhere(shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> "Masters":
-        """Masters of which this process has nothing: it receives the working weights that another
+        """Return masters without tensors: this process receives the working weights that another
         one makes."""
         masters = Masters({}, {}, device, ALONE)
         masters.leaves = {name: _leaf(shape, device) for name, shape in shapes.items()}
@@ -65,7 +65,7 @@ class Masters:
 
     @property
     def count(self) -> int:
-        """Elements of all masters, on all ranks."""
+        """The number of elements of all masters, on all ranks."""
         return sum(leaf.numel() for leaf in self.leaves.values())
 
 

@@ -19,24 +19,24 @@ from isobit.model.weights.stored import Vector
 
 
 def arranged(
-    qkv: Tensor, config: ModelConfig, own: LayerHeads, rotated: int
+    qkv: Tensor, config: ModelConfig, heads_of_layer: LayerHeads, rotated: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (queries, keys and values [T, (H + 2 KV) · D], gates [T, H · D], if there are any) of
-    the projection of a layer with its `own` heads."""
-    if rotated == own.dim and not config.gated_attention and not config.interleaved:
+    """Return (queries, keys and values [T, (H + 2 KV) · D], gates [T, H · D] or None) of the
+    projection of a layer with these heads; `rotated`: the dimensions of a head that are rotated."""
+    if rotated == heads_of_layer.dim and not config.gated_attention and not config.interleaved:
         return qkv, None
-    heads, gate = qkv.unflatten(1, (-1, own.dim)), None
+    heads, gate = qkv.unflatten(1, (-1, heads_of_layer.dim)), None
     if config.gated_attention:
         pairs, unrotated = heads.tensor_split((2 * config.num_heads,), dim=1)
         query, gate = pairs.unflatten(1, (-1, 2)).unbind(2)
         heads = torch.cat((query, unrotated), dim=1)
-    turned, values = heads.tensor_split((config.num_heads + own.kv_heads,), dim=1)
+    turned, values = heads.tensor_split((config.num_heads + heads_of_layer.kv_heads,), dim=1)
     heads = torch.cat((in_halves(turned, rotated, config.interleaved), values), dim=1)
     return heads.flatten(1), None if gate is None else gate.flatten(1)
 
 
 def arranged_norm(norm: Vector, config: ModelConfig, rotated: int) -> Vector:
-    """Return the norm of such queries or keys."""
+    """Return a norm of queries or keys in the order of dimensions of `arranged`."""
     master, working = (
         in_halves(x, rotated, config.interleaved) for x in (norm.master, norm.working)
     )

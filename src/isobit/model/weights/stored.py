@@ -103,7 +103,8 @@ class Vector:
 
 
 def working_vector(master: Tensor, dtype: torch.dtype, offset: float) -> Tensor:
-    """Return a new working copy."""
+    """Return a new working copy of a vector's master in `dtype`; in float32 with an `offset`
+    added."""
     if not offset:
         plain = torch.contiguous_format  # a leaf of one number, expanded, has a step of 0
         return master.detach().to(dtype, copy=True, memory_format=plain)
@@ -116,6 +117,6 @@ def has_own_copy(weight: Weight) -> bool:
 
 
 def copy_spec(weight: Weight) -> QuantSpec:
-    """Return the spec of that copy [K, T]."""
+    """Return the spec of the copy [K, T] of the inputs, which WGrad multiplies."""
     assert weight.activation is not None
     return along_rows(weight.activation).transpose()

@@ -71,8 +71,8 @@ def poison(buffer: StoredWeight) -> None:
 
 
 def _distance(buffer: Operand, name: str, masters: Masters, offset: float) -> Tensor:
-    """Return the norms of the rows of the master that this rank keeps, the `offset` added, and of
-    the difference [2]; NaN where any of the buffer is."""
+    """Return [2]: the norm of this rank's rows of a master plus `offset`, and the norm of their
+    difference from a buffer; NaN where any number of the buffer is NaN."""
     values = buffer.dequantize() if isinstance(buffer, QTensor) else buffer.float()
     shards = masters.shards
     expected = (

@@ -86,11 +86,11 @@ class RolloutIndex:
         self.lost += 1
         self.why = self.why or why
 
-    def rows(self, places: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """Yield the rows at these places (counted from the first), whole; quick where those of a
+    def rows(self, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Yield the rows of these indices (counted from the first), whole; quick where those of a
         step follow one another."""
         starts, opened, texts = [first for first, _ in self.members], -1, list[bytes]()
-        for offset in places:
+        for offset in indices:
             index = bisect_right(starts, offset) - 1
             if index != opened:
                 opened, texts = index, lines(self.path, self.members[index][1])
@@ -140,15 +140,15 @@ def read_rollouts(path: Path) -> RolloutIndex:
     return index_
 
 
-def _lines(found: RolloutIndex) -> Iterator[bytes]:
+def _lines(index: RolloutIndex) -> Iterator[bytes]:
     """Yield all rows; note where each step begins. A damaged step is counted as lost."""
-    for member in members(found.path):
+    for member in members(index.path):
         try:
-            rows = lines(found.path, member)
+            rows = lines(index.path, member)
         except IsobitError as error:
-            found.lose(str(error).removeprefix(f"{found.path}: "))
+            index.lose(str(error).removeprefix(f"{index.path}: "))
             continue
-        found.members.append((found.count, member))
+        index.members.append((index.count, member))
         yield from rows
 
 

@@ -100,8 +100,8 @@ def best_worst_and_between(rewards: Sequence[float], count: int) -> list[int]:
     return list(dict.fromkeys([*order, *coarse_to_fine(range(len(rewards)))]))[:count]
 
 
-def _of_step(places: Sequence[int], rewards: Sequence[float], count: int) -> list[int]:
-    return [places[i] for i in best_worst_and_between(rewards, count)]
+def _of_step(indices: Sequence[int], rewards: Sequence[float], count: int) -> list[int]:
+    return [indices[i] for i in best_worst_and_between(rewards, count)]
 
 
 def _row(row: Mapping[str, Any], prompts: "_Numbered", tokens: "_Pieces") -> Data:

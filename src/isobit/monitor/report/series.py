@@ -33,10 +33,10 @@ class Line:
     low: list[float]
     high: list[float]
 
-    def chosen(self, kept: Sequence[int]) -> "Line":
+    def chosen(self, indices: Sequence[int]) -> "Line":
         """Return the line with only the points at these indices."""
         lists = (self.steps, self.values, self.low, self.high)
-        return Line(*([values[i] for i in kept] if values else [] for values in lists))
+        return Line(*([values[i] for i in indices] if values else [] for values in lists))
 
     def thinned(self) -> "Line":
         """Return the line with at most MOST_POINTS points."""

@@ -23,8 +23,9 @@ _REDRAW_EVERY_S = 0.5
 
 
 class Display:
-    """Use as a context manager. `history` is what is shown. One that does not speak, that of
-    another rank than the first, is quiet, and says no warning either."""
+    """The screen of a run that is under way, used as a context manager. `history` is what it shows.
+    `quiet`: no progress is shown; unless it `speaks`, as on ranks other than the first, no warnings
+    either."""
 
     def __init__(
         self,

@@ -26,8 +26,9 @@ class Shown(NamedTuple):
 
 @dataclass
 class History:
-    """`total` steps are planned; `details` says in a few words what kind of run it is; `phase` is
-    what it does now. `ranks`: what each of several processes does (`isobit.run.heartbeat`)."""
+    """The metrics and completions of a run, as the screen shows them. `total` steps are planned;
+    `details` says in a few words what kind of run it is; `phase` is what it does now. `ranks`: what
+    each of several processes does (`isobit.run.heartbeat`)."""
 
     name: str
     total: int

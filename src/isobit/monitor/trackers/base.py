@@ -36,8 +36,9 @@ class TrackedRun:
 
 @dataclass(frozen=True)
 class Opened:
-    """`last`: the last step that the tracker holds whole, -1 if none; `kept`: what finds the same
-    run in it again, never a secret; `note`: what to tell the user, such as an address."""
+    """A tracker's answer to `open`. `last`: the last step that the tracker holds whole, -1 if none;
+    `kept`: what finds the same run in it again, never a secret; `note`: what to tell the user, such
+    as an address."""
 
     last: int = -1
     kept: Mapping[str, str] = field(default_factory=dict)

@@ -45,7 +45,8 @@ _KILLED = 137
 
 
 class State:
-    """`state.json`: by tracker the last step sent, and what finds the run in it again."""
+    """The followers' state in `state.json`: by tracker the last step sent, and what identifies the
+    run there."""
 
     def __init__(self, run: Path) -> None:
         """Read a follower's state. Raises IsobitError for a file that no follower has written."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard:
-    """Scalars, the config and completions as text."""
+    """The tracker TensorBoard: scalars, the config and completions as text, in an event file."""
 
     def check(self, settings: Mapping[str, Any]) -> None:
         """Check nothing: a TensorBoard writer needs no credentials before it is opened."""

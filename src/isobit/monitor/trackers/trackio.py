@@ -13,7 +13,7 @@ from isobit.monitor.trackers.base import COMPLETION_COLUMNS, Opened, TrackedRun
 
 
 class Trackio:
-    """Metrics, config and completions as tables."""
+    """The tracker trackio: metrics, config and completions as tables."""
 
     def __init__(self) -> None:
         self._table: dict[str, Any] = {}

@@ -24,7 +24,8 @@ _NO_CREDENTIALS = (
 
 
 class WeightsAndBiases:
-    """History, config and completions as tables. Not logged: code, console."""
+    """The tracker Weights & Biases: history, config and completions as tables. Not logged: code,
+    console."""
 
     def check(self, settings: Mapping[str, Any]) -> None:
         """Raise IsobitError where an online run finds no credentials; the network is not asked."""

@@ -34,7 +34,7 @@ from isobit.rl.algorithm.advantages import (
     rloo,
 )
 from isobit.rl.algorithm.given import GIVEN_ADVANTAGES, GIVEN_LOSSES
-from isobit.rl.algorithm.loss import LOSSES, LossFunction, LossInputs, LossOutputs
+from isobit.rl.algorithm.loss import LOSSES, Loss, LossFunction, LossInputs, LossOutputs, PolicyLoss
 from isobit.rl.algorithm.objective import Objective, ResolvedObjective
 from isobit.rl.algorithm.token_advantages import (
     distillation,
@@ -65,7 +65,7 @@ _SPLIT_TOLERANCE = 1e-3
 are rounded."""
 
 
-def loss_function(name: str) -> LossFunction:
+def loss_function(name: str) -> PolicyLoss:
     """Return the loss by this name or in this file. Raises IsobitError where it cannot be found or
     called."""
     if name in _LOSSES:
@@ -77,7 +77,7 @@ def loss_function(name: str) -> LossFunction:
         _check_outputs(outputs, inputs, what)
         return outputs  # type: ignore[no-any-return]
 
-    return loss
+    return Loss(loss)
 
 
 def advantage_function(name: str) -> AdvantageFunction:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from isobit.rl.algorithm.advantages import AdvantageFunction, AdvantageInputs, Advantages
-from isobit.rl.algorithm.loss import LossFunction, LossInputs, LossOutputs
+from isobit.rl.algorithm.loss import Loss, LossInputs, LossOutputs, PolicyLoss
 from isobit.rl.algorithm.objective import ResolvedObjective
 from isobit.rl.algorithm.samples import Sample
 
@@ -153,11 +153,15 @@ def kl_of_mismatched(policy: Sequence[Tensor], reference: Sequence[Tensor]) -> f
     return max(math.fsum(value for row in rows for value in row) / max(len(rows), 1), 0.0)
 
 
-PAIR_LOSSES: dict[str, LossFunction] = {"dpo": dpo, "ipo": ipo}
+_PAIRS = ("reference", "pairs")
+PAIR_LOSSES: dict[str, PolicyLoss] = {"dpo": Loss(dpo, _PAIRS), "ipo": Loss(ipo, _PAIRS)}
 """The losses that compare a preferred answer with another one."""
-COMPARED_LOSSES: dict[str, LossFunction] = {**PAIR_LOSSES, "kto": kto}
+COMPARED_LOSSES: dict[str, PolicyLoss] = {
+    **PAIR_LOSSES,
+    "kto": Loss(kto, ("reference", "kl_baseline")),
+}
 """The losses that compare with a reference; each is a mean over answers."""
-GIVEN_LOSSES: dict[str, LossFunction] = {"cross_entropy": cross_entropy, **COMPARED_LOSSES}
+GIVEN_LOSSES: dict[str, PolicyLoss] = {"cross_entropy": Loss(cross_entropy), **COMPARED_LOSSES}
 GIVEN_ADVANTAGES: dict[str, AdvantageFunction] = {GIVEN: given}
 
 

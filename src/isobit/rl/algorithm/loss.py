@@ -1,14 +1,15 @@
 """The loss of each token, the KL penalty, and how tokens are averaged.
 
-A loss is a function of `LossInputs` that returns `LossOutputs`: those named here, and a user's own
-(`functions.py`). Each token's loss may depend on its own sequence and on nothing else of the
-micro-batch, since the step's loss is the weighted sum of all tokens, however they are split into
-micro-batches. Left out: where log-probabilities come from (`learner/learner.py`).
+A `Loss` is a function of `LossInputs` that returns `LossOutputs`, and what it needs of the learner:
+those named here, and a user's own (`functions.py`). Each token's loss may depend on its own
+sequence and on nothing else of the micro-batch, since the step's loss is the weighted sum of all
+tokens, however they are split into micro-batches. Left out: where log-probabilities come from (`learner/learner.py`).
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -74,6 +75,30 @@ class LossOutputs:
 
 
 LossFunction = Callable[[LossInputs], LossOutputs]
+_Inputs = TypeVar("_Inputs")
+_Outputs = TypeVar("_Outputs")
+
+
+@dataclass(frozen=True)
+class Loss(Generic[_Inputs, _Outputs]):
+    """A loss: a function `of` the tokens of a micro-batch, and what it `needs` of the learner besides
+    the policy's forward.
+
+    A learner of rollouts provides, by name: `reference`, its log-probabilities; `divergence`, that
+    of the policy's distribution from the reference's; `kl_baseline`, an estimate of their KL for
+    the step; `pairs`, two consecutive sequences in one micro-batch. `factor`: the input of which 0
+    makes the gradient of a token 0, so that no backward of it is needed; None: there is none.
+    """
+
+    of: Callable[[_Inputs], _Outputs]
+    needs: tuple[str, ...] = ()
+    factor: str | None = None
+
+    def __call__(self, inputs: _Inputs) -> _Outputs:
+        return self.of(inputs)
+
+
+PolicyLoss = Loss[LossInputs, LossOutputs]
 
 
 def clip(inputs: LossInputs) -> LossOutputs:
@@ -197,17 +222,10 @@ def divergence(inputs: LossInputs) -> LossOutputs:
     return LossOutputs(inputs.divergence)
 
 
-LOSSES: dict[str, LossFunction] = {
-    "clip": clip,
-    "cispo": cispo,
-    "reinforce": reinforce,
-    "sapo": sapo,
-    "gmpo": gmpo,
-    "dppo_tv": dppo_tv,
-    "dppo_kl": dppo_kl,
-    "vespo": vespo,
-    "divergence": divergence,
-}
+LOSSES: dict[str, PolicyLoss] = {
+    loss.__name__: Loss(loss, factor="advantages")
+    for loss in (clip, cispo, reinforce, sapo, gmpo, dppo_tv, dppo_kl, vespo)
+} | {"divergence": Loss(divergence, needs=("divergence",))}
 
 
 def ratios(inputs: LossInputs) -> Tensor:

@@ -296,6 +296,81 @@ class Objective:
         """The `kl_estimator`, resolved."""
         return self.kl_estimator or ("k1" if self.kl_in_reward else "k3")
 
+    def check(self, *, filtered: bool) -> None:
+        """Raise IsobitError for parts without a meaning next to each other, or under a sampling
+        that leaves tokens out (`filtered`)."""
+        if filtered:
+            if self.kl_coefficient:
+                raise IsobitError(
+                    "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with a KL "
+                    "penalty: it has its own support; set algorithm.kl_coefficient: 0, or top_k: 0, "
+                    "top_p: 1, min_p: 0, repetition_penalty: 1"
+                )
+            if self.weighs_places:
+                raise IsobitError(
+                    "sampling.top_k, top_p, min_p and repetition_penalty cannot be used with "
+                    "algorithm.advantage: otb, which is of the whole vocabulary: set top_k: 0, top_p: 1, "
+                    "min_p: 0, repetition_penalty: 1, or another advantage"
+                )
+        self._check_kl()
+        self._check_loss()
+        if self.correction == CorrectionRule():
+            raise IsobitError(
+                "algorithm.correction: an empty correction: give a weight, a rejection or a veto, "
+                "or write correction: none"
+            )
+        if self.recompute_old_logprobs == "never" and self.correction not in ("auto", "none"):
+            raise IsobitError(
+                "algorithm.correction weighs old against rollout log-probabilities, which "
+                "recompute_old_logprobs: never makes equal"
+            )
+
+    def _check_kl(self) -> None:
+        if self.kl_in_reward and not self.kl_coefficient:
+            raise IsobitError("algorithm.kl_in_reward needs a kl_coefficient above 0")
+        if self.estimator == "k1" and self.kl_coefficient and not self.kl_in_reward:
+            raise IsobitError(
+                "algorithm.kl_estimator k1 in the loss has a gradient of mean 0, which pulls nowhere: "
+                "take k2 or k3, or charge it to the reward with kl_in_reward: true"
+            )
+        if self.estimator == "k3-unbiased" and self.kl_in_reward:
+            raise IsobitError(
+                "algorithm.kl_estimator k3-unbiased weighs the KL in the loss by the ratio, which a "
+                "reward has not: take k1, k2 or k3, or leave kl_in_reward out"
+            )
+
+    def _check_loss(self) -> None:
+        if self.dual_clip is not None and self.loss in {*LOSS_KINDS} - {"clip"}:
+            raise IsobitError(
+                f"algorithm.dual_clip bounds the clipped loss; {self.loss} has no such "
+                "clip: leave one of them out"
+            )
+        if self.loss == "divergence" and not self.distills:
+            raise IsobitError(
+                "algorithm.loss: divergence is from a teacher: set algorithm.advantage: distillation, "
+                "or take another loss"
+            )
+        if self.loss == "divergence" and self.ratio != "token":
+            raise IsobitError(
+                "algorithm.loss: divergence knows no ratio: leave algorithm.ratio out"
+            )
+        of_divergence = (self.divergence_beta, self.divergence_top_k) != (1, 0)
+        if of_divergence and self.loss != "divergence":
+            raise IsobitError(
+                "algorithm.divergence_beta and divergence_top_k are of loss: divergence: set it, or "
+                "leave them out"
+            )
+        if self.advantage == "maxrl" and (self.kl_in_reward or self.overlong_buffer):
+            raise IsobitError(
+                "algorithm.advantage: maxrl needs rewards of 0 and more, which kl_in_reward and "
+                "overlong_buffer can make less: leave one of them out"
+            )
+        if self.loss in OWN_RATIO and self.ratio != "token":
+            raise IsobitError(
+                f"algorithm.ratio: {self.ratio} has no meaning under loss: {self.loss}, which "
+                "defines its ratio: leave one of them out"
+            )
+
 
 @dataclass(frozen=True)
 class ResolvedObjective(Objective):
@@ -320,6 +395,17 @@ class ResolvedObjective(Objective):
     beta: NotAnOption[float] = 0.1
     answer_weights: NotAnOption[tuple[float, float]] = (1.0, 1.0)
     kl_baseline: NotAnOption[float] = 0.0
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Return what terms other than the loss need of the learner: log-probabilities of the
+        `reference`, `old` ones by the weights that the step begins with, `entropies` of tokens."""
+        needed = {
+            "reference": self.kl_coefficient > 0 and not self.kl_in_reward,
+            "old": self.recompute_old,
+            "entropies": self.top_entropy_quantile < 1,
+        }
+        return frozenset(name for name, wanted in needed.items() if wanted)
 
     @staticmethod
     def of(objective: Objective, **values: Any) -> "ResolvedObjective":

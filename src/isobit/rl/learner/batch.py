@@ -2,7 +2,7 @@
 distance to the rollout."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,14 +10,12 @@ from torch import Tensor
 
 from isobit.rl.algorithm.advantages import Advantage
 from isobit.rl.algorithm.correction import correct, correction_metrics, step_metrics
-from isobit.rl.algorithm.loss import LossInputs, token_weights
+from isobit.rl.algorithm.loss import token_weights
 from isobit.rl.algorithm.mismatch import mismatch_metrics, position_metrics, sequence_metrics
 from isobit.rl.algorithm.objective import ResolvedObjective
 from isobit.rl.algorithm.samples import Sample
 from isobit.rl.learner.agreement import Compared
-from isobit.rl.learner.schedule import Update
-from isobit.rl.learner.totals import Totals
-from isobit.rl.learner.zero_advantage import zero_advantage_samples
+from isobit.rl.learner.schedule import Cutting, Schedule, zero_advantage_samples
 
 SampleKey = tuple[int, int]
 
@@ -63,7 +61,7 @@ class TrainingBatch:
         rule, lengths = self.objective.rule, [len(self.rollout[i]) for i in known]
         if not rule.active or not any(lengths):
             return batch, {}
-        correction = correct(rule, _joined(rows, known), _joined(self.rollout, known), lengths)
+        correction = correct(rule, joined(rows, known), joined(self.rollout, known), lengths)
         importance = [torch.ones_like(row) for row in self.rollout]
         masks = [torch.ones_like(row, dtype=torch.bool) for row in self.rollout]
         weights, mask_rows = correction.weights.split(lengths), correction.kept.split(lengths)
@@ -74,7 +72,7 @@ class TrainingBatch:
         everything = range(len(self.samples))
         previous, weighed = (batch_.weights_of(everything) for batch_ in (batch, corrected))
         sizes = [previous[i] for i in known], [weighed[i] for i in known]
-        step = step_metrics(correction, _joined(self.advantages, known), lengths, *sizes)
+        step = step_metrics(correction, joined(self.advantages, known), lengths, *sizes)
         return corrected, correction_metrics(correction) | step
 
     def of_high_entropy(self, entropies: Sequence[Tensor]) -> "TrainingBatch":
@@ -112,58 +110,11 @@ class TrainingBatch:
         weights = token_weights(counts, "token_mean", self.objective.max_new_tokens)
         return {i: weight for i, weight, count in zip(part, weights, counts) if count}
 
-    def optimizer_batch(
-        self, update: Update, entropy_coefficient: float = 0.0
-    ) -> "OptimizerBatch | None":
-        """Return the tensors of an update, micro-batch by micro-batch; None where the mask or the
-        correction left nothing of it."""
-        minibatch = update.part
-        if all(self.masked[i] for i in minibatch):
-            return None
-        if self.importance is not None and not any(
-            bool(self.importance[i].any()) for i in minibatch
-        ):
-            return None
-        weights = dict(zip(minibatch, self.weights_of(minibatch)))
-        inputs = [
-            self._tokens(chosen, [weights[i] for i in chosen]) for chosen in update.micro_batches
-        ]
-        return OptimizerBatch(
-            self.objective,
-            self.samples,
-            update,
-            inputs,
-            self._sizes(update),
-            entropy_coefficient,
-            self.observation_weights_of(minibatch),
-        )
-
-    def _tokens(self, chosen: Sequence[int], weights: Sequence[float]) -> "TokenInputs":
-        """Return the loss's inputs of a micro-batch, whose samples' tokens have these weights."""
-        return TokenInputs(
-            self.objective,
-            torch.tensor(list(weights)),
-            advantages=_joined(self.advantages, chosen),
-            old=_joined(self.old, chosen),
-            rollout=_joined(self.rollout, chosen),
-            reference=None if self.reference is None else _joined(self.reference, chosen),
-            importance=None if self.importance is None else _joined(self.importance, chosen),
-            kept=None if self.kept is None else _joined(self.kept, chosen),
-        )
-
-    def _sizes(self, update: Update) -> Totals:
-        """Return how many tokens there are, and how many of them are left out."""
-        samples, micro_batches = self.samples, update.micro_batches
-        rows = {
-            i: len(samples[i].prompt_ids) + len(samples[i].completion_ids)
-            for micro_batch in micro_batches
-            for i in micro_batch
-        }
-        return Totals(
-            tokens=sum(samples[i].num_trained for i in rows),
-            rows=sum(rows.values()),
-            rows_left_out=sum(rows[i] for i in update.zero_advantage_samples),
-        )
+    def cut(self, cutting: Cutting, step: int, unknown: Sequence[int], whole: bool) -> Schedule:
+        """Cut the batch into micro-batches, and those samples whose old log-probabilities are
+        `unknown`: the `whole` of them, or without those of zero advantage."""
+        old_zero = [False] * len(self.samples) if whole else self.zero
+        return cutting.schedule(self.samples, self.zero, step, unknown, old_zero)
 
     def compared(self, found: Mapping[int, Tensor]) -> dict[int, Compared]:
         """Samples with fresh tokens, by index, with the rollout's log-probabilities of these and
@@ -182,59 +133,6 @@ class TrainingBatch:
         return (
             {f"staleness/{name}": metrics[f"mismatch/{name}"] for name in names} if metrics else {}
         )
-
-
-@dataclass(frozen=True, eq=False)
-class TokenInputs:
-    """The inputs of a loss of a micro-batch besides the policy's forward, [trained tokens];
-    `weights`: of the tokens of each sample."""
-
-    objective: ResolvedObjective
-    weights: Tensor
-    advantages: Tensor
-    old: Tensor
-    rollout: Tensor
-    reference: Tensor | None
-    importance: Tensor | None
-    kept: Tensor | None
-
-    def with_policy(self, logprobs: Tensor, entropy: Tensor, sequence: Tensor) -> LossInputs:
-        """With the forward of the policy over them; `sequence`: of each token its sample's
-        number."""
-        token_weights = self.weights[sequence]
-        if self.kept is not None:
-            token_weights = token_weights * self.kept
-        return LossInputs(
-            policy_logprobs=logprobs,
-            old_logprobs=self.old,
-            rollout_logprobs=self.rollout,
-            advantages=self.advantages,
-            importance_weights=torch.ones_like(entropy)
-            if self.importance is None
-            else self.importance,
-            token_weights=token_weights,
-            entropy=entropy,
-            sequence=sequence,
-            clip_low=self.objective.clip_low,
-            clip_high=self.objective.clip_high,
-            settings=self.objective,
-            reference_logprobs=self.reference,
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class OptimizerBatch:
-    """The samples of an `update`, of all `samples` of the batch by index; `inputs` of each of its
-    micro-batches, and their `sizes`; the weight of the entropy bonus; the weight of each token that
-    an environment said, by its sample's index, where such are learned."""
-
-    objective: ResolvedObjective
-    samples: Sequence[Sample]
-    update: Update
-    inputs: Sequence[TokenInputs]
-    sizes: Totals
-    entropy_coefficient: float = 0.0
-    observation_weights: Mapping[int, float] = field(default_factory=dict)
 
 
 def training_batch(
@@ -298,7 +196,8 @@ def _per_token(sample: Sample, advantage: Advantage) -> Tensor:
     return torch.tensor(list(advantage), dtype=torch.float32)
 
 
-def _joined(rows: Sequence[Tensor] | Mapping[int, Tensor], chosen: Sequence[int]) -> Tensor:
+def joined(rows: Sequence[Tensor] | Mapping[int, Tensor], chosen: Sequence[int]) -> Tensor:
+    """Return the rows of the chosen samples, one after the other."""
     return torch.cat([rows[i] for i in chosen])
 
 

@@ -1,5 +1,10 @@
 """The learner's forward: log-probability and entropy of every trained token, of a packed batch, of
-a micro-batch by the policy, and of many micro-batches by all ranks, without a gradient."""
+a micro-batch by the policy, and of many micro-batches by all ranks, without a gradient.
+
+Of targets that are not learned from, prompts' say, log-probabilities are computed without what a
+backward needs, and once where several sequences share a row and its target. The bits of a row do
+not depend on the rows next to it, so they are those of one forward (tests/rl/test_stepwise.py).
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,10 +46,14 @@ class Teacher:
         ]
         packed, transformer = pack(read, share_prompts), self.model.transformer
         hidden = transformer.hidden(packed.tokens, packed.layout, use="learner")
-        rows = Copies.of(packed.rows, len(hidden)).to(self.model.ops.device)
-        hidden = copied(hidden, rows, self.model.ops)
+        hidden = rows_of(self.model, hidden, packed.rows)
         weight, cap = transformer.head_weight("learner"), self.model.config.logit_cap
         return Other(hidden, weight, self.model.ops, cap)
+
+
+def rows_of(model: Model, hidden: Tensor, rows: Tensor) -> Tensor:
+    """Return copies of rows of hidden states, whose gradients are added in a fixed order."""
+    return copied(hidden, Copies.of(rows, len(hidden)).to(model.ops.device), model.ops)
 
 
 def forward(
@@ -82,7 +91,7 @@ def forward_compared(
     hidden = transformer.hidden(
         packed.tokens, packed.layout, use="learner", tape=tape, recompute=recompute
     )
-    rows = copied(hidden, Copies.of(packed.rows, len(hidden)).to(device), model.ops)
+    rows = rows_of(model, hidden, packed.rows)
     targets, context = packed.targets.to(device), packed.context.to(device)
     keep = len(rows) <= most_kept(len(hidden), model.config.hidden_size)
     logprobs, entropy = transformer.head_logprobs(
@@ -91,10 +100,40 @@ def forward_compared(
     distance = None if compared is None else compared(rows).cpu()
     observed = None
     if packed.observed is not None:
-        copies = Copies.of(packed.observed.rows, len(hidden)).to(device)
-        observed_rows = copied(hidden, copies, model.ops), packed.observed.targets.to(device)
-        observed = transformer.head_logprobs(*observed_rows)[0].cpu()
+        observed_rows = rows_of(model, hidden, packed.observed.rows)
+        observed_targets = packed.observed.targets.to(device)
+        observed = transformer.head_logprobs(observed_rows, observed_targets)[0].cpu()
     results = logprobs.cpu(), entropy.cpu(), distance, observed
+    model.ops.raise_faults()
+    return results
+
+
+def logprobs_learned(
+    model: Model, packed: PackedBatch, learned: Tensor, recompute: Recompute = False
+) -> Tensor:
+    """Return the log-probability of every target [C] float32, on the CPU, at temperature 1, with a
+    gradient of those that are `learned` [C] bool; of all where none is. Raises NonFiniteError as
+    `forward_compared`."""
+    if not torch.is_grad_enabled():
+        learned = torch.zeros_like(learned)
+    elif bool(learned.all()) or not bool(learned.any()):
+        return forward(model, packed, 1.0, recompute=recompute)[0]
+    transformer, device = model.transformer, model.ops.device
+    hidden = transformer.hidden(packed.tokens, packed.layout, recompute=recompute)
+
+    def of(rows: Tensor, targets: Tensor, hidden: Tensor) -> Tensor:
+        rows = rows_of(model, hidden, rows)
+        return transformer.head_logprobs(rows, targets.to(device))[0].cpu()
+
+    results, size = torch.empty(len(learned)), model.config.vocab_size
+    pairs = packed.rows * size + packed.targets
+    distinct, inverse = torch.unique(pairs[~learned], return_inverse=True)
+    with torch.no_grad():
+        unlearned = of(distinct // size, distinct % size, hidden.detach())[inverse]
+    results = results.masked_scatter(~learned, unlearned)
+    if bool(learned.any()):
+        own = of(packed.rows[learned], packed.targets[learned], hidden)
+        results = results.masked_scatter(learned, own)
     model.ops.raise_faults()
     return results
 
@@ -136,23 +175,22 @@ class PolicyForward:
     observes: bool = False
 
     def __call__(self, samples: Sequence[Sample]) -> Computed:
-        model, objective, experts = self.model, self.objective, self.model.config.routed
+        model, objective, tape, recorded = self.model, self.objective, None, None
         packed = pack(samples, self.share_prompts, self.observes)
         compared = self._at_half(packed) if self.halves else self._compared(samples)
-        if self.plain:
-            results = forward(model, packed, objective.temperature, recompute=self.recompute)
-            return Computed(packed, *results)
-        distribution = objective.temperature, objective.filtering
-        if experts is None:
-            return Computed(
-                packed,
-                *forward_compared(model, packed, *distribution, None, self.recompute, compared),
+        filtering = None if self.plain else objective.filtering
+        experts = None if self.plain else model.config.routed
+        if experts is not None:
+            tape, recorded = tape_of(model, samples, objective.router_replay)
+        of_tokens = forward_compared(
+            model, packed, objective.temperature, filtering, tape, self.recompute, compared
+        )
+        if experts is not None and tape is not None:
+            fresh = self.sampled and all(
+                s.weights_version == model.weights_version for s in samples
             )
-        tape, recorded = tape_of(model, samples, objective.router_replay)
-        recorded = None if recorded is None else recorded[packed.whole]
-        fresh = self.sampled and all(s.weights_version == model.weights_version for s in samples)
-        of_tokens = forward_compared(model, packed, *distribution, tape, self.recompute, compared)
-        self.totals.see(tape, experts.count, recorded if fresh else None)
+            choices = recorded[packed.whole] if fresh and recorded is not None else None
+            self.totals.see(tape, experts.count, choices)
         return Computed(packed, *of_tokens, tape)
 
     def _at_half(self, packed: PackedBatch) -> Callable[[Tensor], Tensor]:
@@ -184,44 +222,17 @@ class MicroBatch:
     logprobs: Tensor
 
 
-def logprobs_of(
-    policy: PolicyForward, samples: Sequence[Sample], parts: MicroBatches, ranks: Ranks
-) -> tuple[dict[int, Tensor], Totals]:
-    """Return the log-probabilities [trained tokens] of the samples of these micro-batches, by
-    index; and sums over all of them. Every rank computes some."""
-    return _values_of(lambda found: found.logprobs, policy, samples, parts, ranks)
-
-
-def entropies_of(
-    policy: PolicyForward, samples: Sequence[Sample], parts: MicroBatches, ranks: Ranks
-) -> dict[int, Tensor]:
-    """Return entropies [trained tokens] as `logprobs_of`, in nats; routers are not observed."""
-    apart = replace(policy, totals=RoutingTotals())
-    return _values_of(lambda found: found.entropy, apart, samples, parts, ranks)[0]
-
-
-def halved_of(
-    policy: PolicyForward, samples: Sequence[Sample], parts: MicroBatches, ranks: Ranks
-) -> dict[int, Tensor]:
-    """Return log-probabilities at the temperature and at half of it, [trained tokens, 2], as
-    `logprobs_of`."""
-
-    def both(found: Computed) -> Tensor:
-        assert found.beside is not None
-        return torch.stack([found.logprobs, found.beside], -1)
-
-    apart = replace(policy, totals=RoutingTotals(), halves=True)
-    return _values_of(both, apart, samples, parts, ranks)[0]
-
-
 @torch.no_grad()
-def _values_of(
-    read: Callable[[Computed], Tensor],
+def values_of(
     policy: PolicyForward,
     samples: Sequence[Sample],
     parts: MicroBatches,
     ranks: Ranks,
+    read: Callable[[Computed], Tensor] = lambda computed: computed.logprobs,
 ) -> tuple[dict[int, Tensor], Totals]:
+    """Return the log-probabilities, or what else is `read` of the forward, [trained tokens] of the
+    samples of these micro-batches, by index; and sums over all of them. Every rank computes some
+    micro-batches."""
     mine: dict[int, MicroBatch] = {}
 
     def compute() -> None:
@@ -245,21 +256,19 @@ def gather_micro_batches(ranks: Ranks, mine: Mapping[int, MicroBatch]) -> dict[i
     """Return the micro-batches of all ranks, by index."""
     if ranks.size == 1:
         return dict(mine)
-    numbers = ranks.all_gather_json(
-        [[index, micro.totals.to_json(), micro.routing.to_json()] for index, micro in mine.items()]
-    )
-    tensors = ranks.all_gather_tensors(
-        {f"{i}.{k}": t for i, m in mine.items() for k, t in _tensors(m).items()}
-    )
+    numbers, tensors = [], dict[str, Tensor]()
+    for index, micro in mine.items():
+        routing = micro.routing
+        numbers.append([index, vars(micro.totals), routing.differing, routing.compared])
+        tensors |= {f"{index}.logprobs": micro.logprobs}
+        tensors |= {f"{index}.probabilities": routing.probabilities}
+        tensors |= {} if routing.load is None else {f"{index}.load": routing.load}
     micro_batches: dict[int, MicroBatch] = {}
-    for values, sent in zip(numbers, tensors):
-        for index, totals, routing in values:
-            load, probabilities = sent.get(f"{index}.load"), sent[f"{index}.probabilities"]
-            routed = RoutingTotals.from_json(routing, load, probabilities)
-            micro_batches[index] = MicroBatch(Totals(**totals), routed, sent[f"{index}.logprobs"])
+    sent = zip(ranks.all_gather_json(numbers), ranks.all_gather_tensors(tensors))
+    for index, totals, differing, compared, rows in (
+        (*values, rows) for numbers, rows in sent for values in numbers
+    ):
+        of_routers = rows.get(f"{index}.load"), rows[f"{index}.probabilities"]
+        routing = RoutingTotals(*of_routers, differing, compared)
+        micro_batches[index] = MicroBatch(Totals(**totals), routing, rows[f"{index}.logprobs"])
     return micro_batches
-
-
-def _tensors(micro: MicroBatch) -> dict[str, Tensor]:
-    tensors = {"logprobs": micro.logprobs, "probabilities": micro.routing.probabilities}
-    return tensors if micro.routing.load is None else tensors | {"load": micro.routing.load}

@@ -11,7 +11,7 @@ out: which samples are in the batch, and the update.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,18 +21,19 @@ from torch import Tensor
 from isobit.distributed import Ranks
 from isobit.distributed.exchange import GradientSum
 from isobit.errors import Corruption, IsobitError, NonFiniteError, RankLost
+from isobit.model import Model
 from isobit.model.forward.accumulate_grad import adding_in_place
 from isobit.model.weights.checksums import checksums, first_difference
 from isobit.rl.algorithm.functions import weighted_sum
-from isobit.rl.algorithm.loss import LossFunction, kl_in_loss, without_off_policy
+from isobit.rl.algorithm.loss import LossFunction, LossInputs, kl_in_loss, without_off_policy
 from isobit.rl.algorithm.samples import Sample
-from isobit.rl.learner.batch import OptimizerBatch
+from isobit.rl.learner.batch import TrainingBatch, joined
 from isobit.rl.learner.forward import (
     Computed,
     MicroBatch,
     PolicyForward,
     gather_micro_batches,
-    logprobs_of,
+    values_of,
 )
 from isobit.rl.learner.routing import (
     BatchLoad,
@@ -42,8 +43,88 @@ from isobit.rl.learner.routing import (
     served_experts,
     summed,
 )
+from isobit.rl.learner.schedule import Update
 from isobit.rl.learner.totals import Totals
 from isobit.rl.optim.sharded import ShardedOptimizer
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerBatch:
+    """The samples of an `update` of a batch, and by the index of a sample: the weight of a token in
+    the loss, the weight of a token that an environment said, where such are learned; the weight of
+    the entropy bonus."""
+
+    batch: TrainingBatch
+    update: Update
+    weights: Mapping[int, float]
+    observation_weights: Mapping[int, float]
+    entropy_coefficient: float
+
+    @staticmethod
+    def of(
+        batch: TrainingBatch, update: Update, entropy_coefficient: float = 0.0
+    ) -> "OptimizerBatch | None":
+        """Return the batch of an update; None where the mask or the correction left nothing of
+        it."""
+        chosen, importance = update.part, batch.importance
+        if all(batch.masked[i] for i in chosen):
+            return None
+        if importance is not None and not any(bool(importance[i].any()) for i in chosen):
+            return None
+        weights = dict(zip(chosen, batch.weights_of(chosen)))
+        observed = batch.observation_weights_of(chosen)
+        return OptimizerBatch(batch, update, weights, observed, entropy_coefficient)
+
+    def samples(self, number: int) -> list[Sample]:
+        """Return the samples of a micro-batch."""
+        return [self.batch.samples[i] for i in self.update.micro_batches[number]]
+
+    def loss_inputs(
+        self,
+        number: int,
+        logprobs: Tensor,
+        entropy: Tensor,
+        sequence: Tensor,
+        divergence: Tensor | None = None,
+    ) -> LossInputs:
+        """Return the loss's inputs of a micro-batch, given the forward of the policy over its
+        tokens; `sequence`: of each token its sample's number."""
+        batch, chosen = self.batch, self.update.micro_batches[number]
+
+        def of(rows: Sequence[Tensor] | None) -> Tensor | None:
+            return None if rows is None else joined(rows, chosen)
+
+        token_weights = torch.tensor([self.weights[i] for i in chosen])[sequence]
+        counted, importance = of(batch.kept), of(batch.importance)
+        return LossInputs(
+            policy_logprobs=logprobs,
+            old_logprobs=joined(batch.old, chosen),
+            rollout_logprobs=joined(batch.rollout, chosen),
+            advantages=joined(batch.advantages, chosen),
+            importance_weights=torch.ones_like(entropy) if importance is None else importance,
+            token_weights=token_weights if counted is None else token_weights * counted,
+            entropy=entropy,
+            sequence=sequence,
+            clip_low=batch.objective.clip_low,
+            clip_high=batch.objective.clip_high,
+            settings=batch.objective,
+            reference_logprobs=of(batch.reference),
+            divergence=divergence,
+        )
+
+    def sizes(self) -> Totals:
+        """Return how many tokens there are, and how many of them are left out."""
+        samples = self.batch.samples
+        rows = {
+            i: len(samples[i].prompt_ids) + len(samples[i].completion_ids)
+            for micro_batch in self.update.micro_batches
+            for i in micro_batch
+        }
+        return Totals(
+            tokens=sum(samples[i].num_trained for i in rows),
+            rows=sum(rows.values()),
+            rows_left_out=sum(rows[i] for i in self.update.zero_advantage_samples),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,18 +143,17 @@ class Gradient:
 
 
 class Differentiation:
-    """Puts gradients of `loss` into the optimizer's parameters. With `gradient_sum_group`
-    micro-batches are added in groups."""
+    """Puts gradients of a model's loss into the parameters of its optimizer. With
+    `gradient_sum_group` micro-batches are added in groups."""
 
-    def __init__(
-        self, optimizer: ShardedOptimizer, leaves: Mapping[str, Tensor], loss: LossFunction
-    ) -> None:
-        self._optimizer, self._leaves, self.loss = optimizer, leaves, loss
+    def __init__(self, model: Model, optimizer: ShardedOptimizer, loss: LossFunction) -> None:
+        self._model, self._optimizer, self.loss = model, optimizer, loss
+        self._leaves = model.transformer.masters.leaves
         self._ranks: Ranks = optimizer.shards.ranks
         group = optimizer.settings.gradient_sum_group
-        self._sum = GradientSum(leaves, optimizer.holders, optimizer.shards, group)
+        self._sum = GradientSum(self._leaves, optimizer.holders, optimizer.shards, group)
 
-    def gradient(
+    def forward_backward(
         self,
         one: OptimizerBatch,
         policy: PolicyForward,
@@ -88,31 +168,30 @@ class Differentiation:
         mixture = policy.model.config.routed is not None
         self._sum.begin()
         try:
-            micro_batches = self._backwards(one, policy, checked)
+            micro_batches = self._rounds(one, policy, checked)
             self._sum.finish()
             if one.update.zero_advantage:
                 self._add_zeros(self._served(one, policy, micro_batches) if mixture else ())
             norm = self._optimizer.gradient_norm()
         except _NotFinite as error:
             micro_batches, norm = error.before, math.inf
-        totals, logprobs = Totals(), dict[int, Tensor]()
-        totals.merge(one.sizes)
+        totals, logprobs, samples = one.sizes(), dict[int, Tensor](), one.batch.samples
         for index, micro in sorted(micro_batches.items()):
             totals.merge(micro.totals)
             policy.totals.merge(micro.routing)
             chosen = one.update.micro_batches[index]
-            lengths = [one.samples[i].num_trained for i in chosen]
+            lengths = [samples[i].num_trained for i in chosen]
             logprobs |= zip(chosen, micro.logprobs.split(lengths))
         if measures and one.update.measured:
             try:
-                more, sums = logprobs_of(policy, one.samples, one.update.measured, self._ranks)
+                more, sums = values_of(policy, samples, one.update.measured, self._ranks)
             except NonFiniteError:
                 return Gradient(math.inf, totals, logprobs)
             logprobs |= more
             totals.merge(sums)
         return Gradient(norm, totals, logprobs)
 
-    def _backwards(
+    def _rounds(
         self, one: OptimizerBatch, policy: PolicyForward, checked: bool
     ) -> dict[int, MicroBatch]:
         """Return all micro-batches, by all ranks. Raises _NotFinite on every rank where one meets
@@ -141,8 +220,7 @@ class Differentiation:
                     self._sum.round(first, min(size, len(dealt) - first)),
                 ):
                     if index is not None and failed is None:
-                        compute = self._backward if taught else self._forward
-                        mine[index] = compute(one, index, policy, load)
+                        mine[index] = self._micro_batch(one, index, policy, load)
                 if first_sums is not None:
                     _compare(first_sums, second_sums)
                 done += failed is None
@@ -195,33 +273,55 @@ class Differentiation:
         self, one: OptimizerBatch, policy: PolicyForward, found: Mapping[int, MicroBatch]
     ) -> Collection[str]:
         """Return the experts that the micro-batches of zero advantage went to."""
-        samples = [one.samples[i] for i in one.update.zero_advantage_samples]
+        samples = [one.batch.samples[i] for i in one.update.zero_advantage_samples]
         seen = [found[number].routing for number in sorted(one.update.zero_advantage)]
         return served_experts(policy.model, samples, policy.objective.router_replay, seen)
 
     def _load(self, one: OptimizerBatch, policy: PolicyForward) -> BatchLoad | None:
         """Return the load of the experts over the whole batch, where a loss balances it."""
-        objective = one.objective
+        objective = one.batch.objective
         if policy.model.config.routed is None or objective.router_aux_coefficient == 0:
             return None
-        micro_batches = [_samples(one, number) for number in range(len(one.update.micro_batches))]
+        micro_batches = [one.samples(number) for number in range(len(one.update.micro_batches))]
         return batch_load(policy.model, micro_batches, objective.router_replay, self._ranks)
 
-    def _backward(
+    def _micro_batch(
         self, one: OptimizerBatch, index: int, policy: PolicyForward, load: BatchLoad | None
     ) -> MicroBatch:
-        """Forward and backward of one micro-batch: its part of the loss of the optimizer batch."""
-        objective, routing, totals = one.objective, RoutingTotals(), Totals()
-        observes = bool(one.observation_weights)
-        micro = replace(policy, totals=routing, observes=observes)(_samples(one, index))
-        totals.rows_shared = micro.packed.rows_shared
-        inputs = one.inputs[index].with_policy(micro.logprobs, micro.entropy, micro.packed.sequence)
-        inputs = replace(inputs, divergence=micro.beside)
+        """Forward and backward of one micro-batch; of one of zero advantage, which a mixture of
+        experts has for the experts of its tokens, the forward alone."""
+        routing, totals = RoutingTotals(), Totals()
+        taught = index not in one.update.zero_advantage
+        observes = taught and bool(one.observation_weights)
+        with torch.set_grad_enabled(taught):
+            computed = replace(policy, totals=routing, observes=observes)(one.samples(index))
+        totals.rows_shared = computed.packed.rows_shared
+        if taught:
+            total = self._loss(one, index, computed, load, totals)
+            twice = computed.beside is not None or computed.observed is not None
+            tokens = computed.packed.tokens
+            backward(self._model, total, tokens, twice=twice, hooked=self._sum.hooked)
+        else:
+            totals.see(computed.entropy)
+        return MicroBatch(totals, routing, computed.logprobs.detach())
+
+    def _loss(
+        self,
+        one: OptimizerBatch,
+        index: int,
+        computed: Computed,
+        load: BatchLoad | None,
+        totals: Totals,
+    ) -> Tensor:
+        """Return the part of a micro-batch in the loss of the optimizer batch, and count it."""
+        objective, packed = one.batch.objective, computed.packed
+        tokens = computed.logprobs, computed.entropy, packed.sequence, computed.beside
+        inputs = one.loss_inputs(index, *tokens)
         outputs = without_off_policy(self.loss(inputs), inputs)
         loss = total = weighted_sum(outputs, inputs)
-        if micro.tape is not None and objective.router_aux_coefficient > 0:
-            probabilities = summed(micro.tape)
-            load = load or load_of(micro.tape, len(probabilities))
+        if computed.tape is not None and objective.router_aux_coefficient > 0:
+            probabilities = summed(computed.tape)
+            load = load or load_of(computed.tape, len(probabilities))
             total = total + objective.router_aux_coefficient * load.loss(probabilities)
         if one.entropy_coefficient:
             bonus = (inputs.entropy * inputs.token_weights).sum()
@@ -230,57 +330,24 @@ class Differentiation:
         if inputs.reference_logprobs is not None and objective.kl_coefficient > 0:
             kl = kl_in_loss(inputs)
             total = total + objective.kl_coefficient * (kl * inputs.token_weights).sum()
-        if micro.observed is not None:
-            # Of the tokens that environments said in a micro-batch, [K] float32; 0 where a
-            # sample's are not learned.
-            packed = micro.packed
-            assert packed.observed is not None
-            of_samples = [
-                one.observation_weights.get(i, 0.0) for i in one.update.micro_batches[index]
-            ]
-            weights = torch.tensor(of_samples)[packed.observed.sequence]
-            cross_entropy = -micro.observed
+        if computed.observed is not None and packed.observed is not None:
+            chosen = one.update.micro_batches[index]
+            of_samples = torch.tensor([one.observation_weights.get(i, 0.0) for i in chosen])
+            weights, cross_entropy = of_samples[packed.observed.sequence], -computed.observed
             total = total + objective.observation_coefficient * (cross_entropy * weights).sum()
             totals.observe(cross_entropy[weights > 0])
-        with self._adding(policy, micro):
-            total.backward()
-        totals.count(loss, outputs, micro.entropy, kl)
-        return MicroBatch(totals, routing, micro.logprobs.detach())
-
-    def _adding(self, policy: PolicyForward, found: Computed) -> AbstractContextManager[None]:
-        """Inside, the backward of a micro-batch adds to gradients where they are."""
-        if self._sum.hooked:
-            return adding_in_place(())
-        tied = self._leaves.get("embed") if policy.model.config.tie_embeddings else None
-        # the head has two gradients a backward where it is used twice, and where it is the
-        # embedding too, of which a `TiedGradient` is made on a CPU alone
-        elsewhere = tied is not None and tied.device.type != "cpu"
-        twice = policy.teacher is not None or found.observed is not None or elsewhere
-        apart = ("embed", "head") if twice else ()
-        masters = [leaf for name, leaf in self._leaves.items() if name not in apart]
-        return adding_in_place(masters, None if twice else tied, found.packed.tokens)
-
-    @torch.no_grad()
-    def _forward(
-        self, one: OptimizerBatch, index: int, policy: PolicyForward, load: BatchLoad | None
-    ) -> MicroBatch:
-        """Compute a micro-batch of zero advantage of a mixture of experts: the experts of its
-        tokens, and its measurements."""
-        routing, totals = RoutingTotals(), Totals()
-        micro = replace(policy, totals=routing)(_samples(one, index))
-        totals.rows_shared = micro.packed.rows_shared
-        totals.see(micro.entropy)
-        return MicroBatch(totals, routing, micro.logprobs)
+        totals.count(loss, outputs, computed.entropy, kl)
+        return total
 
     def _try(
         self, one: OptimizerBatch, index: int, policy: PolicyForward, load: BatchLoad | None
     ) -> dict[str, Tensor]:
-        """Checksums of the gradient that `_backward` gives, which leaves nothing else."""
+        """Return checksums of the gradient of a micro-batch, of which nothing else is left."""
         with (
             policy.model.transformer.watched(lambda ops, layer: ops),
             self._checksums(True, drop=True) as sums,
         ):
-            self._backward(one, index, policy, load)
+            self._micro_batch(one, index, policy, load)
         return sums
 
     @contextmanager
@@ -309,9 +376,26 @@ class Differentiation:
                 handle.remove()
 
 
-def _samples(one: OptimizerBatch, number: int) -> list[Sample]:
-    """Return the samples of a micro-batch."""
-    return [one.samples[i] for i in one.update.micro_batches[number]]
+def backward(
+    model: Model,
+    total: Tensor,
+    tokens: Tensor | None = None,
+    *,
+    twice: bool = False,
+    hooked: bool = False,
+) -> None:
+    """Backward of one micro-batch: add the gradient of `total` to the gradients that the masters
+    have, where they are; not where they are `hooked`. `tokens`: those of its rows, if a tied
+    embedding has one sum of both its gradients; `twice`: the head was used twice."""
+    leaves = {} if hooked else model.transformer.masters.leaves
+    tied = leaves.get("embed") if model.config.tie_embeddings and tokens is not None else None
+    # the head has two gradients a backward where it is used twice, and where it is the embedding
+    # too, of which a `TiedGradient` is made on a CPU alone
+    twice = twice or (tied is not None and tied.device.type != "cpu")
+    apart = ("embed", "head") if twice else ()
+    masters = [leaf for name, leaf in leaves.items() if name not in apart]
+    with adding_in_place(masters, None if twice else tied, tokens):
+        total.backward()  # type: ignore[no-untyped-call]
 
 
 class _NotFinite(Exception):

@@ -11,9 +11,10 @@ rounding of sums, and, where WGrad runs in FP8, up to its scales, which blocks o
 (tests/rl/test_learner.py). A load-balancing loss takes the load of the whole batch, for which
 several micro-batches have a forward more (tests/rl/test_router_loss.py).
 
-Samples whose advantage is exactly 0 teach nothing. Micro-batches of them alone are left out where
-no other term of the loss needs them (`zero_advantage.py`), but for a few, on which the mismatch is
-measured all the same.
+What has to be known of the samples first is what the loss and the objective say that they need
+(`Loss.needs`, `ResolvedObjective.needs`). Samples whose advantage is exactly 0 teach nothing.
+Micro-batches of them alone are left out where no other term of the loss needs them (`schedule.py`),
+but for a few, on which the mismatch is measured all the same.
 
 A step whose loss or gradient is not finite, or whose tokens a correction has all rejected, changes
 neither weights nor optimizer; it is counted, and left out of the other metrics, which are NaN if no
@@ -22,7 +23,7 @@ step was taken.
 Left out: rewards and rollouts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -37,7 +38,7 @@ from isobit.rl.algorithm.correction import correct
 from isobit.rl.algorithm.divergence import Divergence
 from isobit.rl.algorithm.entropy import EntropyBonus
 from isobit.rl.algorithm.functions import loss_function
-from isobit.rl.algorithm.given import COMPARED_LOSSES, PAIR_LOSSES, kl_of_mismatched, mismatched
+from isobit.rl.algorithm.given import kl_of_mismatched, mismatched
 from isobit.rl.algorithm.loss import kl_penalty
 from isobit.rl.algorithm.objective import ResolvedObjective, shares_prompts
 from isobit.rl.algorithm.samples import Sample
@@ -58,15 +59,8 @@ from isobit.rl.learner.batch import (
     sample_key,
     training_batch,
 )
-from isobit.rl.learner.forward import (
-    PolicyForward,
-    Teacher,
-    entropies_of,
-    halved_of,
-    logprobs_of,
-)
-from isobit.rl.learner.gradient import Differentiation
-from isobit.rl.learner.routing import RoutingTotals
+from isobit.rl.learner.forward import Computed, PolicyForward, Teacher, values_of
+from isobit.rl.learner.gradient import Differentiation, Gradient, OptimizerBatch
 from isobit.rl.learner.schedule import Cutting, MicroBatches, Schedule
 from isobit.rl.learner.totals import Totals
 from isobit.rl.optim.schedule import learning_rate
@@ -112,14 +106,15 @@ class Learner:
         check_gradients_every: int = 0,
         measured_zero_advantage: int = 0,
     ) -> None:
-        compares = objective.kl_coefficient > 0 or objective.loss in COMPARED_LOSSES
+        loss = loss_function(objective.loss)
+        compares = objective.kl_coefficient > 0 or "reference" in loss.needs
         assert (reference is not None) == compares
         self.model = model
         self.optimizer = optimizer
         self.objective = objective
         self.reference = reference
-        loss = loss_function(objective.loss)
-        self.differentiation = Differentiation(optimizer, model.transformer.masters.leaves, loss)
+        self._loss_needs = frozenset(loss.needs)
+        self.differentiation = Differentiation(model, optimizer, loss)
         self._ranks = optimizer.shards.ranks
         self.micro_batch_tokens, self.recompute = micro_batch_tokens, recompute
         self._check_gradients_every = check_gradients_every
@@ -140,7 +135,7 @@ class Learner:
             objective.updates_per_batch,
             objective.epochs,
             seed,
-            together=2 if objective.loss in PAIR_LOSSES else 1,
+            together=2 if "pairs" in loss.needs else 1,
         )
         self._old: dict[SampleKey, Tensor] = {}  # of the weights of this version
         self._old_version = model.weights_version
@@ -191,13 +186,12 @@ class Learner:
     def logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
         """Return the log-probabilities by the present working weights, [trained tokens] of each
         sample, without a gradient."""
-        micro_batches = self._cutting.whole(samples)
-        by_index, _ = logprobs_of(self._forward(), samples, micro_batches, self._ranks)
-        return [by_index[i] for i in range(len(samples))]
+        return self._whole(self._forward(), samples)
 
     def reference_logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
         """Return the log-probabilities by the frozen reference, as `logprobs`."""
-        return self._reference(samples, self._cutting.whole(samples))
+        assert self.reference is not None
+        return self._whole(replace(self._forward(), model=self.reference, plain=True), samples)
 
     def kl_baseline(self, samples: Sequence[Sample]) -> float:
         """KTO's estimate of KL(policy ‖ reference), of the mismatched pairs of these answers."""
@@ -209,26 +203,23 @@ class Learner:
         present working weights (`token_advantages.squared_norms`); where a correction weighs
         tokens, times the square of that weight, as verl scales it (arXiv 2602.07078).
         Log-probabilities that are recomputed as old ones are known then."""
-        halves = halved_of(self._forward(), samples, self._cutting.whole(samples), self._ranks)
-        rows = [halves[i] for i in range(len(samples))]
+
+        def halves(computed: Computed) -> Tensor:
+            assert computed.beside is not None
+            return torch.stack([computed.logprobs, computed.beside], -1)
+
+        rows = self._whole(replace(self._forward(), halves=True), samples, halves)
         norms = [squared_norms(*row.unbind(-1)) for row in rows]
         if self.objective.recompute_old:
             old = [row[:, 0] for row in rows]
             self._unknown(samples)  # forgets those of other weights
             self._old |= {sample_key(s): row for s, row in zip(samples, old, strict=True)}
-            norms = self._weighed(norms, old, rollout_logprobs(samples))
+            lengths, rule = [len(row) for row in norms], self.objective.rule
+            if rule.active and any(lengths):
+                rollout = torch.cat(rollout_logprobs(samples))
+                weights = correct(rule, torch.cat(old), rollout, lengths).weights.double()
+                norms = [norm * w**2 for norm, w in zip(norms, weights.split(lengths), strict=True)]
         return [tuple(row.tolist()) for row in norms]
-
-    def _weighed(
-        self, norms: Sequence[Tensor], old: Sequence[Tensor], rollout: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Norms times the square of each token's weight in the correction, if there is one."""
-        lengths = [len(row) for row in norms]
-        if not self.objective.rule.active or not any(lengths):
-            return list(norms)
-        correction = correct(self.objective.rule, torch.cat([*old]), torch.cat([*rollout]), lengths)
-        weights = correction.weights.double().split(lengths)
-        return [norm * weight**2 for norm, weight in zip(norms, weights, strict=True)]
 
     def reference_kl(
         self, samples: Sequence[Sample], prompts: Sequence[tuple[int, ...] | None] | None = None
@@ -282,102 +273,112 @@ class Learner:
         strict: bool,
     ) -> Learned:
         """Learn from a batch. `strict`: raise Disagreement for tokens that differ."""
-        rate = learning_rate(step, self.optimizer.settings)
-        every, totals, policy = self._check_gradients_every, Totals(), self._forward(objective)
-        if objective.loss == "kto":
+        rate, totals = learning_rate(step, self.optimizer.settings), Totals()
+        needs = self._loss_needs | objective.needs
+        if "kl_baseline" in needs:
             objective = replace(objective, kl_baseline=self.kl_baseline(samples))
+        policy = self._forward(objective)
         batch = training_batch(objective, samples, advantages, self.model.weights_version)
-        unknown = self._unknown(samples) if objective.recompute_old else ()
+        unknown = self._unknown(samples) if "old" in needs else ()
         everything = objective.rule.of_batch or self.model.config.routed is not None
-        old_zero = [False] * len(samples) if everything else batch.zero
-        schedule = self._cutting.schedule(samples, batch.zero, step, unknown, old_zero)
-        metrics: dict[str, float] = {}
-        compared: dict[int, Compared] = {}
+        schedule = batch.cut(self._cutting, step, unknown, everything)
         try:
-            if objective.recompute_old or self._penalized:
-                batch, metrics = self._with_logprobs(batch, schedule, policy)
-            if objective.top_entropy_quantile < 1:
-                entropies = entropies_of(policy, samples, schedule.whole, self._ranks)
-                batch = batch.of_high_entropy([entropies[i] for i in range(len(samples))])
+            batch, metrics = self._with_needs(batch, schedule, policy, needs)
         except NonFiniteError:
             self._skip(totals)
             return Learned(totals.metrics(rate))
-        if objective.recompute_old:
+        compared: dict[int, Compared] = {}
+        if "old" in needs:
             compared = batch.compared({i: batch.old[i] for i in batch.known})
             metrics |= batch.staleness()
             if strict:
                 require_agreement([*compared.values()], samples)
+        policy = replace(policy, recompute=self.recompute, teacher=self._teacher(needs))
         for update in schedule.updates:
             if not update.micro_batches:
                 continue  # nothing to learn from is no reason to decay the weights
-            data = batch.optimizer_batch(update, self.entropy_bonus.applied(objective))
+            data = OptimizerBatch.of(batch, update, self.entropy_bonus.applied(objective))
             if data is None:
                 totals.skipped += 1
                 continue
-            moved = bool(totals.norms)
-            if moved:
+            first = not totals.norms
+            if not first:
                 self.model.sync(rollout=False)
-            compares = not moved and not objective.recompute_old
-            checked = not moved and every > 0 and step % every == 0
-            now = replace(
-                policy, sampled=not moved, recompute=self.recompute, teacher=self._teacher
+            measures, every = first and "old" not in needs, self._check_gradients_every
+            gradient = self.differentiation.forward_backward(
+                data,
+                replace(policy, sampled=first),
+                checked=first and every > 0 and step % every == 0,
+                measures=measures,
             )
-            gradient = self.differentiation.gradient(data, now, checked=checked, measures=compares)
-            rows = batch.compared(gradient.logprobs) if compares else {}
+            rows = batch.compared(gradient.logprobs) if measures else {}
             compared |= rows
             if gradient.finite:
-                if strict and compares:
+                if strict:
                     require_agreement([*rows.values()], [samples[i] for i in update.part])
-                self.check_memory()
-                self.optimizer.step(rate, gradient.norm)
+                self.optim_step(rate, gradient, objective)
                 totals.add(gradient.totals, gradient.norm)
-                self.entropy_bonus.stepped(gradient.totals.mean_entropy, objective)
-                self.bad_steps_in_a_row = 0
             else:
                 self._skip(totals)
             self.optimizer.zero_grad()
         if not totals.norms:
             self.check_memory()
         pairs = [*compared.values()]
-        metrics |= mismatch_of(pairs) | {
-            "mismatch/comparable_tokens": float(batch.comparable_tokens)
-        }
+        metrics |= mismatch_of(pairs)
+        metrics["mismatch/comparable_tokens"] = float(batch.comparable_tokens)
         if objective.pays_entropy:
             metrics["entropy_coefficient"] = self.entropy_bonus.applied(objective)
         return Learned(metrics | totals.metrics(rate) | policy.totals.metrics(), pairs)
 
-    @property
-    def _penalized(self) -> bool:
-        """Whether the loss compares with the reference: a KL penalty, or a loss of pairs."""
-        return self.reference is not None and not self.objective.kl_in_reward
+    def optim_step(self, rate: float, gradient: Gradient, objective: ResolvedObjective) -> None:
+        """Update the masters once by the gradient, and adapt the entropy bonus to its batch."""
+        self.check_memory()
+        self.optimizer.step(rate, gradient.norm)
+        self.entropy_bonus.stepped(gradient.totals.mean_entropy, objective)
+        self.bad_steps_in_a_row = 0
 
-    @property
-    def _teacher(self) -> Teacher | None:
-        """Whose whole distribution is learned from, if any."""
-        objective = self.objective
-        if objective.loss != "divergence":
-            return None
-        assert self.reference is not None
-        divergence = Divergence(objective.divergence_beta, objective.divergence_top_k)
-        return Teacher(self.reference, divergence)
-
-    def _with_logprobs(
-        self, batch: TrainingBatch, schedule: Schedule, policy: PolicyForward
+    def _with_needs(
+        self,
+        batch: TrainingBatch,
+        schedule: Schedule,
+        policy: PolicyForward,
+        needs: Collection[str],
     ) -> tuple[TrainingBatch, dict[str, float]]:
-        """Return the batch with its old and reference log-probabilities and its correction, and the
-        correction's metrics."""
-        objective, samples = batch.objective, batch.samples
-        old = self._old_logprobs(samples, schedule.old, policy) if objective.recompute_old else None
-        reference = self._reference(samples, schedule.whole) if self._penalized else None
-        return batch.given(old, reference)
+        """Return the batch with what the step needs to know of its tokens before their gradient,
+        and the metrics of a correction."""
+        samples, old, reference = batch.samples, None, None
+        if "old" in needs:
+            old = self._old_logprobs(samples, schedule.old, policy)
+        if "reference" in needs:
+            reference = self.reference_logprobs(samples)
+        batch, metrics = batch.given(old, reference)
+        if "entropies" in needs:
+            forward = self._forward(batch.objective)
+            entropies = self._whole(forward, samples, lambda computed: computed.entropy)
+            batch = batch.of_high_entropy(entropies)
+        return batch, metrics
+
+    def _teacher(self, needs: Collection[str]) -> Teacher | None:
+        """Return the reference whose whole distribution is learned from, if it is needed."""
+        if "divergence" not in needs or self.reference is None:
+            return None
+        beta, top_k = self.objective.divergence_beta, self.objective.divergence_top_k
+        return Teacher(self.reference, Divergence(beta, top_k))
 
     def _forward(self, objective: ResolvedObjective | None = None) -> PolicyForward:
         return PolicyForward(
-            self.model,
-            objective or self.objective,
-            RoutingTotals(),
-            share_prompts=self.share_prompts,
+            self.model, objective or self.objective, share_prompts=self.share_prompts
         )
+
+    def _whole(
+        self,
+        policy: PolicyForward,
+        samples: Sequence[Sample],
+        read: Callable[[Computed], Tensor] = lambda computed: computed.logprobs,
+    ) -> list[Tensor]:
+        """Return what is `read` of a forward over each sample, [trained tokens]."""
+        micro_batches = self._cutting.whole(samples)
+        return [*values_of(policy, samples, micro_batches, self._ranks, read)[0].values()]
 
     def _unknown(self, samples: Sequence[Sample]) -> list[int]:
         """Return the samples whose log-probabilities by the working weights are not known."""
@@ -390,16 +391,10 @@ class Learner:
     ) -> dict[int, Tensor]:
         """Return the log-probabilities by the working weights, by index, computed once while these
         last; of the micro-batches `parts`, which are not known yet, and those that are."""
-        by_index, _ = logprobs_of(policy, samples, parts, self._ranks)
+        by_index, _ = values_of(policy, samples, parts, self._ranks)
         self._old |= {sample_key(samples[i]): row for i, row in by_index.items()}
         keys = [sample_key(sample) for sample in samples]
         return {i: self._old[key] for i, key in enumerate(keys) if key in self._old}
-
-    def _reference(self, samples: Sequence[Sample], parts: MicroBatches) -> list[Tensor]:
-        """Return the reference's log-probabilities of each sample, [trained tokens]."""
-        assert self.reference is not None
-        reference = replace(self._forward(), model=self.reference, plain=True)
-        return list(logprobs_of(reference, samples, parts, self._ranks)[0].values())
 
     def _skip(self, totals: Totals) -> None:
         self.check_memory()

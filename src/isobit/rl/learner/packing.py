@@ -17,7 +17,6 @@ A sample that forks is a sequence for each of its contexts, and one sample to th
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,27 +25,11 @@ from torch import Tensor
 
 from isobit.kernels import Copies, Keys, Layout
 from isobit.kernels.sampling.filtering import Context
-from isobit.rl.algorithm.samples import given_behind
+from isobit.rl.algorithm.samples import Sample, given_behind
 
 MOST_KEYS = 4
 """Tokens of whole sequences in a micro-batch over its rows, at most: a backward has gradients for
 each as a key."""
-
-
-class Trainable(Protocol):
-    """The properties of a sample that packing needs."""
-
-    @property
-    def prompt_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def completion_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def completion_mask(self) -> tuple[bool, ...] | None: ...
-
-    @property
-    def forks(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -98,7 +81,7 @@ class PackedBatch:
 
 
 def pack(
-    samples: Sequence[Trainable], share_prompts: bool = False, observes: bool = False
+    samples: Sequence[Sample], share_prompts: bool = False, observes: bool = False
 ) -> PackedBatch:
     """Pack samples with a prompt of at least one token; empty completions contribute no rows to
     predict. Where it `observes`, with the rows of what environments said."""
@@ -155,7 +138,7 @@ def _said(parts: Sequence[_Context]) -> NDArray[np.bool_]:
     return np.concatenate(masks)
 
 
-def _contexts(sample: Trainable) -> Iterator[_Context]:
+def _contexts(sample: Sample) -> Iterator[_Context]:
     """Yield the contexts of a sample. A later one is begun by its first token, which is given."""
     ids, mask = (
         sample.completion_ids,

@@ -9,7 +9,7 @@ is a sum over micro-batches.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -52,14 +52,15 @@ def summed(tape: RouteTape) -> Tensor:
     return torch.stack(tape.probabilities).sum(0)
 
 
+@dataclass(eq=False)
 class RoutingTotals:
-    """Sums over the forwards of one step."""
+    """Sums over the forwards of one step: choices of each expert by layer, probabilities of the
+    experts, and choices that differ from the rollout's, of those that were compared."""
 
-    def __init__(self) -> None:
-        self.load: Tensor | None = None
-        self.probabilities = torch.zeros(())
-        self.differing = 0
-        self.compared = 0
+    load: Tensor | None = None
+    probabilities: Tensor = field(default_factory=lambda: torch.zeros(()))
+    differing: int = 0
+    compared: int = 0
 
     def see(self, tape: RouteTape, num_experts: int, recorded: Tensor | None = None) -> None:
         """Take a forward into account; `recorded` [T, layers, k] are the rollout's choices for the
@@ -82,20 +83,6 @@ class RoutingTotals:
             self.probabilities = self.probabilities + other.probabilities
         self.differing += other.differing
         self.compared += other.compared
-
-    def to_json(self) -> list[int]:
-        """Return the fields that are not tensors."""
-        return [self.differing, self.compared]
-
-    @staticmethod
-    def from_json(
-        values: Sequence[int], load: Tensor | None, probabilities: Tensor
-    ) -> "RoutingTotals":
-        """Return the inverse of `to_json`, given the tensors."""
-        totals = RoutingTotals()
-        totals.load, totals.probabilities = load, probabilities
-        totals.differing, totals.compared = values
-        return totals
 
     def metrics(self) -> dict[str, float]:
         """Empty for a dense model."""

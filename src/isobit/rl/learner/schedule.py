@@ -3,16 +3,27 @@ all that is computed on them: the reference's log-probabilities, the old ones, a
 each update.
 
 Micro-batches are a function of the samples and of the step, of nothing else, so they are the same
-at any number of ranks and after a resume. Left out: the rows of a micro-batch (`packing.py`).
+at any number of ranks and after a resume.
+
+Samples whose advantage is exactly 0, or whose tokens the loss leaves out, teach nothing: no term of
+the loss has a gradient, and no micro-batch of them alone needs a backward. Only whole micro-batches
+are left out. Samples that share one with others stay: their rows decide with others the scales by
+which FP8 WGrad quantizes 128 tokens, and a library may choose the order of a sum by its length.
+What remains is computed as it would be, and what is left out would have added zeros
+(docs/numerics.md, section 6; tests/rl/test_idle.py). Left out: the rows of a micro-batch
+(`packing.py`).
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
-from isobit.rl.learner.packing import MOST_KEYS, Trainable
-from isobit.rl.learner.zero_advantage import drawn, without_teaching
+from isobit.rl.algorithm.loss import LOSSES
+from isobit.rl.algorithm.objective import Objective
+from isobit.rl.algorithm.samples import Sample
+from isobit.rl.learner.packing import MOST_KEYS
 
 MicroBatches = Sequence[Sequence[int]]
 """Samples by index, micro-batch by micro-batch."""
@@ -45,10 +56,9 @@ class Update:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """A step's schedule: micro-batches of the `whole` batch, of the samples whose `old`
-    log-probabilities are computed, and of its `updates`."""
+    """A step's schedule: micro-batches of the samples whose `old` log-probabilities are computed,
+    and its `updates`."""
 
-    whole: MicroBatches
     old: MicroBatches
     updates: Sequence[Update]
 
@@ -70,14 +80,14 @@ class Cutting:
     seed: int = 0
     together: int = 1
 
-    def whole(self, samples: Sequence[Trainable]) -> MicroBatches:
+    def whole(self, samples: Sequence[Sample]) -> MicroBatches:
         """Return all samples, in their order."""
         spans = micro_batches(samples, self.most_tokens, self.share_prompts, self.together)
         return [list(span) for span in spans]
 
     def schedule(
         self,
-        samples: Sequence[Trainable],
+        samples: Sequence[Sample],
         zero: Sequence[bool],
         step: int,
         old: Sequence[int] = (),
@@ -93,10 +103,10 @@ class Cutting:
             for minibatch in self._parts(len(samples), step, epoch)
         ]
         updates = [self._update(samples, minibatch, zero, step) for minibatch in minibatches_]
-        return Schedule(self.whole(samples), wanted, updates)
+        return Schedule(wanted, updates)
 
     def old(
-        self, samples: Sequence[Trainable], old: Sequence[int], zero: Sequence[bool], step: int
+        self, samples: Sequence[Sample], old: Sequence[int], zero: Sequence[bool], step: int
     ) -> MicroBatches:
         """Return micro-batches of the samples `old`, without those of zero advantage throughout,
         but for some of these."""
@@ -113,16 +123,16 @@ class Cutting:
         ]  # a prompt's together
 
     def _update(
-        self, samples: Sequence[Trainable], part: Sequence[int], zero: Sequence[bool], step: int
+        self, samples: Sequence[Sample], part: Sequence[int], zero: Sequence[bool], step: int
     ) -> Update:
-        trained = [i for i in part if _is_trained(samples[i])]
+        trained = [i for i in part if samples[i].num_trained]
         cut = self._cut(samples, trained, zero)
         update = Update(part, cut, without_teaching(cut, zero))
         chosen = drawn(update.zero_advantage_samples, self.measured, self.seed, step)
         return Update(part, cut, update.zero_advantage, self._cut(samples, chosen, zero))
 
     def _cut(
-        self, samples: Sequence[Trainable], chosen: Sequence[int], zero: Sequence[bool]
+        self, samples: Sequence[Sample], chosen: Sequence[int], zero: Sequence[bool]
     ) -> MicroBatches:
         """Cut the samples `chosen` into micro-batches, in their order."""
         runs = [chosen]
@@ -137,14 +147,44 @@ class Cutting:
         ]
 
 
-def _is_trained(sample: Trainable) -> bool:
-    """Return whether any of its tokens is."""
-    mask = sample.completion_mask
-    return bool(sample.completion_ids) if mask is None else any(mask)
+def zero_advantage_samples(
+    objective: Objective,
+    advantages: Sequence[Tensor],
+    masked: Sequence[bool],
+    observed: Sequence[int],
+) -> list[bool]:
+    """Return which samples teach nothing, given the advantages [trained tokens] of each, which the
+    loss leaves out, and how many tokens of each are learned as `observed`. None where another term
+    of the loss needs them: a KL penalty, an entropy bonus, a divergence, or what a user's own loss
+    may add, which leave out what is masked; a load-balancing loss, which does not."""
+    if objective.router_aux_coefficient > 0:
+        return [False] * len(advantages)
+    penalized = objective.kl_coefficient > 0 and not objective.kl_in_reward
+    loss = LOSSES.get(objective.loss)
+    if penalized or objective.pays_entropy or loss is None or loss.factor is None:
+        return list(masked)
+    return [
+        out or not (written or bool(advantage.any()))
+        for advantage, out, written in zip(advantages, masked, observed, strict=True)
+    ]
+
+
+def without_teaching(micro: Sequence[Sequence[int]], zero: Sequence[bool]) -> frozenset[int]:
+    """Return which of the micro-batches have samples of zero advantage alone."""
+    return frozenset(
+        number for number, indices in enumerate(micro) if all(zero[i] for i in indices)
+    )
+
+
+def drawn(candidates: Sequence[int], count: int, seed: int, step: int) -> list[int]:
+    """At most `count` of the candidates, by raw Philox numbers of (seed, step), in their order."""
+    key = np.random.SeedSequence([seed, step, 0x1D1E]).generate_state(2, np.uint64)
+    order = np.argsort(np.random.Philox(key=key).random_raw(len(candidates)), kind="stable")
+    return [candidates[i] for i in sorted(order[:count].tolist())]
 
 
 def micro_batches(
-    samples: Sequence[Trainable], budget: int, share_prompts: bool = False, together: int = 1
+    samples: Sequence[Sample], budget: int, share_prompts: bool = False, together: int = 1
 ) -> Iterator[range]:
     """Consecutive ranges of samples of at most `budget` tokens each, those of a shared prompt
     counted once; a longer sample stands alone. They begin at multiples of `together`."""
@@ -165,7 +205,7 @@ def micro_batches(
         yield range(start, len(samples))
 
 
-def _own_rows(samples: Sequence[Trainable], prompts: set[tuple[int, ...]]) -> int:
+def _own_rows(samples: Sequence[Sample], prompts: set[tuple[int, ...]]) -> int:
     """Tokens of samples, those of prompts that are there counted once."""
     new = {sample.prompt_ids for sample in samples} - prompts
     return sum(map(len, new)) + sum(len(sample.completion_ids) for sample in samples)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
@@ -57,27 +56,15 @@ class Totals:
 
     def merge(self, other: "Totals") -> None:
         """Add the sums of another `Totals`: those of a later micro-batch, say."""
-        self.loss += other.loss
-        self.kl += other.kl
-        self.entropy += other.entropy
-        self.clipped += other.clipped
-        self.tokens += other.tokens
-        self.computed += other.computed
-        self.rows += other.rows
-        self.rows_left_out += other.rows_left_out
-        self.rows_shared += other.rows_shared
-        self.observed += other.observed
-        self.observation += other.observation
+        for name, value in vars(other).items():
+            if isinstance(value, (int, float)):
+                setattr(self, name, getattr(self, name) + value)
         self._add_named(other.named)
 
     def add(self, step: "Totals", norm: float) -> None:
         """Add an optimizer step, whose gradient had this norm."""
         self.merge(step)
         self.norms.append(norm)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the arguments of an equal `Totals`."""
-        return dict(vars(self))
 
     def _add_named(self, sums: Mapping[str, float]) -> None:
         for name, value in sums.items():

@@ -107,6 +107,15 @@ class OptimizerSettings:
         """The optimizer's state, as a plan of memory names it."""
         return "AdamW moments" if self.name == "adamw" else "Muon momentum, AdamW moments"
 
+    def check(self, *, adapted: bool) -> None:
+        """Raise IsobitError for an optimizer that has nothing to do in an adapter, where one is all
+        that is trained."""
+        if adapted and self.name == "muon":
+            raise IsobitError(
+                "optimizer.name: muon is for whole matrices, and an adapter trains the two factors "
+                "of each; set optimizer.name: adamw, or leave the adapter out"
+            )
+
     def __post_init__(self) -> None:
         if self.name == "muon" and self.state == "8bit":
             raise IsobitError(

@@ -20,12 +20,12 @@ from torch import Tensor
 from isobit.errors import IsobitError, brief, listed
 from isobit.kernels.sampling.filtering import Context
 from isobit.rl.learner.packing import PackedBatch, shared_rows
-from isobit.rl.stepwise.losses import LOSSES, Loss
+from isobit.rl.stepwise.losses import LOSSES, SummedLoss
 
 TARGETS = "target_tokens"
 _LEAST_SHARED = 0.1
 """Of a micro-batch's rows: where fewer would be shared, there is little to gain."""
-_NAMES = {TARGETS, *(n for loss in LOSSES.values() for n in (*loss.inputs, *loss.of_tokens))}
+_NAMES = {TARGETS, *(n for loss in LOSSES.values() for n in (*loss.needs, *loss.of_tokens))}
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ class Datum:
         return torch.full((count,), default) if values is None else values.float().reshape(-1)
 
 
-def check(datum: Datum, place: int, loss: Loss, vocab_size: int, longest: int) -> None:
+def check(datum: Datum, place: int, loss: SummedLoss, vocab_size: int, longest: int) -> None:
     """Raise IsobitError unless a loss can be computed of the datum number `place`."""
     where, count = f"datum {place}", len(datum.tokens)
     if not count:
@@ -68,11 +68,11 @@ def check(datum: Datum, place: int, loss: Loss, vocab_size: int, longest: int) -
             f"{where}: {brief(repr(min(unknown)))} is no input of a loss; there are "
             f"{listed(sorted(_NAMES))}"
         )
-    for name in (TARGETS, *loss.inputs):
+    for name in (TARGETS, *loss.needs):
         if name not in datum.inputs:
             raise IsobitError(f"{where}: {name} is missing, which the loss reads")
     _check_targets(datum.targets, where, count, loss.several, vocab_size)
-    for name in (*loss.inputs, *loss.of_tokens):
+    for name in (*loss.needs, *loss.of_tokens):
         if name in datum.inputs:
             _check_numbers(datum.inputs[name], f"{where}: {name}", datum.targets)
 

@@ -22,13 +22,13 @@ from isobit.errors import IsobitError, NonFiniteError, brief
 from isobit.kernels.reference.sums import total
 from isobit.model import Model
 from isobit.model.adapters.low_rank import Adapter
-from isobit.model.forward.accumulate_grad import adding_in_place
 from isobit.model.forward.recompute import Recompute
+from isobit.rl.learner.forward import logprobs_learned
+from isobit.rl.learner.gradient import backward
 from isobit.rl.optim.schedule import OptimizerSettings
 from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.rl.stepwise.data import Datum, check, micro_batches, pack
-from isobit.rl.stepwise.forward import logprobs
-from isobit.rl.stepwise.losses import Loss, Rows, loss_of, options_of
+from isobit.rl.stepwise.losses import Rows, SummedLoss, loss_of, options_of
 from isobit.rl.stepwise.saving import read_masters, read_moments, write
 
 _LARGEST_NORM = 1e18  # of a gradient: its square is still finite in AdamW's second moment
@@ -93,7 +93,7 @@ class StepwiseLearner:
         self._micro_batch_tokens, self._recompute = micro_batch_tokens, recompute
         self._optimizer = ShardedOptimizer.of(model, OptimizerSettings())
         self._optimizer.zero_grad()  # which another learner of the same model may have left
-        self._calls: list[tuple[Sequence[Datum], Loss, Mapping[str, float]]] | None = []
+        self._calls: list[tuple[Sequence[Datum], SummedLoss, Mapping[str, float]]] | None = []
         """Those since the last step, from which gradients could be computed again; None: gradients
         are copied before each call instead."""
         self._call_bytes = 0
@@ -196,7 +196,7 @@ class StepwiseLearner:
 
     def _checked(
         self, data: Sequence[Datum], name: str, given: Mapping[str, float]
-    ) -> tuple[Loss, Mapping[str, float]]:
+    ) -> tuple[SummedLoss, Mapping[str, float]]:
         """Return (the loss by this name, its options). Raises IsobitError for wrong arguments."""
         loss, config = loss_of(name), self.model.config
         options = options_of(name, loss, given)
@@ -207,14 +207,13 @@ class StepwiseLearner:
         return loss, options
 
     def _run(
-        self, data: Sequence[Datum], loss: Loss, options: Mapping[str, float], gradient: bool
+        self, data: Sequence[Datum], loss: SummedLoss, options: Mapping[str, float], gradient: bool
     ) -> Parts[Outputs]:
         rows, total = list[Tensor](), 0.0
         for micro_batch in micro_batches(data, self._micro_batch_tokens):
             if micro_batch.start:
                 yield
-            masters = self.model.transformer.masters.leaves.values()
-            with torch.set_grad_enabled(gradient), adding_in_place(masters):
+            with torch.set_grad_enabled(gradient):
                 outputs, value = self._micro_batch([data[i] for i in micro_batch], loss, options)
             self.model.ops.raise_faults()  # while they are of this work
             rows += outputs
@@ -222,28 +221,28 @@ class StepwiseLearner:
         return Outputs(rows, {"loss:sum": total})
 
     def _micro_batch(
-        self, data: Sequence[Datum], loss: Loss, options: Mapping[str, float]
+        self, data: Sequence[Datum], loss: SummedLoss, options: Mapping[str, float]
     ) -> tuple[list[Tensor], float]:
         """Return (the log-probabilities of each datum, the sum of the loss), and add the gradient
         of the loss to the masters' where gradients are enabled."""
         # recurrent layers' backward is of whole sequences
         packed = pack(data, share=self.model.config.linear is None)
-        wanted = {**dict.fromkeys(loss.inputs, 0.0), **options}
+        wanted = {**dict.fromkeys(loss.needs, 0.0), **options}
         inputs = {
             name: torch.cat([datum.of_rows(name, default) for datum in data])
             for name, default in wanted.items()
         }
-        taught = torch.ones(packed.num_targets) if loss.factor is None else inputs[loss.factor]
-        logprobs_ = logprobs(self.model, packed, taught != 0, self._recompute)
-        losses = loss.of(Rows(logprobs_, inputs, packed.sequence))
+        factor = torch.ones(packed.num_targets) if loss.factor is None else inputs[loss.factor]
+        logprobs = logprobs_learned(self.model, packed, factor != 0, self._recompute)
+        losses = loss(Rows(logprobs, inputs, packed.sequence))
         value = total(losses)
         if not math.isfinite(value):
             raise NonFiniteError(
                 "the loss is not finite; are weights, advantages or ratios too large?"
             )
         if torch.is_grad_enabled():
-            losses.sum().backward()
-        rows = logprobs_.detach().split([datum.targets.numel() for datum in data])
+            backward(self.model, losses.sum())
+        rows = logprobs.detach().split([datum.targets.numel() for datum in data])
         return [row.view(datum.targets.shape) for row, datum in zip(rows, data)], value
 
     def _copies(self) -> dict[str, Tensor | None] | None:
@@ -280,7 +279,9 @@ class StepwiseLearner:
             raise
         self._calls, self._undone = None, False
 
-    def _remember(self, data: Sequence[Datum], loss: Loss, options: Mapping[str, float]) -> None:
+    def _remember(
+        self, data: Sequence[Datum], loss: SummedLoss, options: Mapping[str, float]
+    ) -> None:
         """Keep the arguments of a call, unless those of all calls together would have more bytes
         than the gradients."""
         if self._calls is None:

@@ -2,19 +2,21 @@
 functions", November 2026): sums over target tokens, never means.
 
 p is the probability of a target token, q the one that its sampler recorded, A its advantage. A loss
-is a function of `Rows`; autograd has its gradient, by log p alone. Left out: custom losses, which a
-client differentiates itself and sends as `cross_entropy` with weight -dL/d log p, and
-`stable_reinforce`, whose formula is not published.
+is a function of `Rows`; autograd has its gradient, by log p alone. The formulas are not those of
+`rl/algorithm/loss.py`, which bound the log of a ratio, and clip around 1 by two numbers for all
+tokens. Left out: custom losses, which a client differentiates itself and sends as `cross_entropy`
+with weight -dL/d log p, and `stable_reinforce`, whose formula is not published.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError, brief, listed
+from isobit.rl.algorithm.loss import Loss
 
 LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
 _CLIPS = {LOW: 0.8, HIGH: 1.2}
@@ -23,7 +25,7 @@ _CLIPS = {LOW: 0.8, HIGH: 1.2}
 @dataclass(frozen=True, eq=False)
 class Rows:
     """Target tokens of a micro-batch, one after the other: `logprobs` [T] with a gradient; by name
-    the loss's `inputs` and options [T]; `sequence` [T] int64, the number of each one's datum."""
+    what the loss needs, and its options [T]; `sequence` [T] int64, the number of each one's datum."""
 
     logprobs: Tensor
     inputs: Mapping[str, Tensor]
@@ -44,17 +46,13 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Loss:
-    """A loss: a function `of` rows, [T]; the names that it reads of each datum besides
-    target_tokens; its options with their defaults, of which a datum may give those in `of_tokens`
-    for each token. `factor`: an input of which 0 makes a token's gradient 0. `several`: whether a
+class SummedLoss(Loss[Rows, Tensor]):
+    """A loss that `needs` inputs of each datum besides target_tokens; its options with their
+    defaults, of which a datum may give those in `of_tokens` for each token. `several`: whether a
     position may have several targets."""
 
-    of: Callable[[Rows], Tensor]
-    inputs: tuple[str, ...]
     options: Mapping[str, float] = field(default_factory=dict)
     of_tokens: tuple[str, ...] = ()
-    factor: str | None = None
     several: bool = False
 
 
@@ -104,25 +102,25 @@ def _least(rows: Rows, ratio: Tensor) -> Tensor:
 
 
 _SAMPLED = ("logprobs", "advantages")
-_FACTOR = "advantages"
+_CLIPPED = "advantages", _CLIPS, tuple(_CLIPS)
 LOSSES = {
-    "cross_entropy": Loss(cross_entropy, ("weights",), factor="weights", several=True),
-    "importance_sampling": Loss(importance_sampling, _SAMPLED, factor=_FACTOR),
-    "ppo": Loss(ppo, _SAMPLED, _CLIPS, tuple(_CLIPS), _FACTOR),
-    "cispo": Loss(cispo, _SAMPLED, _CLIPS, tuple(_CLIPS), _FACTOR),
-    "dro": Loss(dro, _SAMPLED, {"beta": 0.05}),
-    "gspo": Loss(gspo, (*_SAMPLED, "sequence_ratio_mask"), _CLIPS, tuple(_CLIPS), _FACTOR),
+    "cross_entropy": SummedLoss(cross_entropy, ("weights",), "weights", several=True),
+    "importance_sampling": SummedLoss(importance_sampling, _SAMPLED, "advantages"),
+    "ppo": SummedLoss(ppo, _SAMPLED, *_CLIPPED),
+    "cispo": SummedLoss(cispo, _SAMPLED, *_CLIPPED),
+    "dro": SummedLoss(dro, _SAMPLED, options={"beta": 0.05}),
+    "gspo": SummedLoss(gspo, (*_SAMPLED, "sequence_ratio_mask"), *_CLIPPED),
 }
 
 
-def loss_of(name: str) -> Loss:
-    """Raises IsobitError for a name that is none."""
+def loss_of(name: str) -> SummedLoss:
+    """Return the loss by this name. Raises IsobitError where there is none."""
     if name not in LOSSES:
         raise IsobitError(f"loss: expected one of {listed(LOSSES)}, got {brief(repr(name))}")
     return LOSSES[name]
 
 
-def options_of(name: str, loss: Loss, given: Mapping[str, float]) -> dict[str, float]:
+def options_of(name: str, loss: SummedLoss, given: Mapping[str, float]) -> dict[str, float]:
     """Return all options of a loss. Raises IsobitError for an unknown option, and for values that
     are not numbers from 0 on, or thresholds in the wrong order."""
     for key, value in given.items():

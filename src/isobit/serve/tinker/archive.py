@@ -27,8 +27,8 @@ from isobit.serve.requests import BadRequest
 from isobit.serve.state.rows import Checkpoint, CheckpointName, StoredRun
 from isobit.serve.state.state import State, deleted
 from isobit.serve.tinker.links import SECONDS, Links
-from isobit.serve.tinker.wire import ttl_of
-from isobit.serve.wire import read_fields
+from isobit.serve.tinker.protocol import SetTtl
+from isobit.serve.wire import read_request
 
 _MOST_LISTED, _BLOCK = 1000, 1 << 18
 _MOST_OPEN, _MOST_OF_A_TENANT, _MOST_CHECKED = 192, 64, 2
@@ -77,9 +77,7 @@ class Archive:
 
     async def set_ttl(self, request: Request) -> Response:
         """Set the seconds after which a checkpoint is dropped; null: never."""
-        fields = await read_fields(request, self._gateway.limits)
-        ttl = ttl_of(fields)
-        fields.finish()
+        ttl = (await read_request(request, SetTtl, self._gateway.limits)).ttl_seconds
         await in_thread(self._state.set_ttl, request.state.tenant, _name(request), ttl)
         return Response(status_code=204)
 

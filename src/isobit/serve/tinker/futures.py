@@ -16,7 +16,8 @@ from starlette.responses import JSONResponse, Response
 from isobit.errors import brief
 from isobit.serve.gateway import Gateway, Refused
 from isobit.serve.requests import BadRequest
-from isobit.serve.wire import error_value, read_fields
+from isobit.serve.tinker.protocol import Named
+from isobit.serve.wire import error_value, read_request
 
 POLL_SECONDS = 20.0
 _MOST_RESULTS, _MOST_RESULT_BYTES = 4096, 1 << 28
@@ -83,8 +84,7 @@ class Futures:
         """Answer a request for a future: with its result, with an error that it has ended with, or,
         while it is not done after `POLL_SECONDS`, with 408, which asks the client to try again.
         Raises BadRequest (410) for a future that is not known."""
-        fields = await read_fields(request, self._gateway.limits)
-        name = fields.text("request_id") or ""
+        name = (await read_request(request, Named, self._gateway.limits)).request_id or ""
         task = self._tasks.get((request.state.tenant, name))
         if task is None:
             raise BadRequest(f"no future {brief(name)}: it was forgotten", status=410)
@@ -100,8 +100,8 @@ class Futures:
     async def cancel(self, request: Request) -> Response:
         """Answer a client that no longer waits for a future: sampling ends, while a request to a
         training run is done all the same."""
-        fields = await read_fields(request, self._gateway.limits)
-        self.give_up(request.state.tenant, fields.text("request_id") or "")
+        keys = await read_request(request, Named, self._gateway.limits)
+        self.give_up(request.state.tenant, keys.request_id or "")
         return JSONResponse({})
 
     def give_up(self, tenant: str, name: str) -> None:

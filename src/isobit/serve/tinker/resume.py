@@ -148,10 +148,10 @@ class Resume:
     def _give(self, session: Session, request: StoredRequest, otherwise: Response) -> None:
         """Answer a request's future with the answer that was kept, or with `otherwise` where none
         was."""
-        answer = request.answer
-        found = otherwise if answer is None else _response(answer)
+        if (kept := request.answer) is not None:
+            otherwise = Response(kept.body, kept.status, media_type=kept.media_type or None)
         name, digest = f"{request.run}:{request.number}", digest_of(request.kind)
-        self._futures.done(session.tenant, name, found, digest)
+        self._futures.done(session.tenant, name, otherwise, digest)
 
     async def _opened(self, session: Session, stored: StoredRun) -> Run:
         """Open a run in its last kept state. Raises IsobitError where its weights are not kept."""
@@ -251,10 +251,6 @@ def _is_of_the_server(error: Exception) -> bool:
     if not isinstance(error, IsobitError):
         return True
     return isinstance(error, BadRequest) and (error.status == 429 or error.status >= 500)
-
-
-def _response(answer: Answer) -> Response:
-    return Response(answer.body, answer.status, media_type=answer.media_type or None)
 
 
 def _failed(answer: Answer) -> bool:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -30,16 +30,16 @@ from isobit.model.hub.config import ModelConfig
 from isobit.options.projections import MLP_PROJECTIONS
 from isobit.rl.stepwise import StepwiseLearner
 from isobit.serve.gateway import Gateway, Refused, in_thread
-from isobit.serve.requests import BadRequest, Fields
+from isobit.serve.requests import BadRequest, parse_body, read
 from isobit.serve.state.rows import Checkpoint, StoredRun, StoredSampler
 from isobit.serve.state.state import State
 from isobit.serve.tinker.arrived import answer_of, as_it_came, digest_of, taken_before
 from isobit.serve.tinker.futures import Futures, answered
 from isobit.serve.tinker.lines import Line
+from isobit.serve.tinker.protocol import Named, OfRun, RunHead
 from isobit.serve.tinker.room import Waiting, training_bytes
 from isobit.serve.tinker.sessions import Session, Sessions
-from isobit.serve.tinker.wire import number_of
-from isobit.serve.wire import read_fields
+from isobit.serve.wire import read_request
 
 ALPHA = 32.0
 """The alpha of every adapter, of any rank, as in Tinker: a learning rate then fits all ranks."""
@@ -52,6 +52,8 @@ _MOST_FIELD_BYTES = 1 << 20  # of a request to a run in JSON
 _RUN_NAME = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,19}")
 UNLOADED = BadRequest("the training run was unloaded", status=410)
 _LOG = logging.getLogger("isobit.serve")
+_Schema = TypeVar("_Schema")
+_OfRun = TypeVar("_OfRun", bound=OfRun)
 Work = Callable[[bytes], Awaitable[Response]]
 """The function of a request to a run that is called in its turn, with its body as it came."""
 
@@ -180,28 +182,28 @@ class Runs:
             await self._drop(self._runs[name])
 
     async def ask(
-        self, request: Request, kind: str, work: Callable[[Run, int, Fields], Awaitable[Response]]
+        self,
+        request: Request,
+        kind: str,
+        schema: type[_OfRun],
+        work: Callable[[Run, _OfRun], Awaitable[Response]],
     ) -> Response:
-        """Begin a request in JSON, for which `work` is called with its run, its number and its
-        fields in its turn; return a response with the future's name."""
-        fields = await self.read(request)
-        if fields.text("type", kind) != kind:
+        """Begin a request in JSON, for which `work` is called with its run and its keys in its
+        turn; return a response with the future's name."""
+        head = await self.read(request, RunHead)
+        if head.type not in (None, kind):
             raise BadRequest(f"type: expected {kind}", "type")
-        run = self.find(request, fields.text("model_id"))
-        number = number_of(fields)
+        run = self.find(request, head.model_id)
 
         async def parsed(body: bytes) -> Response:
-            fields = Fields.parse(body)
-            for key in ("type", "model_id", "seq_id"):
-                fields.take(key)
-            return await work(run, number, fields)
+            return await work(run, read(schema, parse_body(body), self._gateway.limits))
 
-        return await self.begin(request, run, number, parsed)
+        return await self.begin(request, run, head.seq_id, parsed)
 
-    async def read(self, request: Request) -> Fields:
+    async def read(self, request: Request, schema: type[_Schema]) -> _Schema:
         """Read the JSON of a request to a run, which is short. Raises BadRequest."""
         most = min(self._gateway.limits.body_bytes, _MOST_FIELD_BYTES)
-        return await read_fields(request, replace(self._gateway.limits, body_bytes=most))
+        return await read_request(request, schema, replace(self._gateway.limits, body_bytes=most))
 
     async def begin(
         self, request: Request, run: Run, number: int, work: Work, size: int | None = None
@@ -345,8 +347,8 @@ class Runs:
 
     async def info(self, request: Request) -> Response:
         """Answer with the description of a run: its model, and the rank of its adapter."""
-        fields = await read_fields(request, self._gateway.limits)
-        run = self.find(request, fields.text("model_id"))
+        keys = await read_request(request, Named, self._gateway.limits)
+        run = self.find(request, keys.model_id)
         config, folder = self._gateway.model.config, self._gateway.folder
         return JSONResponse(
             {
@@ -378,8 +380,7 @@ class Runs:
     async def unload(self, request: Request) -> Response:
         """End a run: its unsaved weights are dropped, and requests that wait fail. A second request
         for it, where the answer did not reach the client, is answered so too, without an error."""
-        fields = await self.read(request)
-        name, tenant = fields.text("model_id") or "", request.state.tenant
+        name, tenant = (await self.read(request, Named)).model_id or "", request.state.tenant
         if not _RUN_NAME.fullmatch(name):
             raise BadRequest(f"no training run {brief(name)}", status=404)
         future = f"{name}:unload"

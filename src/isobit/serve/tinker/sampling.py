@@ -16,29 +16,26 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from isobit.engine.prompts import encode_prompt
-from isobit.engine.types import MOST_TOP_LOGPROBS, Completion, Sampling
+from isobit.engine.types import Completion, Sampling
 from isobit.errors import IsobitError, brief
 from isobit.serve.gateway import Gateway, in_thread
 from isobit.serve.jobs import Done, Scored
-from isobit.serve.requests import BadRequest, Fields, sampling_of, token_list
+from isobit.serve.protocol import sampling_of, token_list
+from isobit.serve.requests import BadRequest, check_whole
 from isobit.serve.scoring import Scoring, check_top
 from isobit.serve.snapshots import Snapshot
 from isobit.serve.state.rows import SCHEME, Checkpoint, StoredSampler
 from isobit.serve.state.state import deleted
 from isobit.serve.tinker.futures import Futures
+from isobit.serve.tinker.protocol import CreateSampler, Sample
 from isobit.serve.tinker.sessions import Session, Sessions
-from isobit.serve.tinker.wire import PROTOBUF, encoded, number_of
-from isobit.serve.wire import read_fields
+from isobit.serve.tinker.wire import PROTOBUF, encoded
+from isobit.serve.wire import read_request
 
 _MOST_SAMPLERS, _MOST_AWAKE, _MOST_DROPPED = 4096, 32, 4096
 """The most sampling clients of a session; the most of them whose saved weights are in memory (those
 of others are read again for a request); the most dropped clients of a server for which the reason
 is remembered."""
-_NOTHING = {
-    "prompt_alt_tokens_k": 0,
-    "record_stability_info": False,
-}
-"""Keys of a sample that are taken with these values, which ask for nothing."""
 
 
 @dataclass(eq=False)
@@ -82,10 +79,9 @@ class Samplers:
     async def create(self, request: Request) -> Response:
         """Begin a sampling client of a session, pinned to the present weights of its model; answer
         with its id. A second request of the same number is answered with the same client."""
-        fields = await read_fields(request, self._gateway.limits)
-        session = self._sessions.find(request, fields.text("session_id"))
-        number = number_of(fields, "sampling_session_seq_id", 0)
-        base, path = fields.text("base_model"), fields.text("model_path")
+        keys = await read_request(request, CreateSampler, self._gateway.limits)
+        session = self._sessions.find(request, keys.session_id)
+        number, base, path = keys.sampling_session_seq_id, keys.base_model, keys.model_path
         called = base or self._gateway.name
         before = self._samplers.get(self._numbered.get((session.name, number), ""))
         if before is None:
@@ -188,12 +184,10 @@ class Samplers:
     async def sample(self, request: Request) -> Response:
         """Begin to sample; answer with the future's name, which is made of the sampling client and
         the request's number."""
-        fields = await read_fields(request, self._gateway.limits)
-        name, number = fields.text("sampling_session_id"), number_of(fields, lowest=0)
-        found = self._find(request, name)
-        future = f"{name}:{number}"
-        count = fields.whole("num_samples", 1, 1, self._gateway.limits.samples)
-        asked = self._asked(fields, count)
+        keys = await read_request(request, Sample, self._gateway.limits)
+        found, count = self._find(request, keys.sampling_session_id), keys.num_samples
+        future = f"{keys.sampling_session_id}:{keys.seq_id}"
+        asked = self._asked(keys)
         digest = hashlib.sha256(request.state.body).hexdigest()
         if not self._futures.knows(found.tenant, future, digest):
             with ExitStack() as held:  # also while the weights are read
@@ -203,49 +197,36 @@ class Samplers:
         ids = [f"{future}:{place}" for place in range(count)]
         return JSONResponse({"request_id": future, "sample_sequence_ids": ids})
 
-    def _asked(self, fields: Fields, count: int) -> tuple[list[int], Sampling, Scoring | None]:
+    def _asked(self, keys: Sample) -> tuple[list[int], Sampling, Scoring | None]:
         """Return (prompt, how to sample, the scores to compute of the prompt itself, None: none).
         Raises BadRequest."""
-        chunks = fields.inner("prompt").take("chunks")
-        tokens = list[int]()
+        chunks, limits, tokens = keys.prompt.get("chunks"), self._gateway.limits, list[int]()
         for chunk in chunks if isinstance(chunks, list) else [None]:
-            inner = Fields(chunk, "prompt.chunks")
-            if inner.take("type") != "encoded_text":
+            if not isinstance(chunk, dict) or chunk.get("type") != "encoded_text":
                 raise BadRequest(
                     "prompt: only chunks of type encoded_text are offered, which are tokens",
                     "prompt",
                 )
-            tokens += token_list(inner.take("tokens"), "prompt")
+            tokens += token_list(chunk.get("tokens"), "prompt")
         prompt = encode_prompt(
             "prompt", tokens, self._gateway.tokenizer, self._gateway.model.config.vocab_size
         )
-        for key, value in _NOTHING.items():
-            if fields.take(key, value) != value:
-                raise BadRequest(f"{key}: not offered", key)
-        given = fields.take("sampling_params", {})
-        if not isinstance(given, dict):
-            raise BadRequest("sampling_params: expected an object", "sampling_params")
-        stop = given.get("stop")
+        params, stop = keys.sampling_params, keys.sampling_params.stop
         if stop == []:
-            given = {**given, "stop": None, "ignore_eos": True}
+            params = replace(params, stop=None, ignore_eos=True)
         elif isinstance(stop, list) and all(type(token) is int for token in stop):
-            given = {**given, "stop": None, "stop_token_ids": stop}
-        params = Fields({**given, "n": count}, "sampling_params")
-        sampling = sampling_of(
-            params, self._gateway.limits, self._gateway.model.config.max_positions
-        )
-        params.finish()
-        top = fields.whole("topk_sample_logprobs", 0, 0, MOST_TOP_LOGPROBS)
-        sampling = replace(sampling, top_logprobs=top)
-        top = fields.whole("topk_prompt_logprobs", 0, 0, MOST_TOP_LOGPROBS)
-        scored = 0
-        if fields.flag("prompt_logprobs") or top:
-            scored = fields.whole("prompt_logprobs_last_n", len(prompt), 1, len(prompt))
+            params = replace(params, stop=None, stop_token_ids=stop)
+        longest = self._gateway.model.config.max_positions
+        params, top = replace(params, n=keys.num_samples), keys.topk_sample_logprobs
+        sampling = sampling_of(params, limits, longest, top)
+        scored, top = 0, keys.topk_prompt_logprobs
+        if keys.prompt_logprobs or top:
+            scored = len(prompt)
+            if keys.prompt_logprobs_last_n is not None:
+                check_whole("prompt_logprobs_last_n", keys.prompt_logprobs_last_n, 1, scored)
+                scored = keys.prompt_logprobs_last_n
         fewer = "ask for fewer tokens by prompt_logprobs_last_n"
         check_top(scored, top, "topk_prompt_logprobs", fewer)
-        for key in ("base_model", "model_path", "type"):
-            fields.take(key)
-        fields.finish()
         return prompt, sampling, Scoring(scored, top) if scored else None
 
     async def _answer(
@@ -257,30 +238,19 @@ class Samplers:
         scoring: Scoring | None,
     ) -> Response:
         """Return the response with the answers to a prompt, for the future of this name."""
+        completions, scores = list[Completion](), None
         sampler.open.add(name)
         try:
-            snapshot = await self._awake(sampler)
-            return await self._sampled(sampler.tenant, snapshot, prompt, sampling, scoring)
+            given = sampler.tenant, [prompt], sampling, await self._awake(sampler)
+            asked = self._gateway.ask(*given, streamed=False, scorings=[scoring], counted=True)
+            async with asked as events:
+                async for _, event in events:
+                    if isinstance(event, Done):
+                        completions.append(event.completion)
+                    elif isinstance(event, Scored):
+                        scores = event.scores
         finally:
             sampler.open.discard(name)
-
-    async def _sampled(
-        self,
-        tenant: str,
-        snapshot: Snapshot,
-        prompt: list[int],
-        sampling: Sampling,
-        scoring: Scoring | None,
-    ) -> Response:
-        completions, scores = list[Completion](), None
-        given = tenant, [prompt], sampling, snapshot
-        asked = self._gateway.ask(*given, streamed=False, scorings=[scoring], counted=True)
-        async with asked as events:
-            async for _, event in events:
-                if isinstance(event, Done):
-                    completions.append(event.completion)
-                elif isinstance(event, Scored):
-                    scores = event.scores
         completions.sort(key=lambda completion: completion.sample_index)
         return Response(await in_thread(encoded, completions, scores), media_type=PROTOBUF)
 

@@ -11,10 +11,10 @@ from starlette.responses import JSONResponse, Response
 
 from isobit.errors import brief
 from isobit.serve.gateway import Gateway, in_thread
-from isobit.serve.requests import BadRequest, Fields
+from isobit.serve.requests import BadRequest
 from isobit.serve.state.rows import StoredSession
-from isobit.serve.tinker.wire import metadata_of
-from isobit.serve.wire import read_fields
+from isobit.serve.tinker.protocol import CreateSession, Named, metadata_of
+from isobit.serve.wire import read_request
 
 IDLE_SECONDS = 1800.0
 """The time without a heartbeat after which a session, and all that it holds, is dropped."""
@@ -45,8 +45,8 @@ class Sessions:
 
     async def create(self, request: Request) -> Response:
         """Begin a session of a client, and answer with its id."""
-        fields = await read_fields(request, self._gateway.limits)
-        self._tell_untested(fields.text("sdk_version"))
+        keys = await read_request(request, CreateSession, self._gateway.limits)
+        self._tell_untested(keys.sdk_version)
         await self._drop_idle()
         tenant = request.state.tenant
         if sum(each.tenant == tenant for each in self._sessions.values()) >= _MOST_SESSIONS:
@@ -54,7 +54,10 @@ class Sessions:
                 f"{_MOST_SESSIONS:,} sessions of yours are open; finish some", status=429
             )
         name = secrets.token_hex(16)
-        row = _stored(name, tenant, fields)
+        display, metadata = keys.display_name, metadata_of(keys.user_metadata)
+        row = StoredSession(
+            name, tenant, time.time(), metadata, display and display[:_LONGEST_DISPLAY]
+        )
         if self._gateway.state is not None:
             await in_thread(self._gateway.state.add_session, row)
         self.begin(name, tenant)
@@ -67,8 +70,8 @@ class Sessions:
 
     async def heartbeat(self, request: Request) -> Response:
         """Note that a session's client is there, and end the sessions of clients that are gone."""
-        fields = await read_fields(request, self._gateway.limits)
-        self.find(request, fields.text("session_id")).seen = time.monotonic()
+        keys = await read_request(request, Named, self._gateway.limits)
+        self.find(request, keys.session_id).seen = time.monotonic()
         await self._drop_idle()
         return JSONResponse({"type": "session_heartbeat"})
 
@@ -120,10 +123,3 @@ class Sessions:
             await close()
         if self._gateway.state is not None:
             await in_thread(self._gateway.state.end_session, session.name)
-
-
-def _stored(name: str, tenant: str, fields: Fields) -> StoredSession:
-    display = fields.text("display_name")
-    return StoredSession(
-        name, tenant, time.time(), metadata_of(fields), display and display[:_LONGEST_DISPLAY]
-    )

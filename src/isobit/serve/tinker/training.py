@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields as names_of
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,33 +20,39 @@ from starlette.responses import JSONResponse, Response
 
 from isobit.errors import IsobitError, RunFailed
 from isobit.model.adapters.targets import NewAdapter
-from isobit.rl.stepwise import Adam, Parts, StepwiseLearner
+from isobit.rl.stepwise import Parts, StepwiseLearner
 from isobit.serve.gateway import Gateway, in_thread
-from isobit.serve.requests import BadRequest, Fields
+from isobit.serve.requests import BadRequest
 from isobit.serve.snapshots import Snapshot
 from isobit.serve.state.rows import Checkpoint, Kind, StoredRun, StoredSampler
 from isobit.serve.state.state import State
 from isobit.serve.tinker.arrived import answer_of
+from isobit.serve.tinker.protocol import (
+    CreateModel,
+    LoadWeights,
+    Named,
+    NewRun,
+    OptimStep,
+    Save,
+    SaveToSample,
+    metadata_of,
+)
 from isobit.serve.tinker.runs import PARTS, Run, Runs, new_adapter_of
 from isobit.serve.tinker.sampling import Sampler, Samplers
 from isobit.serve.tinker.sessions import Session, Sessions
 from isobit.serve.tinker.wire import (
     PROTOBUF,
     Batch,
-    metadata_of,
-    number_of,
     plain,
     read_batch,
     read_head,
     read_message,
-    ttl_of,
     write_outputs,
 )
-from isobit.serve.wire import read_body, read_fields
+from isobit.serve.wire import read_body, read_request
 
 _MOST_UNNAMED = 16
 """The most sampling clients of a run whose weights have no name: the newest are kept."""
-_HIGHEST_RANK = 1 << 16
 _SAVES: Mapping[Kind, str] = {
     "training": "save_weights",
     "sampler": "save_weights_for_sampler",
@@ -67,22 +72,15 @@ class Training:
     async def create_model(self, request: Request) -> Response:
         """Begin a run with a new adapter, or one of all weights as they were read; answer with its
         future."""
-        fields = await self._runs.read(request)
-        session = self._sessions.find(request, fields.text("session_id"))
-        number = number_of(fields, "model_seq_id", 0)
-        base = self._base_of(fields)
-        self._check_optimizer(fields, "optimizer_config")
-        whole, lora = self._gateway.whole, fields.inner("lora_config")
-        rank = self._rank_of(lora)
-        chosen = int.from_bytes(
-            hashlib.sha256(f"{session.name}:{number}".encode()).digest()[:7], "big"
-        )
-        seed = lora.whole("seed", chosen, -(2**63), 2**63 - 1)
-        trained = {part: lora.flag(part, True) for part in PARTS}
-        lora.finish()
-        metadata = metadata_of(fields)
-        fields.take("type")
-        fields.finish()
+        keys = await self._runs.read(request, CreateModel)
+        session, number = self._sessions.find(request, keys.session_id), keys.model_seq_id
+        base = self._base_of(keys)
+        whole, lora = self._gateway.whole, keys.lora_config
+        rank, seed = self._rank_of(lora.rank), lora.seed
+        if seed is None:
+            chosen = hashlib.sha256(f"{session.name}:{number}".encode()).digest()
+            seed = int.from_bytes(chosen[:7], "big")
+        trained = {part: getattr(lora, part) for part in PARTS}
         if not whole:
             trained["train_unembed"] = False  # which no adapter trains, even if it is asked for
         elif not all(trained.values()):
@@ -94,7 +92,7 @@ class Training:
         )
 
         def stored(name: str) -> StoredRun:
-            return self._stored(session, number, name, base, rank, seed, trained, metadata)
+            return self._stored(session, keys, name, base, rank, seed, trained)
 
         future = await self._runs.create(
             request,
@@ -108,15 +106,13 @@ class Training:
 
     async def load_weights(self, request: Request) -> Response:
         """Load saved weights into a run, or begin a new run with them; answer with the future."""
-        fields = await self._runs.read(request)
-        path, optimizer = fields.text("path") or "", fields.flag("optimizer")
-        if fields.text("weights_access_token") is not None:
-            raise BadRequest("weights_access_token: weights of other accounts are not offered")
-        self._check_optimizer(fields, "optimizer_config")
-        if fields.text("session_id") is not None:
-            return await self._create_from(request, fields, path, optimizer)
-        run = self._runs.find(request, fields.text("model_id"))
-        number = number_of(fields)
+        keys = await self._runs.read(request, LoadWeights)
+        path, optimizer = keys.path, keys.optimizer
+        if keys.session_id is not None:
+            return await self._create_from(request, keys)
+        run = self._runs.find(request, keys.model_id)
+        if (number := keys.seq_id) is None:
+            raise BadRequest("seq_id: required, but not given", "seq_id")
 
         async def work(_: bytes) -> Response:
             checkpoint, folder = await self._saved(run.tenant, path, optimizer)
@@ -159,57 +155,42 @@ class Training:
 
     async def optim_step(self, request: Request) -> Response:
         """Take one optimizer step by the gradients so far; answer with the future."""
-        return await self._runs.ask(request, "optim_step", self._optim_step)
+        return await self._runs.ask(request, "optim_step", OptimStep, self._optim_step)
 
-    async def _optim_step(self, run: Run, number: int, fields: Fields) -> Response:
-        if fields.take("optimizer_params") is not None:
-            raise BadRequest("optimizer_params: only AdamW is offered", "optimizer_params")
-        adam = _adam_of(fields.inner("adam_params"))
-        fields.finish()
-
+    async def _optim_step(self, run: Run, keys: OptimStep) -> Response:
         def step() -> Mapping[str, Any]:
-            return {"type": "optim_step", "metrics": dict(run.trains.optim_step(adam))}
+            metrics = run.trains.optim_step(keys.adam_params)
+            return {"type": "optim_step", "metrics": dict(metrics)}
 
-        return await self._runs.change(run, number, step, always=False)
+        return await self._runs.change(run, keys.seq_id, step, always=False)
 
     async def save_weights(self, request: Request) -> Response:
         """Save a checkpoint to train from, with the optimizer's state; answer with the future."""
-        return await self._runs.ask(request, "save_weights", self._save_weights)
 
-    async def _save_weights(self, run: Run, number: int, fields: Fields) -> Response:
-        return await self._save(run, number, fields, "training", fields.flag("overwrite"))
+        async def save(run: Run, keys: Save) -> Response:
+            return await self._save(run, keys, "training", keys.overwrite)
+
+        return await self._runs.ask(request, "save_weights", Save, save)
 
     async def save_weights_for_sampler(self, request: Request) -> Response:
         """Save a checkpoint to sample from, or, where a sampling client is asked for, begin one of
         the present weights; answer with the future."""
-        return await self._runs.ask(
-            request, "save_weights_for_sampler", self._save_weights_for_sampler
-        )
+
+        async def save(run: Run, keys: SaveToSample) -> Response:
+            if keys.sampling_session_seq_id is None:
+                return await self._save(run, keys, "sampler", True)
+            return await self._unnamed(run, keys.seq_id, keys.sampling_session_seq_id)
+
+        return await self._runs.ask(request, "save_weights_for_sampler", SaveToSample, save)
 
     async def save_weights_external(self, request: Request) -> Response:
         """Save a checkpoint to take away: the files that PEFT loads, each behind its own link;
         answer with the future."""
-        return await self._runs.ask(request, "save_weights_external", self._save_weights_external)
 
-    async def _save_weights_external(self, run: Run, number: int, fields: Fields) -> Response:
-        if fields.take("age_encryption_recipients"):
-            raise BadRequest(
-                "age_encryption_recipients: encrypted files are not offered; leave it out, or take "
-                "the checkpoint's archive",
-                "age_encryption_recipients",
-            )
-        return await self._save(run, number, fields, "external", True)
+        async def save(run: Run, keys: Save) -> Response:
+            return await self._save(run, keys, "external", True)
 
-    async def _save_weights_for_sampler(self, run: Run, asked: int, fields: Fields) -> Response:
-        if fields.text("kind", "snapshot") != "snapshot":
-            raise BadRequest("kind: only snapshot is offered, whose weights never change", "kind")
-        if fields.take("sampling_session_seq_id") is None:
-            return await self._save(run, asked, fields, "sampler", True)
-        number = number_of(fields, "sampling_session_seq_id", 0)
-        for key in ("ttl_seconds", "user_metadata"):
-            fields.take(key)
-        fields.finish()
-        return await self._unnamed(run, asked, number)
+        return await self._runs.ask(request, "save_weights_external", Save, save)
 
     async def _unnamed(self, run: Run, asked: int, number: int) -> Response:
         """Return the response to request `asked`: a new sampling client of a run's present weights,
@@ -261,8 +242,7 @@ class Training:
 
     async def weights_info(self, request: Request) -> Response:
         """Answer with the model, the rank and the trained parts of a checkpoint."""
-        fields = await read_fields(request, self._gateway.limits)
-        path = fields.text("tinker_path") or ""
+        path = (await read_request(request, Named, self._gateway.limits)).tinker_path or ""
         checkpoint = await in_thread(self._state.checkpoint, request.state.tenant, path)
         run = await in_thread(self._state.run, checkpoint.run)
         assert run is not None
@@ -275,15 +255,9 @@ class Training:
             }
         )
 
-    async def _create_from(
-        self, request: Request, fields: Fields, path: str, optimizer: bool
-    ) -> Response:
-        session = self._sessions.find(request, fields.text("session_id"))
-        number = number_of(fields, "model_seq_id", 0)
-        metadata = metadata_of(fields)
-        base = self._base_of(fields)
-        fields.take("type")
-        fields.finish()
+    async def _create_from(self, request: Request, keys: LoadWeights) -> Response:
+        session, number = self._sessions.find(request, keys.session_id), keys.model_seq_id
+        base, path, optimizer = self._base_of(keys), keys.path, keys.optimizer
         checkpoint, folder = await self._saved(session.tenant, path, optimizer)
         old = await in_thread(self._state.run, checkpoint.run)
         assert old is not None
@@ -294,9 +268,7 @@ class Training:
 
         def stored(name: str) -> StoredRun:
             assert old is not None
-            return self._stored(
-                session, number, name, base, old.rank, old.seed, old.targets, metadata
-            )
+            return self._stored(session, keys, name, base, old.rank, old.seed, old.targets)
 
         def make(name: str) -> StepwiseLearner:
             with _called(folder, path):
@@ -313,11 +285,10 @@ class Training:
         future = await self._runs.create(request, session, number, stored, make, answer)
         return JSONResponse({"request_id": future})
 
-    def _rank_of(self, lora: Fields) -> int | None:
+    def _rank_of(self, rank: int) -> int | None:
         """Return the rank of a new run's adapter; None: all weights are trained, which rank 0, or
         no `lora_config` at all, asks for. Raises BadRequest for a run that this server does not
         train."""
-        rank = lora.whole("rank", 0, 0, _HIGHEST_RANK)
         if self._gateway.whole and rank:
             raise BadRequest(
                 "lora_config: all weights of the model are trained here, and no adapters; ask for "
@@ -348,30 +319,24 @@ class Training:
     def _stored(
         self,
         session: Session,
-        number: int,
+        keys: NewRun,
         name: str,
         base: str,
         rank: int | None,
         seed: int,
         trained: Mapping[str, bool],
-        metadata: Mapping[str, str],
     ) -> StoredRun:
-        now = time.time()
+        now, number = time.time(), keys.model_seq_id
         return StoredRun(
             *(name, session.tenant, session.name, number, base, rank, seed, trained),
             created=now,
             requested=now,
-            metadata=metadata,
+            metadata=metadata_of(keys.user_metadata),
         )
 
-    async def _save(
-        self, run: Run, number: int, fields: Fields, kind: Kind, overwrite: bool
-    ) -> Response:
+    async def _save(self, run: Run, keys: Save, kind: Kind, overwrite: bool) -> Response:
         optimizer, asked = kind == "training", _SAVES[kind]
-        name = fields.text("path") or f"request-{number}"
-        ttl = ttl_of(fields)
-        metadata = metadata_of(fields)
-        fields.finish()
+        name, metadata = keys.path or f"request-{keys.seq_id}", metadata_of(keys.user_metadata)
 
         def shown(saved: Checkpoint) -> Response:
             size = {"size_bytes": saved.bytes} if kind == "external" else {}
@@ -384,11 +349,11 @@ class Training:
                 name,
                 partial(run.trains.save, optimizer=optimizer),
                 optimizer=optimizer,
-                ttl=ttl,
+                ttl=keys.ttl_seconds,
                 overwrite=overwrite,
                 metadata=metadata,
                 weights=self._gateway.device.snapshots.present,
-                answer=lambda saved: (number, answer_of(shown(saved))),
+                answer=lambda saved: (keys.seq_id, answer_of(shown(saved))),
             )
             return shown(saved)
 
@@ -405,18 +370,12 @@ class Training:
             )
         return checkpoint, await in_thread(self._state.folder_of, checkpoint)
 
-    def _base_of(self, fields: Fields) -> str:
+    def _base_of(self, keys: NewRun) -> str:
         """Return the model's name, as a client gives it. Raises BadRequest for another's name."""
-        base = fields.text("base_model") or self._gateway.name
+        base = keys.base_model or self._gateway.name
         if self._gateway.adapter_of(base) is not None:
             raise BadRequest(f"base_model: {base} is an adapter; train the model", "base_model")
         return base
-
-    def _check_optimizer(self, fields: Fields, key: str) -> None:
-        config = fields.inner(key)
-        if config.text("type", "adamw") != "adamw":
-            raise BadRequest(f"{key}: only adamw is offered", key)
-        config.finish()
 
 
 @contextmanager
@@ -429,10 +388,3 @@ def _called(folder: Path, path: str) -> Iterator[None]:
         raise
     except IsobitError as error:
         raise BadRequest(str(error).replace(str(folder), path)) from None
-
-
-def _adam_of(given: Fields) -> Adam:
-    given.check_numbers(*(each.name for each in names_of(Adam)))
-    taken = {each.name: given.take(each.name, each.default) for each in names_of(Adam)}
-    given.finish()
-    return Adam(**taken)

@@ -1,9 +1,8 @@
-"""Tinker's messages: the fields that several routes read, and the protobuf, read and written by the
-classes of the `tinker` package, which defines the format. Left out: images and audio, which are
+"""Tinker's messages in protobuf, read and written by the classes of the `tinker` package, which
+defines the format. Left out: images and audio, which are
 refused."""
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,16 +16,13 @@ from torch import Tensor
 from isobit.engine.types import Completion, Top
 from isobit.errors import IsobitError, brief
 from isobit.rl.stepwise import Datum, Outputs
-from isobit.serve.requests import BadRequest, Fields
+from isobit.serve.requests import BadRequest
 from isobit.serve.scoring import Scores
+from isobit.serve.tinker.protocol import HIGHEST_NUMBER
 
 PREFIX = "/api/v1"
 """The beginning of the path of every route."""
 PROTOBUF = "application/x-protobuf"
-HIGHEST_NUMBER = 2**62
-"""The highest number of a request, a run or a sampling client, by which its session counts it."""
-SHORTEST_TTL, LONGEST_TTL = 3600, 3660 * 86400
-_MOST_METADATA, _LONGEST_KEY, _LONGEST_VALUE = 64, 256, 1024
 _MOST_ENTRIES, _MOST_PARTS = 1 << 24, 1 << 16
 """The most entries of a request's tensors, sparse ones written out; the most data, chunks and
 tensors of a request, of which an empty one has two bytes, and takes far longer to read than these
@@ -68,40 +64,6 @@ class Batch:
     loss: str
     options: Mapping[str, float]
     forward_only: bool
-
-
-def number_of(fields: Fields, key: str = "seq_id", lowest: int = 1) -> int:
-    """Return the number by which a client's session counts a request, a run or a sampling client.
-    Raises BadRequest."""
-    return fields.whole(key, 0, lowest, HIGHEST_NUMBER)
-
-
-def ttl_of(fields: Fields) -> float | None:
-    """Return the seconds after which a checkpoint is dropped; None: never. Raises BadRequest."""
-    if fields.take("ttl_seconds") is None:
-        return None
-    return float(fields.whole("ttl_seconds", 0, SHORTEST_TTL, LONGEST_TTL))
-
-
-def metadata_of(fields: Fields) -> dict[str, str]:
-    """Return the metadata that a client gives its session, run or checkpoint: texts unchanged,
-    other values as JSON. Raises BadRequest."""
-    key = "user_metadata"
-    found = fields.inner(key).all()
-    if len(found) > _MOST_METADATA:
-        raise BadRequest(f"{key}: at most {_MOST_METADATA} entries, got {len(found):,}", key)
-    texts = {
-        name: value if isinstance(value, str) else json.dumps(value)
-        for name, value in found.items()
-    }
-    for name, text in texts.items():
-        if len(name) > _LONGEST_KEY or len(text) > _LONGEST_VALUE:
-            raise BadRequest(
-                f"{key}: {brief(repr(name), 80)}: expected a key of at most {_LONGEST_KEY} "
-                f"characters, and a value of {_LONGEST_VALUE:,}",
-                key,
-            )
-    return texts
 
 
 def package() -> Any:
@@ -255,7 +217,8 @@ def _measure(message: Any) -> None:
 def read_batch(message: Any) -> Batch:
     """Return the batch of a ForwardBackwardRequest. Raises BadRequest."""
     _measure(message)
-    data = [_read_datum(each, place) for place, each in enumerate(message.data)]
+    weighed = message.loss_fn == "cross_entropy"
+    data = [_read_datum(each, place, weighed) for place, each in enumerate(message.data)]
     options = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
@@ -321,7 +284,8 @@ def _write_top(message: Any, tops: list[Top]) -> None:
     message.length, message.k = tokens.shape
 
 
-def _read_datum(message: Any, place: int) -> Datum:
+def _read_datum(message: Any, place: int, weighed: bool) -> Datum:
+    """Return a datum; where a loss has it `weighed` and it has no weights, these are ones."""
     where, tokens = f"data.{place}", list[int]()
     for chunk in message.model_input:
         if chunk.WhichOneof("chunk") != "encoded_text":
@@ -331,6 +295,8 @@ def _read_datum(message: Any, place: int) -> Datum:
         name: _read_tensor(tensor, f"{where}.{brief(name, 40)}")
         for name, tensor in message.loss_fn_inputs.items()
     }
+    if weighed and (targets := inputs.get("target_tokens")) is not None:
+        inputs.setdefault("weights", torch.ones(targets.shape))
     return Datum(tuple(tokens), inputs)
 
 

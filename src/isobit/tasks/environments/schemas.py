@@ -37,26 +37,26 @@ class _NoSchema(Exception):
     """A type that JSON does not have, in words."""
 
 
-def tool_schema(function: Callable[..., Any], what: str) -> dict[str, Any]:
+def tool_schema(function: Callable[..., Any], label: str) -> dict[str, Any]:
     """Build the schema of a function as a tool, {"type": "function", "function": {...}}. Raises
-    IsobitError where its docstring or types do not say what is needed; `what`: how errors call the
-    function."""
+    IsobitError where its docstring or types do not say what is needed; `label`: the function's name
+    in errors."""
     doc = (inspect.getdoc(function) or "").strip()
     if not doc:
-        raise IsobitError(f"{what} has no docstring; {_FORM}")
+        raise IsobitError(f"{label} has no docstring; {_FORM}")
     try:
         parameters = _parameters(function)
     except _NoSchema as error:
-        raise IsobitError(f"{what}: {error}; {_FORM}") from None
+        raise IsobitError(f"{label}: {error}; {_FORM}") from None
     except NameError as error:  # of a type that is written as text
-        raise IsobitError(f"{what}: its types cannot be read: {error}") from None
+        raise IsobitError(f"{label}: its types cannot be read: {error}") from None
     described = _described(doc)
     for name, schema in parameters["properties"].items():
         if name == "return":
             continue
         if name not in described:
-            raise IsobitError(f"{what}: its docstring does not describe {name!r}; {_FORM}")
-        schema |= _with_choices(described[name], f"{what}, argument {name!r}")
+            raise IsobitError(f"{label}: its docstring does not describe {name!r}; {_FORM}")
+        schema |= _with_choices(described[name], f"{label}, argument {name!r}")
     description = _DESCRIPTION.search(doc)
     assert description is not None  # it matches the empty text
     made = {
@@ -82,7 +82,7 @@ def _described(doc: str) -> dict[str, str]:
     }
 
 
-def _with_choices(description: str, what: str) -> dict[str, Any]:
+def _with_choices(description: str, label: str) -> dict[str, Any]:
     """Return the schema's entries for an argument's description; `(choices: ["a", "b"])` at its end
     becomes the schema's `enum`."""
     choices_in_text = _CHOICES.search(description)
@@ -92,7 +92,7 @@ def _with_choices(description: str, what: str) -> dict[str, Any]:
         choices = json.loads(choices_in_text.group(1))
     except ValueError:
         raise IsobitError(
-            f"{what}: its choices are no JSON list: {brief(choices_in_text[0])}"
+            f"{label}: its choices are no JSON list: {brief(choices_in_text[0])}"
         ) from None
     return {
         "enum": [choice.strip() if isinstance(choice, str) else choice for choice in choices],

@@ -72,26 +72,26 @@ def function_tool(reference: str) -> Tool:
     return Tool(schema["function"]["name"], schema, function, file)
 
 
-def method_tools(instance: Any, kept: Sequence[str], what: str) -> list[Tool]:
-    """Return the tools of an environment: its public methods except those in `kept`, as TRL finds
-    them; properties are not read. Raises IsobitError if a method cannot be a tool."""
+def method_tools(instance: Any, reserved: Sequence[str], label: str) -> list[Tool]:
+    """Return the tools of an environment: its public methods except the `reserved` ones, as TRL
+    finds them; properties are not read. Raises IsobitError if a method cannot be a tool."""
     file = inspect.getsourcefile(type(instance)) or ""
     tools = []
     for name, _ in inspect.getmembers(type(instance), predicate=inspect.isfunction):
-        if name.startswith("_") or name in kept:
+        if name.startswith("_") or name in reserved:
             continue
         method = getattr(instance, name)
-        schema = tool_schema(method, f"{what}: its method {name!r}")
+        schema = tool_schema(method, f"{label}: its method {name!r}")
         tools.append(Tool(schema["function"]["name"], schema, method, file))
     return tools
 
 
-def by_name(tools: Sequence[Tool], what: str) -> dict[str, Tool]:
+def by_name(tools: Sequence[Tool], label: str) -> dict[str, Tool]:
     """Return tools by their names. Raises IsobitError if two tools have the same name."""
     named: dict[str, Tool] = {}
     for tool in tools:
         if tool.name in named:
-            raise IsobitError(f"{what}: two tools are called {brief(tool.name)!r}; rename one")
+            raise IsobitError(f"{label}: two tools are called {brief(tool.name)!r}; rename one")
         named[tool.name] = tool
     return named
 

@@ -66,11 +66,10 @@ class RewardSpec:
         return None
 
 
-def parse_reward(text: str) -> RewardSpec:
-    """Parse a reward of a command line: a function or a name, also with options, `name:{"option":
-    value}`.
-
-    Raises IsobitError if the options are not JSON.
-    """
-    name, options = parse_reference(text)
-    return RewardSpec(name, options=options)
+def reward_section(value: Any) -> Any:
+    """Return the section that a text stands for: a function or a name, also with options,
+    `name:{"option": value}`. Raises IsobitError if the options are not JSON."""
+    if not isinstance(value, str):
+        return value
+    name, options = parse_reference(value)
+    return {"function": name, **({"options": options} if options else {})}

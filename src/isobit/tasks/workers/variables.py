@@ -31,7 +31,7 @@ _MISSING = re.compile(
 _REFUSED = re.compile(
     r"\b(?:401|403)\b|unauthori[sz]ed|forbidden|api[ _-]?key|authenticat|credential", re.IGNORECASE
 )
-OF_REWARDS = "rewards.environment (--environment of isobit eval)"
+OF_REWARDS = "rewards.environment"
 _KEY = re.compile(r"(?:_KEY|_TOKEN|_SECRET|_PASSWORD)$")
 
 

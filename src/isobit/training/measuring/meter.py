@@ -31,16 +31,15 @@ class Meter:
         into[f"time/{name}"] = into.get(f"time/{name}", 0.0) + time.perf_counter() - began
 
 
-def added(*parts: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of the parts of one step, together: seconds and counts add up, of memory the largest
-    figure counts, and of quantization, which are fractions, and of what is left unfinished the
-    last."""
-    found: dict[str, float] = {}
-    for part in parts:
-        for name, value in part.items():
-            before = found.get(name)
-            if before is None or name.startswith(("quant/", "partial/unfinished")):
-                found[name] = value
+def added(*metrics: Mapping[str, float]) -> dict[str, float]:
+    """Add up the metrics of a step's verbs: seconds and counts are summed, of memory the largest
+    figure counts; of quantization, which are fractions, and `partial/unfinished` the last."""
+    total: dict[str, float] = {}
+    for verb in metrics:
+        for name, value in verb.items():
+            earlier = total.get(name)
+            if earlier is None or name.startswith(("quant/", "partial/unfinished")):
+                total[name] = value
             else:
-                found[name] = max(before, value) if name.startswith("memory/") else before + value
-    return found
+                total[name] = max(earlier, value) if name.startswith("memory/") else earlier + value
+    return total

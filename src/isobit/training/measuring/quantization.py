@@ -1,9 +1,9 @@
-"""What the learner's FP8 does to activations and output gradients in a step: watched every few
+"""The error of the learner's FP8 in activations and output gradients of a step: watched every few
 steps, by tensor.
 
 The operators that are watched return what they would return
-(`tests/training/test_quantization.py`): the figures are taken beside them, of the tensor that was
-quantized and of its codes. Left out: weights (`statistics.py`), and WGrad's operands of experts,
+(`tests/training/test_quantization.py`): the figures are computed in addition, from the tensor that
+was quantized and its codes. Left out: weights (`statistics.py`), and WGrad's operands of experts,
 which one operator quantizes and multiplies.
 """
 
@@ -23,8 +23,8 @@ _GRADIENT = "output gradient of "
 
 
 class LearnerTotals:
-    """Of one step's forwards and backwards; empty until something was quantized while it was
-    `watching`."""
+    """The quantization totals of one step's forwards and backwards; empty until something was
+    quantized while it was `watching`."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -33,7 +33,7 @@ class LearnerTotals:
 
     @contextmanager
     def watching(self, due: bool) -> Iterator[None]:
-        """While the learner learns, if it is `due`."""
+        """Watch the learner's operators inside this context, if the step is `due`."""
         if not due:
             yield
             return
@@ -43,8 +43,8 @@ class LearnerTotals:
 
     @torch.no_grad()
     def see(self, name: str, x: Operand, quantized: QTensor, products: str = "") -> None:
-        """A matrix under the name that the quantizer was given; `products`: which one it is for, if
-        not for any."""
+        """Add the error of a quantized matrix; `name`: the quantizer's name for it; `products`: the
+        product that the codes are for, if only one."""
         kind = "gradient" if name.startswith(_GRADIENT) else "input"
         name = name.removeprefix(_GRADIENT)
         if not name.startswith("layers.") or not quantized.data.numel():
@@ -56,15 +56,15 @@ class LearnerTotals:
         self._parts.setdefault(key, QuantTotals()).add(self._model.ops.error_sums(x, quantized))
 
     def metrics(self) -> dict[str, float]:
-        """Of all activations together, and of all output gradients."""
+        """Return the metrics of all activations together, then those of all output gradients."""
         whole: dict[str, QuantTotals] = {}
         for (_, role), totals in self._parts.items():
             kind = "gradient" if " gradient" in role else "activation"
             whole.setdefault(kind, QuantTotals()).merge(totals)
-        found = {kind: totals.stats() for kind, totals in whole.items()}
+        stats_by_kind = {kind: totals.stats() for kind, totals in whole.items()}
         return {
             f"quant/{kind}_{name}": value
-            for kind, stats in found.items()
+            for kind, stats in stats_by_kind.items()
             for name, value in (
                 ("flushed_fraction", stats.flushed),
                 ("saturated_fraction", stats.saturated),
@@ -73,13 +73,13 @@ class LearnerTotals:
         }
 
     def by_tensor(self) -> dict[str, dict[str, list[float | None]]]:
-        """As `WeightTotals.by_tensor`: `qkv input`, `qkv gradient`, and those that are quantized
-        for WGrad alone."""
+        """Return the figures as `WeightTotals.by_tensor`, for inputs and gradients (`qkv input`,
+        `qkv gradient`), with a separate entry where codes serve WGrad alone."""
         return listed_by_tensor(self._parts, self._model.config.num_layers)
 
 
 class _Quantizing(Watching):
-    """Tells the totals what is quantized."""
+    """Operators that add the error of every matrix they quantize to the totals."""
 
     quantize_both_ways = Composed.quantize_both_ways
     gate_mul_backward_quantized = Composed.gate_mul_backward_quantized
@@ -108,9 +108,9 @@ class _Quantizing(Watching):
         spec: QuantSpec,
         name: str,
     ) -> tuple[QTensor, Tensor, Tensor]:
-        found = self._ops.rms_norm_quantized(x, weight, eps, residual, spec, name)
-        self._totals.see(name, self._ops.rms_norm(x, weight, eps, residual)[0], found[0])
-        return found
+        normed = self._ops.rms_norm_quantized(x, weight, eps, residual, spec, name)
+        self._totals.see(name, self._ops.rms_norm(x, weight, eps, residual)[0], normed[0])
+        return normed
 
     def gate_mul_quantized(
         self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str

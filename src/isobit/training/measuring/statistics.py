@@ -20,8 +20,8 @@ from isobit.run.metrics import member
 
 
 def batch_metrics(batch: StepBatch) -> dict[str, float]:
-    """Rewards, lengths and spread; of all that was scored in the step, so that dynamic sampling
-    does not flatter them."""
+    """Return the metrics of rewards, lengths and spread over everything that was scored in the
+    step, so that dynamic sampling does not flatter them."""
     groups = batch.scored or batch.groups
     samples = [sample for group in groups for sample in group]
     rewards = [s.reward for s in samples if s.reward is not None]
@@ -47,45 +47,46 @@ def batch_metrics(batch: StepBatch) -> dict[str, float]:
 
 
 def _episode_metrics(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
-    """Turns and calls of tools, all and by the tool's name; empty without environments. Fractions
-    have TRL's names and meaning."""
+    """Return the metrics of turns and tool calls, in total and by the tool's name; empty without
+    environments. Fractions have TRL's names and meaning."""
     if not episodes:
         return {}
     calls = [use for episode in episodes for use in episode.uses]
-    found = {
+    metrics = {
         "env/turns": _mean([float(episode.turns) for episode in episodes]),
         "env/problems": _mean([float(episode.problem is not None) for episode in episodes]),
         "tools/call_frequency": len(calls) / len(episodes),
         "tools/failure_frequency": _failing(calls),
     }
     for name in sorted({name for name, _ in calls}):
-        own = [use for use in calls if use[0] == name]
-        found[f"tools/call_frequency/{member(name)}"] = len(own) / len(episodes)
-        found[f"tools/failure_frequency/{member(name)}"] = _failing(own)
-    return found
+        uses = [use for use in calls if use[0] == name]
+        metrics[f"tools/call_frequency/{member(name)}"] = len(uses) / len(episodes)
+        metrics[f"tools/failure_frequency/{member(name)}"] = _failing(uses)
+    return metrics
 
 
 def _failing(calls: Sequence[tuple[str, str | None]]) -> float:
-    """The fraction of calls (name, how it failed) that failed; 0 of none."""
+    """Return the fraction of calls (name, error or None) that failed; 0 without calls."""
     return _mean([float(error is not None) for _, error in calls] or [0.0])
 
 
-def staleness_metrics(staleness: Sequence[int], replayed: int, kept: int) -> dict[str, float]:
-    """How many steps old the samples of a step were, how many of its groups were replayed, and how
-    many are kept."""
-    if not any(staleness) and not kept:
+def staleness_metrics(staleness: Sequence[int], replayed: int, buffered: int) -> dict[str, float]:
+    """Return the metrics of the age of a step's samples in steps, its replayed groups and the
+    groups in the replay buffer; empty where all are 0."""
+    if not any(staleness) and not buffered:
         return {}
     return {
         "staleness/mean": _mean(staleness),
         "staleness/max": float(max(staleness, default=0)),
         "replay/groups": float(replayed),
-        "replay/buffer_groups": float(kept),
+        "replay/buffer_groups": float(buffered),
     }
 
 
 def partial_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Of what a step learned from: how many completions several versions of the weights drew, the
-    most versions of one, and how many tokens are too old to learn from; empty where none did."""
+    """Return the metrics of samples drawn by several versions of the weights: their fraction, the
+    most versions of one, and the fraction of tokens too old to learn from; empty without such
+    samples."""
     if not any(sample.segments for sample in samples):
         return {}
     tokens = sum(sample.num_sampled for sample in samples)
@@ -98,7 +99,8 @@ def partial_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def rollout_rates(took: Mapping[str, float]) -> dict[str, float]:
-    """What a step's sampling comes to; empty where nothing was sampled."""
+    """Return the rates of a step's sampling (tokens per second, cache and draft hits); empty where
+    nothing was sampled."""
     if "time/rollout" not in took:
         return {}
     prompt_tokens, seconds = max(took["rollout/prompt_tokens"], 1), max(took["time/rollout"], 1e-9)
@@ -107,7 +109,7 @@ def rollout_rates(took: Mapping[str, float]) -> dict[str, float]:
         rates["rollout/prefix_hit_fraction"] = took["rollout/cached_tokens"] / prompt_tokens
     if "spec_decode/num_drafts" in took:
         accepted, drafted = (
-            took[f"spec_decode/num_{what}_tokens"] for what in ("accepted", "draft")
+            took[f"spec_decode/num_{kind}_tokens"] for kind in ("accepted", "draft")
         )
         rates["spec_decode/draft_acceptance_rate"] = accepted / drafted
         length = 1 + accepted / took["spec_decode/num_drafts"]
@@ -127,66 +129,69 @@ class WeightTotals:
         masters, shards = model.named_parameters(), model.transformer.masters.shards
         for weight in model.transformer.rollout_weights():
             if isinstance(weight.working, QTensor) and weight.name in masters:
-                part = rows_of(weight.working, shards.own(weight.name))
-                assert isinstance(part, QTensor)
+                rows = rows_of(weight.working, shards.own(weight.name))
+                assert isinstance(rows, QTensor)
                 mine.setdefault(layer_and_role(weight.name), QuantTotals()).add(
-                    model.ops.error_sums(masters[weight.name], part)
+                    model.ops.error_sums(masters[weight.name], rows)
                 )
         self._parts = gathered(mine, shards.ranks)
         for totals in self._parts.values():
             self._whole.merge(totals)
 
     def metrics(self) -> dict[str, float]:
-        """Of all weights together."""
+        """Return the metrics of all weights together."""
         if not self._whole.count:
             return {}
-        found = self._whole.stats()
+        stats = self._whole.stats()
         return {
-            "quant/weight_flushed_fraction": found.flushed,
-            "quant/weight_saturated_fraction": found.saturated,
-            "quant/weight_relative_error": found.relative_error,
+            "quant/weight_flushed_fraction": stats.flushed,
+            "quant/weight_saturated_fraction": stats.saturated,
+            "quant/weight_relative_error": stats.relative_error,
         }
 
     def by_tensor(self) -> dict[str, dict[str, list[float | None]]]:
-        """Tensor to `relative_error`, `saturated` and `flushed` (fractions), each a list over
-        layers; None where a layer is not quantized."""
+        """Return a mapping from tensors to `relative_error`, `saturated` and `flushed` (fractions),
+        each a list over layers; None where a layer is not quantized."""
         return listed_by_tensor(self._parts, self._layers)
 
     def due(self, step: int, every: int) -> bool:
-        """Whether a step's `by_tensor` is to be recorded."""
+        """Return whether a step's `by_tensor` is to be recorded."""
         return bool(self._parts) and recorded(step, every)
 
 
 def recorded(step: int, every: int) -> bool:
-    """Whether quantization is recorded by tensor in a step: in the first, and in each `every`-th.
-    (Not in the last: a run that is extended would then differ from one that was planned longer.)"""
+    """Return whether quantization is recorded by tensor in a step: in the first, and in each
+    `every`-th. (Not in the last: a run that is extended would then differ from one that was planned
+    longer.)"""
     return every > 0 and (step == 1 or step % every == 0)
 
 
 def gathered(
     mine: Mapping[tuple[int, str], QuantTotals], ranks: Ranks
 ) -> dict[tuple[int, str], QuantTotals]:
-    """The totals of all ranks together."""
+    """Return the totals of all ranks, merged by (layer, tensor)."""
     if ranks.size == 1:
         return dict(mine)
-    found: dict[tuple[int, str], QuantTotals] = {}
-    for parts in ranks.all_gather_json([[*key, totals.to_json()] for key, totals in mine.items()]):
-        for layer, role, values in parts:
-            found.setdefault((layer, role), QuantTotals()).merge(QuantTotals.from_json(values))
-    return found
+    merged: dict[tuple[int, str], QuantTotals] = {}
+    for entries in ranks.all_gather_json(
+        [[*key, totals.to_json()] for key, totals in mine.items()]
+    ):
+        for layer, role, values in entries:
+            merged.setdefault((layer, role), QuantTotals()).merge(QuantTotals.from_json(values))
+    return merged
 
 
 def listed_by_tensor(
-    parts: Mapping[tuple[int, str], QuantTotals], num_layers: int
+    totals_by_tensor: Mapping[tuple[int, str], QuantTotals], num_layers: int
 ) -> dict[str, dict[str, list[float | None]]]:
-    """Totals by (layer, tensor) as lists over layers, by tensor and figure; None where a layer has
-    none."""
-    found: dict[str, dict[str, list[float | None]]] = {}
-    for (layer, role), totals in sorted(parts.items()):
+    """Return totals by (layer, tensor) as lists over layers, by tensor and figure; None for a layer
+    without the tensor."""
+    listed: dict[str, dict[str, list[float | None]]] = {}
+    for (layer, role), totals in sorted(totals_by_tensor.items()):
         for name, value in asdict(totals.stats()).items():
-            lists = found.setdefault(role, {}).setdefault(name, [None] * num_layers)
+            lists = listed.setdefault(role, {}).setdefault(name, [None] * num_layers)
             lists[layer] = float(f"{value:.6g}")
-    return found
+    return listed
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -33,11 +33,12 @@ class Change:
         return " ".join(map(shlex.quote, self.keys))
 
 
-def verdict(job: Job, found: MemoryPlan) -> str:
-    """Return whether it fits, and by how much."""
+def verdict(job: Job, memory: MemoryPlan) -> str:
+    """Return whether a job's planned memory fits the machine, and how many bytes are free or
+    missing."""
     limit = job.machine.memory
-    free = limit - found.total
-    of = f"{gib(found.total)} of {gib(limit)} ({job.machine.name})"
+    free = limit - memory.total
+    of = f"{gib(memory.total)} of {gib(limit)} ({job.machine.name})"
     return (
         f"fits: {of}, {gib(free)} free"
         if free >= 0
@@ -45,13 +46,14 @@ def verdict(job: Job, found: MemoryPlan) -> str:
     )
 
 
-def fits_well(job: Job, found: MemoryPlan) -> bool:
-    """Return whether a tenth of the memory is left."""
-    return found.total <= (1 - HEAD_ROOM) * job.machine.memory
+def fits_well(job: Job, memory: MemoryPlan) -> bool:
+    """Return whether at least `HEAD_ROOM` of the machine's memory stays free."""
+    return memory.total <= (1 - HEAD_ROOM) * job.machine.memory
 
 
 def changes(job: Job) -> list[Change]:
-    """Keys that lower the total, each by itself; first those that change least of the run."""
+    """Return the keys that lower the total, each by itself; first those that change least of the
+    run."""
     now = plan(job).total
     candidates = []
     for key in _keys(job):
@@ -84,10 +86,10 @@ def together(job: Job, single: Sequence[Change]) -> Change | None:
     return best if best is not None and len(best.keys) > 1 else None
 
 
-def advice(job: Job, found: MemoryPlan) -> str:
+def advice(job: Job, memory: MemoryPlan) -> str:
     """Return the verdict, and where little or nothing is left, the keys that lower the total."""
-    lines = [verdict(job, found)]
-    if fits_well(job, found):
+    lines = [verdict(job, memory)]
+    if fits_well(job, memory):
         return lines[0]
     single = changes(job)
     if not single:
@@ -143,13 +145,13 @@ def _keys(job: Job) -> Iterator[str]:
 
 
 def fewest_ranks(job: Job) -> int | None:
-    """Return the fewest ranks, a power of two, on which it fits; None if 64 are too few."""
+    """Return the fewest ranks, a power of two, on which a job fits; None if 64 are too few."""
     counts = (1 << power for power in range(_MOST_RANKS.bit_length()))
     return next((n for n in counts if plan(job.on(n)).total <= job.machine.memory), None)
 
 
-def does_not_fit(job: Job, found: MemoryPlan) -> str:
-    """Why a job cannot run, and on how many ranks it would."""
+def does_not_fit(job: Job, memory: MemoryPlan) -> str:
+    """Return why a job cannot run on its ranks, and on how many ranks it would."""
     fewest = fewest_ranks(job)
     more = f"it fits on {fewest}"
     if fewest is None:
@@ -157,7 +159,7 @@ def does_not_fit(job: Job, found: MemoryPlan) -> str:
         label, size = max((*on_many.held, *on_many.parts), key=lambda item: item[1])
         more = f"not on {_MOST_RANKS} either: {label}: {gib(size)} on each"
     return (
-        f"{job.precision.name} on {job.ranks} x {job.machine.name}: {verdict(job, found)}; {more}"
+        f"{job.precision.name} on {job.ranks} x {job.machine.name}: {verdict(job, memory)}; {more}"
     )
 
 
@@ -173,7 +175,8 @@ def cannot_fit(job: Job) -> str | None:
 
 
 def not_loaded(job: Job) -> str | None:
-    """Return a line where the weights alone are more than there is: they cannot be read here."""
+    """Return a line where the weights alone need more memory than there is, so that they cannot be
+    read here."""
     if (needed := weights_alone(job)) <= job.machine.memory:
         return None
     return (
@@ -182,11 +185,11 @@ def not_loaded(job: Job) -> str | None:
     )
 
 
-def warnings(job: Job, found: MemoryPlan) -> list[str]:
+def warnings(job: Job, memory: MemoryPlan) -> list[str]:
     """Return the warnings of one plan, a line each, with what would be right."""
     config, lines = job.config, list[str]()
     micro_batches = -(
-        -job.completions * job.longest // (job.algorithm.updates_per_batch * found.micro_batch)
+        -job.completions * job.longest // (job.algorithm.updates_per_batch * memory.micro_batch)
     )
     if micro_batches < job.ranks:
         some = f"{micro_batches} micro-batch{'es' * (micro_batches > 1)}"
@@ -205,10 +208,10 @@ def warnings(job: Job, found: MemoryPlan) -> list[str]:
         lines += [] if line is None else [line]
     adapter = config.adapter
     line = None if adapter is None else beyond_use(job.model, adapter.rank, adapter.targets)
-    return [*lines, *([] if line is None else [line]), *_cache_warnings(job, found)]
+    return [*lines, *([] if line is None else [line]), *_cache_warnings(job, memory)]
 
 
-def _cache_warnings(job: Job, found: MemoryPlan) -> Iterator[str]:
+def _cache_warnings(job: Job, memory: MemoryPlan) -> Iterator[str]:
     if job.sampled is None:
         return
     limit, group = job.sampled.sampling.max_new_tokens, job.group
@@ -218,14 +221,14 @@ def _cache_warnings(job: Job, found: MemoryPlan) -> Iterator[str]:
             f"prompts of {job.prompt:,} tokens leave {job.completion:,} of the model's context, "
             f"fewer than sampling.max_new_tokens, {limit:,}"
         )
-    if found.cache_tokens < longest:
+    if memory.cache_tokens < longest:
         yield (
-            f"the KV cache holds {found.cache_tokens:,} tokens, and the longest sequence has "
+            f"the KV cache holds {memory.cache_tokens:,} tokens, and the longest sequence has "
             f"{longest:,}: raise engine.kv_pages, or lower sampling.max_new_tokens"
         )
-    elif found.cache_tokens < group * longest:
+    elif memory.cache_tokens < group * longest:
         yield (
-            f"the KV cache holds {found.cache_tokens / longest:,.1f} of the longest sequences, and "
+            f"the KV cache holds {memory.cache_tokens / longest:,.1f} of the longest sequences, and "
             f"a group has {group}: they are preempted and computed again; take more ranks, an FP8 "
             "cache, a shorter context or a smaller group"
         )

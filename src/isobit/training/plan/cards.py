@@ -1,7 +1,7 @@
 """Cards by name, and the memory that a program finds on each.
 
-Bytes are about what PyTorch reports of such a card, which is less than it is sold with. Beside them
-stands whether it multiplies FP8, and no more: how fast a card is was measured for one alone
+Bytes are about what PyTorch reports of such a card, which is less than it is sold with. The only
+other entry is whether it multiplies FP8: how fast a card is was measured for one alone
 (docs/gpu.md).
 """
 
@@ -45,7 +45,8 @@ CARDS: Mapping[str, Machine] = {
 
 
 def card_named(name: str) -> Machine:
-    """Raises IsobitError for another name, with those that are known."""
+    """Return the card of this name. Raises IsobitError for another name, with those that are
+    known."""
     if name.lower() not in CARDS:
         hint = did_you_mean(name.lower(), list(CARDS))
         known = "" if hint.startswith("known") else f"; known: {', '.join(CARDS)}"

@@ -27,9 +27,12 @@ _MOST_EXPERTS = (
 
 @dataclass(frozen=True)
 class Given:
-    """The sizes of a supervised run, whose longest example has a prompt before these tokens of an
-    `answer`: the most `answers` of an example, and how many held-out prompts are answered, of at
-    most `question` tokens."""
+    """The sizes of a supervised run.
+
+    Its longest example has an `answer` of that many tokens behind its prompt; `answers`: the most
+    answers of an example; `asked`: how many held-out prompts are answered, each of at most
+    `question` tokens.
+    """
 
     answer: int
     answers: int = 1
@@ -54,7 +57,7 @@ class Job:
     given: Given | None = None
 
     def on(self, ranks: int) -> "Job":
-        """Return the same on another number of ranks."""
+        """Return the job on another number of ranks."""
         return replace(self, ranks=ranks)
 
     def changed(self, *keys: str) -> "Job":
@@ -144,7 +147,8 @@ class Job:
 
     @property
     def sampled_lengths(self) -> tuple[int, int]:
-        """The tokens of the longest prompt that is sampled from, and of the longest answer."""
+        """The tokens of the longest prompt that completions are sampled for, then of the longest
+        completion."""
         if not isinstance(self.config, SftConfig):
             return self.prompt, self.completion
         question = 1 if self.given is None else self.given.question
@@ -226,7 +230,7 @@ def supervised_job(
     config: SftConfig,
     model: ModelConfig,
     prompt: int,
-    given: Given,
+    answers: Given,
     machine: Machine,
     ranks: int | None = None,
 ) -> Job:
@@ -234,7 +238,7 @@ def supervised_job(
     precision = precision_from(config.precision)
     reference = (model, precision) if config.compares else None
     count = ranks or config.ranks
-    return Job(config, model, precision, prompt, machine, count, reference, given=given)
+    return Job(config, model, precision, prompt, machine, count, reference, given=answers)
 
 
 def architecture(path: str, tied: bool = False) -> ModelConfig:

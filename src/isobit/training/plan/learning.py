@@ -43,8 +43,8 @@ class LinearBytes:
 
 @dataclass(frozen=True)
 class Phase:
-    """Bytes at each moment of a part of a pass; the largest counts. None is below another at any
-    number of tokens."""
+    """The bytes at each moment of a phase of a pass, each linear in the tokens; the largest counts.
+    No moment is below another at every number of tokens."""
 
     lines: tuple[LinearBytes, ...]
 
@@ -70,15 +70,18 @@ class LearningMemory:
     filtered: Phase | None = None
     filtered_rows: int = 0
 
-    def at(self, tokens: int, exchanged: int = 0, kept: int = 0, added: int | None = None) -> int:
-        """Return the bytes for this many tokens. `exchanged`: bytes that a layer's gradients take
-        besides while ranks send them; `kept`: of logits that the head's backward finds; `added`:
-        where these become their gradient in place, what of the head's gradient and its packed
-        weight is never there at once."""
+    def at(self, tokens: int, exchanged: int = 0, logits: int = 0, added: int | None = None) -> int:
+        """Return the peak bytes for a micro-batch of `tokens`.
+
+        `exchanged`: further bytes that a layer's gradients take while ranks send them;
+        `logits`: bytes of logits that are alive when the head's backward begins; `added`:
+        where the logits become their gradient in place, the bytes of the head's gradient and packed
+        weight that never exist at once.
+        """
         forward, head, layers = (phase.at(tokens) for phase in self.phases)
         more = self._logits_at(min(tokens, self.head_rows)) - self.logits.at(_FEW)
         head += more if added is None else -added
-        return max(forward + kept, head + kept, layers + exchanged)
+        return max(forward + logits, head + logits, layers + exchanged)
 
     def _logits_at(self, rows: int) -> int:
         """Return the head's memory for `rows` rows of logits at a time: the rows that are not being
@@ -99,19 +102,21 @@ class Passes:
     logits: Phase = Phase((LinearBytes(0.0, 0.0),))
     filtered: Phase | None = None
 
-    def of_layers(self, others: "Passes", times: float) -> "Passes":
-        """Return the passes of a model with more layers of one kind: `others` are of one with some
-        more than this one, and it has `times` as many beyond these. The layers between the first
-        and the last take less than one of these."""
+    def of_layers(self, larger: "Passes", times: float) -> "Passes":
+        """Extrapolate the passes of a model with more layers of one kind: `larger` are those of one
+        with a few more layers than this one, and the model has `times` as many beyond these. The
+        layers between the first and the last take less than one of these."""
         few, more = (
             tuple(_beyond(a, b, times) for a, b in zip(mine, theirs))
-            for mine, theirs in ((self.few, others.few), (self.more, others.more))
+            for mine, theirs in ((self.few, larger.few), (self.more, larger.more))
         )
-        return Passes(few, more, others.logits, others.filtered)
+        return Passes(few, more, larger.logits, larger.filtered)
 
 
 def _beyond(fewer: list[int], more: list[int], times: float) -> list[int]:
-    """Return the first and the last moments of a phase, carried on."""
+    """Extrapolate a phase's moments from two models, the second with some more layers, to a model
+    with `times` as many more. Only the first and the last moments are kept, where the phases differ
+    in length."""
     half = (min(len(fewer), len(more)) + 1) // 2
     pairs = [*zip(fewer[:half], more[:half]), *zip(fewer[-half:], more[-half:])]
     return [b + round((b - a) * times) for a, b in pairs]
@@ -120,7 +125,8 @@ def _beyond(fewer: list[int], more: list[int], times: float) -> list[int]:
 def measure(
     transformer: Transformer, recompute: Recompute = False, entropy: bool = False
 ) -> LearningMemory:
-    """Forward and backward of a few tokens on a CPU."""
+    """Measure the memory of a forward and backward of a few tokens on a CPU, as a function of the
+    tokens."""
     measured = passes(transformer, recompute, entropy=entropy)
     return carried(measured, transformer.config, host=True)
 
@@ -128,49 +134,54 @@ def measure(
 def passes(
     transformer: Transformer,
     recompute: Recompute,
-    kept: bool = False,
+    keep: bool = False,
     entropy: bool = False,
     tied: bool = False,
     filtering: Filtering | None = None,
 ) -> Passes:
-    """Return a forward and a backward of few tokens, and of more; gradients are `kept`, or dropped
-    as they come; the loss is of log-probabilities alone, or of their `entropy` too. `tied`:
-    embedding and head are one master, to which both add; `filtering`: of the distribution."""
+    """Measure a forward and a backward of few tokens, then of more, with tensors without storage.
+
+    `keep`: gradients stay until the end, else each is dropped when it is complete.
+    `entropy`: the loss includes the entropies. `tied`: embedding and head are one master, to which
+    both add. `filtering`: that of the sampled distribution.
+    """
     short, long = _lengths(transformer.config)
     _forward(
         transformer, long
     )  # what is made at first use, such as rotary tables, is no part of a pass
     few, more = (
-        _pass(transformer, tokens, recompute, kept, entropy, tied) for tokens in (short, long)
+        _pass(transformer, tokens, recompute, keep, entropy, tied) for tokens in (short, long)
     )
     filtered = None if filtering is None else _by_rows_of_logits(transformer, entropy, filtering)
     return Passes(tuple(few), tuple(more), _by_rows_of_logits(transformer, entropy), filtered)
 
 
-def carried(found: Passes, config: ModelConfig, *, host: bool) -> LearningMemory:
-    """Carried on to any number of tokens; logits in as many rows as on a CPU (`host`), or on a
-    GPU."""
+def carried(measured: Passes, config: ModelConfig, *, host: bool) -> LearningMemory:
+    """Extrapolate two measured passes to any number of tokens; logits in as many rows as on a CPU
+    (`host`), or on a GPU."""
     short, long = _lengths(config)
-    phases = tuple(_phase(a, b, short, max(long - short, 1)) for a, b in zip(found.few, found.more))
+    phases = tuple(
+        _phase(a, b, short, max(long - short, 1)) for a, b in zip(measured.few, measured.more)
+    )
     rows, at_once = head_rows(config.vocab_size, host), max(1, LOGITS_AT_ONCE // config.vocab_size)
-    return LearningMemory(phases, found.logits, rows, found.filtered, at_once)
+    return LearningMemory(phases, measured.logits, rows, measured.filtered, at_once)
 
 
 def forward_passes(transformer: Transformer) -> Passes:
-    """Return the same of a forward without gradients, as of a rollout, without its logits."""
+    """Measure the passes of a forward without gradients, as of a rollout, without its logits."""
     _forward(transformer, _lengths(transformer.config)[0])
     few, more = (_forward(transformer, tokens) for tokens in _lengths(transformer.config))
     return Passes((few,), (more,))
 
 
-def carried_forward(found: Passes, config: ModelConfig) -> Phase:
-    """Carried on to any number of tokens."""
+def carried_forward(measured: Passes, config: ModelConfig) -> Phase:
+    """Extrapolate the forward of two measured passes to any number of tokens."""
     short, long = _lengths(config)
-    return _phase(found.few[0], found.more[0], short, max(long - short, 1))
+    return _phase(measured.few[0], measured.more[0], short, max(long - short, 1))
 
 
 def _lengths(config: ModelConfig) -> tuple[int, int]:
-    """Tokens of the two passes."""
+    """Return the numbers of tokens of the two measured passes."""
     experts = config.routed
     least = _SHORT if experts is None else max(_SHORT, -(-experts.count // experts.per_token))
     return min(least, config.max_positions), min(_LONGER * least, config.max_positions)
@@ -178,7 +189,7 @@ def _lengths(config: ModelConfig) -> tuple[int, int]:
 
 @torch.no_grad()
 def _forward(transformer: Transformer, tokens: int) -> list[int]:
-    """Bytes at the moments of one sequence's forward."""
+    """Measure the live bytes at the moments of one sequence's forward."""
     ids = torch.arange(tokens, dtype=torch.int64) % transformer.config.vocab_size
     tape = RouteTape(_shared_out(transformer.config, tokens))
     with LiveTrace() as meter:
@@ -187,8 +198,8 @@ def _forward(transformer: Transformer, tokens: int) -> list[int]:
 
 
 def _phase(first: list[int], second: list[int], tokens: int, span: int) -> Phase:
-    """Return the phase of the moments of two passes; where one has more of them, as a head over
-    more rows has, of their peaks."""
+    """Return the phase from the moments of two passes; where one has more moments, as a head over
+    more rows has, from their peaks."""
     if len(first) != len(second):
         first, second = [max(first)], [max(second)]
     lines = {_line(a, b, tokens, span) for a, b in zip(first, second)}
@@ -208,13 +219,13 @@ def _pass(
     transformer: Transformer,
     tokens: int,
     recompute: Recompute,
-    kept: bool = False,
+    keep: bool = False,
     entropy: bool = False,
     tied: bool = False,
     chunk: int = _FEW,
 ) -> list[list[int]]:
-    """Bytes at the moments of the three phases of one sequence, `chunk` rows of logits at a
-    time."""
+    """Measure the live bytes at the moments of the three phases (forward, head, layers' backward)
+    of one sequence, `chunk` rows of logits at a time."""
     config, device = transformer.config, transformer.ops["learner"].device
     moments: list[list[int]] = []
     ids = torch.arange(tokens, dtype=torch.int64) % config.vocab_size
@@ -225,7 +236,7 @@ def _pass(
         meter.take()
 
     with (
-        _tied(transformer, ids, kept) if tied else _gradients_dropped(transformer, kept),
+        _tied(transformer, ids, keep) if tied else _gradients_dropped(transformer, keep),
         torch.enable_grad(),
         LiveTrace() as meter,
     ):
@@ -256,7 +267,8 @@ def _loss(
     entropy: bool,
     filtering: Filtering | None = None,
 ) -> Tensor:
-    """Return the loss of log-probabilities, and of their `entropy`, `chunk` rows at a time."""
+    """Return the sum of the log-probabilities, plus the entropies with `entropy`, `chunk` rows at a
+    time."""
     logprobs, entropies = transformer.head_logprobs(
         hidden, ids, chunk=chunk, filtering=filtering, context=_AnyContext(ids, ids, ids)
     )
@@ -266,8 +278,8 @@ def _loss(
 def _by_rows_of_logits(
     transformer: Transformer, entropy: bool, filtering: Filtering | None = None
 ) -> Phase:
-    """Bytes at the moments of forward and backward of the output head alone, by the rows of logits
-    at a time: twice as many rows as that, since the second chunk finds the gradient of the
+    """Measure the output head alone, and return its live bytes as a phase over the rows of logits
+    at a time. It has twice as many hidden rows, since the second chunk finds the gradient of the
     first."""
     peaks, device = [], transformer.ops["learner"].device
     dtype = transformer.precision.learner.compute.dtype
@@ -282,17 +294,14 @@ def _by_rows_of_logits(
 
 
 @contextmanager
-def _tied(transformer: Transformer, tokens: Tensor, kept: bool) -> Iterator[None]:
+def _tied(transformer: Transformer, tokens: Tensor, keep: bool) -> Iterator[None]:
     """Drop gradients as `_gradients_dropped`, except for the master that is embedding and head:
-    both add to its gradient, which exists before unless gradients are `kept`."""
+    both add to its gradient, which exists before the backward unless `keep`."""
     leaf = transformer.masters.leaves["embed"]
-    if not kept:
+    if not keep:
         leaf.grad = torch.empty_like(leaf)
     try:
-        with (
-            _gradients_dropped(transformer, kept, leaf),
-            adding_in_place([leaf], leaf, tokens),
-        ):
+        with _gradients_dropped(transformer, keep, leaf), adding_in_place([leaf], leaf, tokens):
             yield
     finally:
         leaf.grad = None
@@ -300,23 +309,23 @@ def _tied(transformer: Transformer, tokens: Tensor, kept: bool) -> Iterator[None
 
 @contextmanager
 def _gradients_dropped(
-    transformer: Transformer, kept: bool = False, apart: Tensor | None = None
+    transformer: Transformer, keep: bool = False, apart: Tensor | None = None
 ) -> Iterator[None]:
-    """Inside, gradients of masters, without the one that is `apart`, are dropped as they come, or
-    where they are `kept`, at the end."""
+    """Drop the gradient of each master except `apart`: when it is complete, or with
+    `keep` at the end of the context."""
     leaves = [leaf for leaf in transformer.masters.leaves.values() if leaf is not apart]
-    hooks = [] if kept else [leaf.register_post_accumulate_grad_hook(_drop) for leaf in leaves]
+    hooks = [] if keep else [leaf.register_post_accumulate_grad_hook(_drop) for leaf in leaves]
     try:
         yield
     finally:
-        for leaf in leaves if kept else ():
+        for leaf in leaves if keep else ():
             leaf.grad = None
         for hook in hooks:
             hook.remove()
 
 
 def _shared_out(config: ModelConfig, tokens: int) -> Tensor | None:
-    """Experts for each token and layer in turn: [T, layers, k]."""
+    """Return experts for each token and layer in turn: [T, layers, k]."""
     if config.routed is None:
         return None
     count, slots = config.routed.count, config.routed.per_token

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LiveBytes(TorchDispatchMode):
-    """Use as a context manager. `live` counts storages made since it was entered; `peak` is the
-    most since `take`."""
+    """A counter of bytes in tensors' storages, used as a context manager. `live` counts storages
+    made since it was entered; `peak` is the most since `take`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,12 +25,12 @@ class LiveBytes(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """PyTorch asks. True would import torch._dynamo, for seconds, to keep it from compiling
-        this."""
+        """Tell PyTorch not to skip this: True would import torch._dynamo, for seconds, to keep it
+        from compiling."""
         return False
 
     def take(self) -> int:
-        """Return the peak, which begins anew."""
+        """Return the peak in bytes since the last call."""
         peak, self.peak = self.peak, self.live
         return peak
 

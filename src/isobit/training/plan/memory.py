@@ -70,8 +70,8 @@ class MemoryPlan:
 
     @property
     def largest(self) -> str:
-        """The name of the largest part: learning, updating or rolling out."""
-        return max(self.parts, key=lambda part: part[1])[0].partition(":")[0]
+        """The name of the phase with the most bytes: learning, updating or rolling out."""
+        return max(self.parts, key=lambda phase: phase[1])[0].partition(":")[0]
 
     def table(self) -> str:
         """Return the plan as a table in plain text, in MiB."""
@@ -200,7 +200,7 @@ def _described(
 
 
 def _frozen(job: Job) -> Iterator[Item]:
-    """Yield the items of frozen models, which are whole on every rank, and of a reference that
+    """Yield the items of frozen models, which are whole on every rank, then of a reference that
     follows the policy."""
     following, trains = job.config.reference.follows, job.config.adapter
     if following:  # which has masters of its own

@@ -55,8 +55,8 @@ class Described:
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Bytes of the rollout's working weights, of those that the learner has besides, and of the
-    packs of both."""
+    """The bytes of a model's weights: the rollout's working weights, those of the learner that are
+    not shared with them, and the packed copies of both."""
 
     rollout: int
     learner: int
@@ -71,11 +71,15 @@ class _Meta(Transformer):
     """A transformer without numbers, so a second engine's received weights are not compared."""
 
     def __init__(
-        self, given: Described, masters: Mapping[str, Tensor], adapter: Adapter | None
+        self, described: Described, masters: Mapping[str, Tensor], adapter: Adapter | None
     ) -> None:
-        self.packs = given.packs
+        self.packs = described.packs
         super().__init__(
-            given.config, given.precision, ShapeOps(given.packs), masters, adapter=adapter
+            described.config,
+            described.precision,
+            ShapeOps(described.packs),
+            masters,
+            adapter=adapter,
         )
 
     def _make(self, sources: Sources, uses: Sequence[str]) -> dict[str, Working]:
@@ -88,28 +92,28 @@ class _Meta(Transformer):
 
 
 @lru_cache(maxsize=1)
-def transformer(given: Described) -> Transformer:
-    """Return the model; nothing in it may be written to."""
-    config, adapter = given.config, None
-    if given.adapter is not None:
-        chosen, rank = targeted(config, given.adapter.targets), given.adapter.rank
+def transformer(described: Described) -> Transformer:
+    """Build the model with tensors without storage; nothing in it may be written to."""
+    config, adapter = described.config, None
+    if described.adapter is not None:
+        chosen, rank = targeted(config, described.adapter.targets), described.adapter.rank
         factors = {name: empty(*shape) for name, shape in factor_shapes(chosen, rank).items()}
-        adapter = Adapter(rank, given.adapter.alpha, chosen, factors)
+        adapter = Adapter(rank, described.adapter.alpha, chosen, factors)
     masters = {name: empty(*shape) for name, shape in parameter_shapes(config).items()}
-    model = _Meta(given, masters, adapter)
+    model = _Meta(described, masters, adapter)
     model.calibrate(KVScales(torch.ones(config.num_layers, 3), model.weights_version))
     return model
 
 
 @lru_cache
-def weight_bytes(given: Described, frozen: bool = False) -> WeightBytes:
-    """Return the bytes of a model's weights; of a `frozen` one the learner's alone."""
-    if (sizes := _fewer_layers(given)) is not None:
+def weight_bytes(described: Described, frozen: bool = False) -> WeightBytes:
+    """Return the bytes of a model's weights; for a `frozen` model those of the learner alone."""
+    if (sizes := _fewer_layers(described)) is not None:
         few, more = (weight_bytes(smaller, frozen) for smaller in sizes)
-        layers, step = given.config.num_layers - _MORE_LAYERS, _MORE_LAYERS - _FEW_LAYERS
+        layers, step = described.config.num_layers - _MORE_LAYERS, _MORE_LAYERS - _FEW_LAYERS
         pairs = zip(astuple(few), astuple(more))
         return WeightBytes(*(b + (b - a) // step * layers for a, b in pairs))
-    model = copy(transformer(given))
+    model = copy(transformer(described))
     if frozen:
         model.freeze()
     return WeightBytes(*model.working_bytes(), model.packed_bytes())
@@ -117,48 +121,48 @@ def weight_bytes(given: Described, frozen: bool = False) -> WeightBytes:
 
 @lru_cache
 def learning_bytes(
-    given: Described,
+    described: Described,
     recompute: Recompute,
-    kept: bool = False,
+    keep: bool = False,
     entropy: bool = False,
     tied: bool = False,
     filtering: Filtering | None = None,
 ) -> LearningMemory:
-    """Return the memory of micro-batches under a level of activation checkpointing; with the
-    gradients, where they are `kept`; where the loss has the `entropy` too; where embedding and
-    head, which are `tied`, add to one gradient; where the distribution has a `filtering`."""
-    memory = _of_all_layers(given, recompute, kept, entropy, tied, filtering)
-    return carried(memory, given.config, host=given.host)
+    """Return the memory of micro-batches under a level of activation checkpointing.
+    `keep`, `entropy`, `tied` and `filtering` as in `passes`."""
+    memory = _of_all_layers(described, recompute, keep, entropy, tied, filtering)
+    return carried(memory, described.config, host=described.host)
 
 
 @lru_cache
-def forward_bytes(given: Described) -> Phase:
-    """Return the phase of a rollout's forward."""
-    _, more = _fewer_layers(given) or (given, given)  # a layer's tensors are freed when it ends
-    return carried_forward(forward_passes(transformer(more)), given.config)
+def forward_bytes(described: Described) -> Phase:
+    """Return the memory of a rollout's forward, as a function of its tokens."""
+    # a layer's tensors are freed when it ends
+    _, more = _fewer_layers(described) or (described, described)
+    return carried_forward(forward_passes(transformer(more)), described.config)
 
 
 def _of_all_layers(
-    given: Described,
+    described: Described,
     recompute: Recompute,
-    kept: bool,
+    keep: bool,
     entropy: bool,
     tied: bool,
     filtering: Filtering | None,
 ) -> Passes:
-    how = recompute, kept, entropy, tied, filtering
-    if (sizes := _fewer_layers(given)) is None:
-        return passes(transformer(given), *how)
+    how = recompute, keep, entropy, tied, filtering
+    if (sizes := _fewer_layers(described)) is None:
+        return passes(transformer(described), *how)
     few, more = (passes(transformer(smaller), *how) for smaller in sizes)
     return few.of_layers(
-        more, (given.config.num_layers - _MORE_LAYERS) / (_MORE_LAYERS - _FEW_LAYERS)
+        more, (described.config.num_layers - _MORE_LAYERS) / (_MORE_LAYERS - _FEW_LAYERS)
     )
 
 
-def _fewer_layers(given: Described) -> tuple[Described, Described] | None:
-    """Return the same with some of its layers, and with a few more, where all layers are of one
-    kind: the bytes of the others follow. Else None."""
-    config, precision, count = given.config, given.precision, given.config.num_layers
+def _fewer_layers(described: Described) -> tuple[Described, Described] | None:
+    """Return the model with few layers and with a few more, where all its layers are of one kind,
+    so that the bytes of the remaining layers follow from the difference; else None."""
+    config, precision, count = described.config, described.precision, described.config.num_layers
     kinds = {
         (
             precision.flow("rollout", layer, count),
@@ -175,16 +179,17 @@ def _fewer_layers(given: Described) -> tuple[Described, Described] | None:
     if len(kinds) > 1 or not alike or count <= 2 * _MORE_LAYERS:
         return None
     few, more = (
-        replace(given, config=replace(config, num_layers=n)) for n in (_FEW_LAYERS, _MORE_LAYERS)
+        replace(described, config=replace(config, num_layers=n))
+        for n in (_FEW_LAYERS, _MORE_LAYERS)
     )
     return few, more
 
 
 @lru_cache
-def page_bytes(given: Described, page_size: int) -> int:
-    """Return the bytes of a page of keys and values, and of states, in all layers."""
-    config, total = given.config, 0
+def page_bytes(described: Described, page_size: int) -> int:
+    """Return the bytes of one page of keys and values, plus states, in all layers."""
+    config, total = described.config, 0
     for layer in range(config.num_stores):
-        flow = given.precision.flow("rollout", layer, config.num_layers)
+        flow = described.precision.flow("rollout", layer, config.num_layers)
         total += new_store(config, layer, flow, 1, page_size, META, flow.kv).nbytes
     return total

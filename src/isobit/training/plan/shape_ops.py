@@ -40,7 +40,7 @@ _PANEL_ROWS, _PANEL_COLUMNS = 16, 32
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a tensor without numbers."""
+    """Return a tensor with a shape and no storage."""
     return torch.empty(shape, dtype=dtype, device=META)
 
 
@@ -78,7 +78,8 @@ class ShapeOps(Composed):
     def gradient_product(
         self, a: Operand, b: Operand, out: torch.dtype, into: Tensor | None = None
     ) -> Tensor:
-        """Return the C++ products add to a gradient as they go, but for float32's."""
+        """Return `into` where the C++ products add to it as they go, so that no result is
+        allocated; float32 is multiplied by PyTorch."""
         plain = isinstance(a, Tensor) and a.dtype == torch.float32
         if into is None or not self._packs or plain:
             return super().gradient_product(a, b, out, into)
@@ -120,7 +121,7 @@ class ShapeOps(Composed):
         return list(empty(len(offsets) - 1, dy.shape[1], x.shape[1]).unbind(0))
 
     def by_expert(self, chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Every expert has its part of the rows; `offsets` alone has numbers, on the CPU."""
+        """Divide the rows equally among the experts; `offsets` alone has numbers, on the CPU."""
         rows = chosen.numel()
         offsets = torch.tensor([rows * expert // count for expert in range(count + 1)])
         return empty(rows, dtype=torch.int64), empty(*chosen.shape, dtype=torch.int64), offsets
@@ -243,10 +244,10 @@ class ShapeOps(Composed):
     def delta_rule_backward(
         self, dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, layout: Layout
     ) -> tuple[Tensor, ...]:
-        def backward(parts: Parts, dout: Tensor) -> Parts:
+        def backward(inputs: Parts, dout: Tensor) -> Parts:
             group = heads.value_heads // heads.key_heads
             dq, dk = (empty(len(qkv), heads.key_heads, group, heads.key_dim) for _ in range(2))
-            rest = [torch.empty_like(tensor) for tensor in parts[2:]]
+            rest = [torch.empty_like(tensor) for tensor in inputs[2:]]
             return Parts(dq.sum(2), dk.sum(2), *rest)
 
         return through_parts(dout, qkv, gates, heads, backward)
@@ -289,7 +290,7 @@ def _panels(weight: Operand) -> Tensor:
 
 
 def _in_order(weight: QTensor) -> bool:
-    """Return whether the C++ products read codes with such scales."""
+    """Return whether the C++ products read codes with a weight's scales."""
     return weight.spec.scale == "ue8m0" or weight.block[1] in (BLOCK, weight.shape[1])
 
 

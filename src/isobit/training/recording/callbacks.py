@@ -17,7 +17,8 @@ _KEY = "run.callbacks"
 
 
 def named_callbacks(names: Sequence[str]) -> list[OnStep]:
-    """Raises IsobitError for one that cannot be found, or called as on_step(step, metrics)."""
+    """Return the callbacks that a config names. Raises IsobitError for one that cannot be found, or
+    that cannot be called as on_step(step, metrics)."""
     return [_named(name) for name in names]
 
 

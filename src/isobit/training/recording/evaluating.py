@@ -1,20 +1,16 @@
 """The evaluation of the held-out prompts, when it is due, and its records."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from isobit.config import Config, SftConfig
 from isobit.errors import IsobitError
-from isobit.evaluation.best import Best
 from isobit.evaluation.result import Question
-from isobit.rl.learner.learner import Learner
 from isobit.run.completions import conversation
 from isobit.tasks.builtin import Task
-from isobit.training.measuring.meter import Meter
+from isobit.training.context import RunContext
 from isobit.training.policy import Policy
 from isobit.training.recording.rows import shortened
-from isobit.training.saving.saver import Saver
-from isobit.training.saving.snapshot import State
 
 
 def require_held_out(config: Config | SftConfig, task: Task) -> None:
@@ -30,8 +26,8 @@ def evaluated_only_as_the_last(config: Config | SftConfig, step: int) -> bool:
     """Return whether a step is evaluated only because it is the last, so that a run of more steps
     would not evaluate it: also without `evaluation.every` if the run is supervised."""
     every = config.evaluation.every
-    asked = bool(every) or isinstance(config, SftConfig)
-    return asked and step == config.steps and not _due(step, every)
+    evaluated = bool(every) or isinstance(config, SftConfig)
+    return evaluated and step == config.steps and not _due(step, every)
 
 
 def _due(step: int, every: int) -> bool:
@@ -41,7 +37,7 @@ def _due(step: int, every: int) -> bool:
 def rows_of(step: int, questions: Sequence[Question]) -> Iterator[dict[str, Any]]:
     """Yield the rows of held_out.jsonl.gz: for each prompt the greedy completion, whose
     `sample_index` is 0, and the samples; each with the columns of the data, whose `answer` is the
-    right answer, and with the model's answer as `found`."""
+    right answer, and with the model's answer under the key `found`."""
     for number, question in enumerate(questions):
         prompt = question.prompt
         if not isinstance(prompt, str):
@@ -49,7 +45,7 @@ def rows_of(step: int, questions: Sequence[Question]) -> Iterator[dict[str, Any]
         columns = {name: shortened(value) for name, value in question.columns.items()}
         for sample, graded in enumerate((question.greedy, *question.samples)):
             values = graded.to_json()
-            found = values.pop("answer")
+            answer = values.pop("answer")
             yield {
                 "step": step,
                 "prompt_index": number,
@@ -58,7 +54,7 @@ def rows_of(step: int, questions: Sequence[Question]) -> Iterator[dict[str, Any]
                 "tag": question.tag,
                 "columns": columns,
                 **values,
-                "found": found,
+                "found": answer,
             }
 
 
@@ -73,43 +69,31 @@ class HeldOut(Protocol):
 
 
 class Evaluating:
-    """The evaluations of a run. `held_out`: None where the run evaluates nothing; `prompts`: the
-    number of prompts that it trains on; `write` takes the rows of the answers."""
+    """The evaluations of a run. `held_out`: None where the run evaluates nothing."""
 
     def __init__(
         self,
         config: Config | SftConfig,
         held_out: HeldOut | None,
         policy: Policy,
-        learner: Learner,
-        state: State,
-        meter: Meter,
-        saver: Saver,
-        best: Best,
-        note: Callable[[str], None],
-        write: Callable[[Iterable[Mapping[str, Any]]], None],
-        *,
-        prompts: int,
+        context: RunContext,
     ) -> None:
-        self._held_out, self._every = held_out, config.evaluation.every
-        self._steps, self._prompts = config.steps, prompts
-        self._policy, self._learner, self._state = policy, learner, state
-        self._meter, self._saver, self._best = meter, saver, best
-        self._note, self._write = note, write
+        self._held_out, self._every, self._steps = held_out, config.evaluation.every, config.steps
+        self._policy, self._context = policy, context
 
     def metrics(self, last: bool) -> dict[str, float]:
         """Evaluate the present weights if the step is due or the `last`, write the answers, and
         return the metrics; return none for any other step."""
-        step = self._state.step
+        context, step = self._context, self._context.state.step
         if self._held_out is None or not (_due(step, self._every) or last):
             return {}
         self._policy.refresh()
-        self._meter.phase("evaluate")
-        with self._saver.broken_weights_end_the_run():
-            progress = self._state.progress(self._steps, self._prompts)
+        context.meter.phase("evaluate")
+        with context.saver.broken_weights_end_the_run():
+            progress = context.state.progress(self._steps, len(context.train))
             found, line, answered = self._held_out.evaluate(progress)
-        self._learner.check_memory()
-        self._note(f"step {step}: {line}")
-        self._write(rows_of(step, answered))
-        self._best.consider(step, found)
+        context.trained.learner.check_memory()
+        context.display.note(f"step {step}: {line}")
+        context.run.write_held_out(rows_of(step, answered))
+        context.best.consider(step, found)
         return found

@@ -29,18 +29,18 @@ def clear_finished(config: Config | SftConfig) -> None:
     with RunDirectory(directory, {}):  # refuses a run that is at work
         done = max((int(row["step"]) for row in _metrics(directory)), default=0)
         load = load_sft_config if is_supervised(directory) else load_config
-        kept: Config | SftConfig = load(directory / runs.CONFIG)
-        config = _as_kept(config, kept)
+        finished: Config | SftConfig = load(directory / runs.CONFIG)
+        config = _as_kept(config, finished)
         again = (
             f"go on with it: isobit train --resume {directory}, or move it or remove it "
             f"first: rm -r {directory}"
         )
-        if kept.steps != config.steps or done > config.steps:
+        if finished.steps != config.steps or done > config.steps:
             raise IsobitError(
-                f"{directory} holds a run of {max(kept.steps, done)} steps, and this one has "
+                f"{directory} holds a run of {max(finished.steps, done)} steps, and this one has "
                 f"{config.steps}; {again}"
             )
-        if kept != config:
+        if finished != config:
             raise IsobitError(f"{directory} holds a run of another configuration; {again}")
         if done not in (0, config.steps):
             raise IsobitError(
@@ -49,14 +49,14 @@ def clear_finished(config: Config | SftConfig) -> None:
         shutil.rmtree(directory)
 
 
-def _as_kept(config: Config | SftConfig, kept: Config | SftConfig) -> Config | SftConfig:
-    """Return `config` with the numbers that `auto` and `epochs` became in the run `kept`, so that
-    these count as the same configuration."""
+def _as_kept(config: Config | SftConfig, finished: Config | SftConfig) -> Config | SftConfig:
+    """Return `config` with the numbers that `auto` and `epochs` became in the `finished` run, so
+    that both count as the same configuration."""
     if config.epochs is not None:
-        config = replace(config, epochs=None, steps=kept.steps)
+        config = replace(config, epochs=None, steps=finished.steps)
     if config.optimizer.micro_batch_tokens != "auto":
         return config
-    tokens = kept.optimizer.micro_batch_tokens
+    tokens = finished.optimizer.micro_batch_tokens
     return replace(config, optimizer=replace(config.optimizer, micro_batch_tokens=tokens))
 
 

@@ -5,66 +5,46 @@ before the next step of a run that goes on."""
 
 import resource
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 from isobit.config import Config, SftConfig
 from isobit.evaluation.early_stop import STOPPED, EarlyStop
-from isobit.monitor.screen import Display, Shown
 from isobit.monitor.trackers.process import Trackers
 from isobit.rl.algorithm.credit import StepBatch
-from isobit.run.directory import METRICS, RunDirectory, read_jsonl
+from isobit.run.directory import METRICS, read_jsonl
 from isobit.run.metrics import of_an_evaluation
 from isobit.run.rows import warn
+from isobit.training.context import RunContext
 from isobit.training.learning import Lesson
 from isobit.training.measuring.meter import added
 from isobit.training.measuring.statistics import rollout_rates
 from isobit.training.objects import OnStep
 from isobit.training.policy import Synced
 from isobit.training.recording.evaluating import Evaluating, evaluated_only_as_the_last
+from isobit.training.recording.rollouts import LearnedAnswers, LearnedRollouts
 from isobit.training.saving.certificate import Certificate
-from isobit.training.saving.checkpoint import Trained
-from isobit.training.saving.saver import Saver
-from isobit.training.saving.snapshot import State
-
-
-class Learned(Protocol):
-    """The metrics, rows and completions of a batch that a step has learned from; each kind of run
-    has its own."""
-
-    def metrics(self, batch: StepBatch, lesson: Lesson) -> dict[str, float]:
-        """Return the metrics of the batch and of the lesson learned from it."""
-
-    def rows(self, step: int, batch: StepBatch, lesson: Lesson) -> Iterable[Mapping[str, Any]]:
-        """Return the rows of the batch for completions.jsonl.gz."""
-
-    def shown(self, batch: StepBatch) -> Iterable[Shown]:
-        """Return completions for the screen, made only as far as the screen reads them."""
 
 
 class Recorder:
     """The recorder of a run: counts a step as done, and writes it to the run directory. `memory`:
-    returns the metrics of allocated memory."""
+    returns the metrics of allocated memory; `learned`: the metrics and rows of a batch, by the
+    kind of run."""
 
     def __init__(
         self,
         config: Config | SftConfig,
-        run: RunDirectory,
-        state: State,
-        trained: Trained,
-        saver: Saver,
-        learned: Learned,
+        context: RunContext,
+        learned: LearnedRollouts | LearnedAnswers,
         evaluating: Evaluating,
         memory: Callable[[], dict[str, float]],
-        display: Display,
         trackers: Trackers,
         callbacks: Sequence[OnStep],
     ) -> None:
-        self._config, self._run, self._state, self._trained = config, run, state, trained
-        self._saver, self._learned = saver, learned
-        self._evaluating, self._memory = evaluating, memory
-        self._display, self._trackers, self._callbacks = display, trackers, callbacks
-        self._certificate = Certificate(config, trained.model)
+        self._config, self._run, self._state = config, context.run, context.state
+        self._trained, self._saver, self._display = context.trained, context.saver, context.display
+        self._learned, self._evaluating, self._memory = learned, evaluating, memory
+        self._trackers, self._callbacks = trackers, callbacks
+        self._certificate = Certificate(config, context.trained.model)
         self._stop = EarlyStop(config.evaluation)
 
     @property
@@ -130,11 +110,11 @@ class Recorder:
         self, synced: Synced, took: Mapping[str, float], lesson: Lesson
     ) -> dict[str, float]:
         """Return the metrics that the verbs counted, and the time and memory of the step."""
-        found = added(synced.metrics, took, lesson.took)
+        totals = added(synced.metrics, took, lesson.took)
         return {
             **lesson.activations.metrics(),
-            **found,
-            **rollout_rates(found),
+            **totals,
+            **rollout_rates(totals),
             "prompts/consumed": float(self._state.cursor),
             "weights_version": float(self._trained.model.weights_version),
             "time/step": time.perf_counter() - synced.began,

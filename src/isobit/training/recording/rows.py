@@ -77,9 +77,9 @@ def _row(
     whole: bool,
 ) -> dict[str, Any]:
     if not whole:
-        kept = ("prompt_index", "sample_index", "reward", "rewards", "truncated")
+        fields = ("prompt_index", "sample_index", "reward", "rewards", "truncated")
         return {"row": prompt["row"], "prompt": prompt["prompt"]} | {
-            name: getattr(sample, name) for name in kept
+            name: getattr(sample, name) for name in fields
         }
     rollout = list(sample.rollout_logprobs)
     policy = compared.get(sample_key(sample))

@@ -1,11 +1,11 @@
-"""Batches that a fleet of engines samples beside the learner: those of
+"""Batches that a fleet of engines samples while the learner works: those of
 `sources.PrefetchedRollouts`, bit for bit.
 
 `PrefetchedRollouts` is the definition: before the learner learns batch t with the weights of
 version t, batch t + k is sampled with them. Here that sampling begins before the learner learns, in
 a thread, and has ended when it has learned: a step ends when both have, so a checkpoint, the
 metrics and the state of a step are those of one process (tests/fleet/test_training.py). Reward
-functions run beside the learner too; what the learner's own process computes of rewards, by models
+functions run at that time too; what the learner's own process computes of rewards, by models
 that are frozen, waits until it has learned, and so does whatever depends on it. A KL in the reward
 that needs the policy's log-probabilities needs the weights before they are learned, so such a batch
 is waited for; and so is every batch without `rollouts_ahead`. Where there are several ranks, the
@@ -31,16 +31,15 @@ from isobit.engine.sequences import Stats
 from isobit.engine.types import Completion, Sampling
 from isobit.rl.algorithm.credit import StepBatch
 from isobit.rl.algorithm.samples import groups_from_json, groups_to_json
+from isobit.training.context import RunContext
 from isobit.training.loop import Rollout, Rollouts
-from isobit.training.measuring.meter import Meter, added
-from isobit.training.saving.saver import Saver
-from isobit.training.saving.snapshot import State
+from isobit.training.measuring.meter import added
 
 
 def open_fleet(config: Config, sampling: Sampling, engine: Engine, ranks: Ranks) -> Fleet | None:
-    """The engines that a config asks for, starting, each like `engine`; None if it asks for none,
-    and on ranks that are not the first. Raises IsobitError where Ray is not installed, cannot be
-    reached, or has no room for them."""
+    """Start the engines that a config asks for, each like `engine`. Return None without engines,
+    and on ranks after the first. Raises IsobitError where Ray is not installed, cannot be reached,
+    or has no room for them."""
     if not config.fleet.engines or not ranks.first:
         return None
     sequences, most = config.prompts_per_step * sampling.n, config.most_tokens
@@ -75,28 +74,24 @@ class FleetGroups:
 
 
 class AsyncRollouts:
-    """Batches ahead of the learner by `steps`, which the first rank's `fleet` samples: its `source`
-    is called in a thread, and may wait for `learned`, which is set when the learner has learned.
+    """Batches ahead of the learner, which the first rank's `fleet` samples: its `source` is called
+    in a thread, and may wait for `learned`, which is set when the learner has learned.
     `needs_weights`: what a batch is charged needs the weights that sampled it. A context manager,
     which ends the fleet."""
 
     def __init__(
         self,
+        config: Config,
+        context: RunContext,
         fleet: Fleet | None,
         source: Rollouts | None,
         learned: Event,
-        state: State,
-        ranks: Ranks,
-        meter: Meter,
-        saver: Saver,
-        *,
-        steps: int,
-        prompts_per_step: int,
         needs_weights: bool,
     ) -> None:
         self._fleet, self._source, self._learned = fleet, source, learned
-        self._state, self._ranks, self._meter, self._saver = state, ranks, meter, saver
-        self._steps, self._prompts_per_step = steps, prompts_per_step
+        self._state, self._ranks = context.state, context.ranks
+        self._meter, self._saver = context.meter, context.saver
+        self._steps, self._prompts_per_step = config.rollouts_ahead, config.prompts_per_step
         self._needs_weights = needs_weights
         self._thread: Thread | None = None
         self._under_way = False  # on every rank
@@ -115,7 +110,8 @@ class AsyncRollouts:
         self._fleet.close()
 
     def next(self) -> Rollout:
-        """The batch of the present step; from now on the one that is `steps` ahead is sampled."""
+        """Return the batch of the present step, and begin to sample the one that is `steps`
+        ahead."""
         queue, took = self._state.queue, dict[str, float]()
         with self._meter.timed(took, "send"), self._saver.broken_weights_end_the_run():
             self._ranks.run_on_all(self._send)
@@ -131,8 +127,9 @@ class AsyncRollouts:
         return Rollout(queue.pop(0), took)
 
     def settle(self) -> dict[str, float]:
-        """The learner has learned: wait for the batch that is sampled beside it, and put it into
-        the queue. Returns what that took; raises what sampling or scoring has raised."""
+        """Wait, after the learner has learned, for the batch that was sampled at the same time, and
+        put it into the queue. Return the metrics of that; raises what sampling or scoring has
+        raised."""
         if not self._under_way:
             return {}
         began = time.perf_counter()
@@ -143,7 +140,7 @@ class AsyncRollouts:
         return {**arrived.metrics, "time/rollout_waited": time.perf_counter() - began}
 
     def _joined(self) -> Rollout:
-        """What the thread has found, at its end."""
+        """Wait for the sampling thread and return its batch, or raise the error that ended it."""
         assert self._thread is not None
         self._learned.set()
         self._thread.join()
@@ -152,24 +149,25 @@ class AsyncRollouts:
             raise self._found
         return self._found
 
-    def _arrived(self, found: Rollout | None) -> Rollout:
-        """What the first rank `found`, on every rank, and what it changed in the state."""
+    def _arrived(self, rollout: Rollout | None) -> Rollout:
+        """Return the first rank's rollout on every rank, and bring its changes of the state
+        there."""
         state = self._state
         mine: dict[str, Any] | None = None
-        if found is not None and self._ranks.size > 1:
+        if rollout is not None and self._ranks.size > 1:
             mine = {
-                "batch": found.batch.to_json(),
+                "batch": rollout.batch.to_json(),
                 "pending": groups_to_json(state.pending),
                 "cursor": state.cursor,
-                "metrics": dict(found.metrics),
+                "metrics": dict(rollout.metrics),
             }
-        given: Mapping[str, Any] = self._ranks.all_gather_json(mine)[0] or {}
-        if found is not None:
-            return found
-        state.cursor = given["cursor"]
-        state.pending = groups_from_json(given["pending"])
-        batch = StepBatch.from_json(given["batch"], self._prompts_per_step)
-        return Rollout(batch, given["metrics"])
+        shared: Mapping[str, Any] = self._ranks.all_gather_json(mine)[0] or {}
+        if rollout is not None:
+            return rollout
+        state.cursor = shared["cursor"]
+        state.pending = groups_from_json(shared["pending"])
+        batch = StepBatch.from_json(shared["batch"], self._prompts_per_step)
+        return Rollout(batch, shared["metrics"])
 
     def _send(self) -> None:
         if self._fleet is not None:

@@ -83,8 +83,8 @@ def fit_prompts(
 def _say_alike(train: Dataset, distinct: int) -> None:
     """Warn on stderr where all training prompts are the same tokens although their texts differ, as
     under a template that leaves the messages out."""
-    first, *others = train.examples
-    if distinct == 1 and any(other.prompt != first.prompt for other in others):
+    first, *rest = train.examples
+    if distinct == 1 and any(example.prompt != first.prompt for example in rest):
         print(
             f"warning: all {len(train):,} training prompts are the same tokens: the chat template "
             "writes nothing of what they say",
@@ -96,7 +96,7 @@ def say_special_tokens(examples: Sequence[Example], model: Model | Described) ->
     """Print on stderr how many special tokens the text of the prompts spells, and whether they are
     encoded as text or taken for the tokens; nothing where there are none."""
     tokenizer = model.tokenizer
-    spelled = [word for each in examples for word in tokenizer.special_tokens_in(each.prompt)]
+    spelled = [word for example in examples for word in tokenizer.special_tokens_in(example.prompt)]
     say_spelled("prompts", spelled, tokenizer)
 
 
@@ -122,9 +122,9 @@ def say_ends(model: Model | Described) -> None:
 def endings(model: Model | Described, sampling: Sampling) -> list[str]:
     """Return warnings for completions that cannot end before their limit, and for stop strings that
     cannot come."""
-    found = [line for stop in sampling.stop if (line := _impossible(stop, model)) is not None]
+    warnings = [line for stop in sampling.stop if (line := _impossible(stop, model)) is not None]
     line = _endless(model, sampling)
-    return [*found, *([] if line is None else [line])]
+    return [*warnings, *([] if line is None else [line])]
 
 
 def _impossible(stop: str, model: Model | Described) -> str | None:

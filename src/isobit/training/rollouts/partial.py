@@ -36,8 +36,8 @@ from isobit.training.scoring import RolloutScoring
 
 
 class PartialGroups(ClaimedGroups):
-    """A `sources.Sampler` of one round: groups, whole or not, of new prompts and of those that are
-    `begun`, by the prompt's place in the data."""
+    """A `sources.Sampler` of one round: groups, whole or not, of new prompts and prompts with a
+    `begun` group, by the prompt's index in the data."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class PartialGroups(ClaimedGroups):
         self.begun: Mapping[int, Group] = {}
 
     def whole(self, group: Group) -> bool:
-        """Whether each completion has ended, or reached its length limit."""
-        return bool(group) and not any(unfinished(each, self.max_new_tokens) for each in group)
+        """Return whether each completion of a group has ended, or reached its length limit."""
+        return bool(group) and not any(unfinished(sample, self.max_new_tokens) for sample in group)
 
     def _ask(
         self, episodes: Episodes, example: Example, prompt_id: int
@@ -93,31 +93,34 @@ class PartialRollouts(LiveRollouts):
         )
 
     def sample(self, count: int) -> Sampled:
-        """At least `count` whole groups, in the order of their prompts; the others of the prompts
-        under way stay in the state."""
+        """Sample until at least `count` groups are whole; return these in the order of their
+        prompts. The other groups stay in the state."""
         state, sampler, took = self._state, self._sampler, dict[str, float]()
         extra = sampler.settings.extra(self._prompts_per_step)
         new = max(0, count + extra - len(state.unfinished))
-        taken, after = self._curriculum.take(state.cursor, new)
+        taken, next_cursor = self._curriculum.take(state.cursor, new)
         groups: list[Group] = [*state.unfinished, *([] for _ in taken)]
         ids = [*(group[0].prompt_index for group in state.unfinished), *taken]
         examples = [self._train.at(cursor) for cursor in ids]
         progress = state.progress(self._steps, len(self._train))
         scoring = self._scorer.begin(examples, sampler.n, progress)
-        before = _tokens(groups)
+        tokens_at_start = _tokens(groups)
         mine, stats, rounds = dict[int, Group](), Stats(), 0
         with (
             self._meter.timed(took, "rollout", peak=True),
             self._saver.broken_weights_end_the_run(),
         ):
             while sum(map(sampler.whole, groups)) < count:
-                own, did = self._round(groups, ids, examples, scoring)
-                mine, stats, rounds = {**mine, **own}, summed(stats, did), rounds + 1
+                completed, did = self._round(groups, ids, examples, scoring)
+                mine, stats, rounds = {**mine, **completed}, summed(stats, did), rounds + 1
         took |= _counted(stats) | clamped_fraction(stats.kv_clamped, stats.kv_written)
-        took |= {"partial/rounds": float(rounds), "rollout/tokens": _tokens(groups) - before}
+        took |= {
+            "partial/rounds": float(rounds),
+            "rollout/tokens": _tokens(groups) - tokens_at_start,
+        }
         if self._curriculum.chooses:
-            took["prompts/skipped"] = float(after - state.cursor - new)
-        state.cursor = after
+            took["prompts/skipped"] = float(next_cursor - state.cursor - new)
+        state.cursor = next_cursor
         state.unfinished = [group for group in groups if not sampler.whole(group)]
         oldest = sampler.settings.max_staleness
         learned = {i: learnable(group, state.step, oldest) for i, group in sorted(mine.items())}
@@ -130,31 +133,31 @@ class PartialRollouts(LiveRollouts):
         examples: Sequence[Example],
         scoring: RolloutScoring,
     ) -> tuple[dict[int, Group], Stats]:
-        """Each group that is not whole goes on, in place, on whichever rank claims it: those that
-        became whole on this one, by their place, and what all engines did."""
+        """Let each group that is not whole go on, in place, on whichever rank claims it. Return the
+        groups that became whole on this rank, by index, and the statistics of all engines."""
         sampler, ranks, step = self._sampler, self._ranks, self._state.step
-        open_ = [place for place, group in enumerate(groups) if not sampler.whole(group)]
-        sampler.begun = {ids[place]: groups[place] for place in open_ if groups[place]}
+        open_ = [index for index, group in enumerate(groups) if not sampler.whole(group)]
+        sampler.begun = {ids[index]: groups[index] for index in open_ if groups[index]}
         grown: dict[int, Group] = {}
 
         def on_group(number: int, completions: list[Completion]) -> None:
-            place = open_[number]
-            grown[place] = _grown(groups[place], completions, step)
-            if sampler.whole(grown[place]):
-                scoring.add(place, completions)
+            index = open_[number]
+            grown[index] = _grown(groups[index], completions, step)
+            if sampler.whole(grown[index]):
+                scoring.add(index, completions)
 
-        asked = [examples[place] for place in open_], [ids[place] for place in open_]
-        _, stats = ranks.run_on_all(lambda: sampler(*asked, on_group))
-        for place, group in zip(open_, gather_groups(ranks, grown), strict=True):
-            groups[place] = group
-        whole = {place: group for place, group in grown.items() if sampler.whole(group)}
+        arguments = [examples[index] for index in open_], [ids[index] for index in open_]
+        _, stats = ranks.run_on_all(lambda: sampler(*arguments, on_group))
+        for index, group in zip(open_, gather_groups(ranks, grown), strict=True):
+            groups[index] = group
+        whole = {index: group for index, group in grown.items() if sampler.whole(group)}
         return whole, gather_stats(ranks, stats)
 
 
 @dataclass(frozen=True, eq=False)
 class AgedRollouts:
-    """Batches that a source has kept for some steps, as the present step learns from them: what has
-    become too old meanwhile is context."""
+    """The batches that a source has kept for some steps, as the present step learns from them:
+    tokens that have become too old meanwhile are context only."""
 
     source: Rollouts
     state: State
@@ -162,12 +165,13 @@ class AgedRollouts:
 
     def next(self) -> Rollout:
         rollout, step = self.source.next(), self.state.step
-        groups = [learnable(each, step, self.max_staleness) for each in rollout.batch.groups]
+        groups = [learnable(group, step, self.max_staleness) for group in rollout.batch.groups]
         return replace(rollout, batch=replace(rollout.batch, groups=groups))
 
 
 def _counted(stats: Stats) -> dict[str, float]:
-    """What engines did in a step. Which pages were found depends on who goes on with which group."""
+    """Return the metrics of engines over a step. The cached tokens depend on which rank goes on
+    with which group."""
     return drafted(stats) | {
         "rollout/prompt_tokens": stats.prompt_tokens,
         "partial/cached_tokens": stats.cached_tokens,
@@ -175,19 +179,21 @@ def _counted(stats: Stats) -> dict[str, float]:
     }
 
 
-def _grown(before: Group, completions: Sequence[Completion], step: int) -> Group:
-    """A group after a round in a step; `before`: what there was of it."""
-    known = {sample.sample_index: sample for sample in before}
-    return [_longer(known.get(each.sample_index), each, step) for each in completions]
+def _grown(group: Group, completions: Sequence[Completion], step: int) -> Group:
+    """Return a group with the completions of a round in step `step` added to it."""
+    known = {sample.sample_index: sample for sample in group}
+    return [
+        _longer(known.get(completion.sample_index), completion, step) for completion in completions
+    ]
 
 
-def _longer(before: Sample | None, completion: Completion, step: int) -> Sample:
+def _longer(earlier: Sample | None, completion: Completion, step: int) -> Sample:
     sample = sample_of(completion, step)
-    if before is None:
+    if earlier is None:
         return sample
-    if len(before.completion_ids) == len(sample.completion_ids):  # it had ended
-        return before
-    *older, last = before.drawn
+    if len(earlier.completion_ids) == len(sample.completion_ids):  # it had ended
+        return earlier
+    *older, last = earlier.drawn
     version, stop = completion.weights_version, len(completion.token_ids)
     if last.weights_version == version:
         drawn = [*older, last._replace(stop=stop)]
@@ -197,7 +203,7 @@ def _longer(before: Sample | None, completion: Completion, step: int) -> Sample:
 
 
 def completion_of(sample: Sample) -> Completion:
-    """A sample of one turn as its engine had it."""
+    """Return a sample of one turn as the completion that its engine had."""
     return Completion(
         prompt_id=sample.prompt_index,
         sample_index=sample.sample_index,

@@ -39,14 +39,14 @@ class Problems:
     def of_step(
         self, step: int, notes: Sequence[str], rewards: Sequence[Reward], groups: Sequence[Group]
     ) -> Iterator[str]:
-        """Yield the lines to report for a step, from the `rewards` and `notes` of this rank and of
-        the other ranks, and from the `groups` of all ranks. Raises RunFailed, if a step without a
-        score ends the run, where no sample has a reward and some have an error or an episode."""
+        """Yield the lines to report for a step, from the `rewards` and `notes` of all ranks and the
+        `groups`. Raises RunFailed, if a step without a score ends the run, where no sample has a
+        reward and some have an error or an episode."""
         mine: list[Sequence[str]] = [notes, [r.error for r in rewards if r.error is not None]]
         errors = Counter[str]()
         first: dict[str, str] = {}
-        for said, problems in self._ranks.all_gather_json(mine):
-            yield from said
+        for notes_of_rank, problems in self._ranks.all_gather_json(mine):
+            yield from notes_of_rank
             for problem in problems:
                 alike = _SAMPLE.sub("", problem)
                 errors[alike] += 1
@@ -55,16 +55,18 @@ class Problems:
         scored = [s for group in groups for s in group if s.reward is not None]
         if self._stop and not scored and (errors or episodes):
             problem, _ = (errors.most_common(1) or [("", 0)])[0]
-            others = Counter({text: count for text, count in errors.items() if text != problem})
-            yield from self._counted("unscored", others, first)
-            self._ranks.raise_on_all(self._nothing(step, problem, bool(others), groups))
+            remaining = Counter({text: count for text, count in errors.items() if text != problem})
+            yield from self._counted("unscored", remaining, first)
+            self._ranks.raise_on_all(self._nothing(step, problem, bool(remaining), groups))
         yield from self._counted("unscored", errors, first)
         yield from self._counted("scored all the same", _of_scored(scored), {})
         yield from self._of_tools(step, episodes)
 
-    def _counted(self, what: str, errors: Counter[str], first: Mapping[str, str]) -> Iterator[str]:
+    def _counted(
+        self, heading: str, errors: Counter[str], first: Mapping[str, str]
+    ) -> Iterator[str]:
         for alike, count in errors.most_common(_LISTED):
-            line = f"{what}: {alike}"
+            line = f"{heading}: {alike}"
             self._counts[line] += count
             total = self._counts[line]
             if total < 2 * self._told.get(line, 0):
@@ -72,10 +74,10 @@ class Problems:
             self._told[line] = total
             more = "" if count == 1 else f" ... {count - 1:,} more like it"
             so_far = "" if total == count else f" ... {total:,} so far"
-            yield f"{what}: {self._explained(first.get(alike, alike))}{more}{so_far}"
+            yield f"{heading}: {self._explained(first.get(alike, alike))}{more}{so_far}"
         if len(errors) > _LISTED:
-            others = sum(count for _, count in errors.most_common()[_LISTED:])
-            yield f"{what}: {others:,} more, for {len(errors) - _LISTED:,} other reasons"
+            remaining = sum(count for _, count in errors.most_common()[_LISTED:])
+            yield f"{heading}: {remaining:,} more, for {len(errors) - _LISTED:,} other reasons"
 
     def _explained(self, problem: str) -> str:
         """Return the problem with a hint at the variable that an environment seems to lack. The
@@ -91,8 +93,8 @@ class Problems:
             for name, error in episode.uses:
                 calls[name] += 1
                 failures[name] += error is not None
-                _, found, problem = (episode.problem or "").partition(f"tool {name}: ")
-                last[name] = problem if found else last.get(name) or error or ""
+                _, prefix, problem = (episode.problem or "").partition(f"tool {name}: ")
+                last[name] = problem if prefix else last.get(name) or error or ""
         for name, count in calls.items():
             if count == failures[name] >= _FEW and name != UNKNOWN and self._anew(f"calls {name}"):
                 why = self._explained(last[name])
@@ -100,27 +102,29 @@ class Problems:
                     f"tool {name} failed in each of its {count:,} calls of step {step}, and the model "
                     f"was told: {why}"
                 )
-        for what, text in _said(episodes):
-            if _ADDRESS.search(text) and self._anew(what):
+        for source, text in _said(episodes):
+            if _ADDRESS.search(text) and self._anew(source):
                 shown = brief(_ADDRESS.sub("at 0x...", text), 80)
                 yield (
-                    f"{what} says an address of memory ({shown}), which is another in each run: "
+                    f"{source} says an address of memory ({shown}), which is another in each run: "
                     "return text, or give the object a __str__"
                 )
 
-    def _anew(self, what: str) -> bool:
-        anew = what not in self._tools
-        self._tools.add(what)
+    def _anew(self, topic: str) -> bool:
+        anew = topic not in self._tools
+        self._tools.add(topic)
         return anew
 
-    def _nothing(self, step: int, problem: str, others: bool, groups: Sequence[Group]) -> RunFailed:
+    def _nothing(
+        self, step: int, problem: str, more_reasons: bool, groups: Sequence[Group]
+    ) -> RunFailed:
         count = sum(map(len, groups))
         none = f"none of the {count:,} completions of step {step} could be scored"
         on = "; rewards.on_error: skip would go on"
         if not problem:
             names = {name for group in groups for s in group for name in (s.rewards or {})}
             return RunFailed(f"{none}: no reward was given ({listed(sorted(names))} said None){on}")
-        more = " (other reasons are above)" if others else ""
+        more = " (other reasons are above)" if more_reasons else ""
         return RunFailed(f"{none}: {self._explained(problem)}{more}{on}")
 
 
@@ -128,7 +132,9 @@ def _of_scored(samples: Sequence[Sample]) -> Counter[str]:
     """Count the problems of episodes that have a reward in spite of them. Problems of tools, which
     the model has read, are not counted."""
     problems = (s.episode.problem for s in samples if s.episode is not None)
-    return Counter(each for each in problems if each is not None and not each.startswith("tool "))
+    return Counter(
+        problem for problem in problems if problem is not None and not problem.startswith("tool ")
+    )
 
 
 def _said(episodes: Sequence[EpisodeRecord]) -> Iterator[tuple[str, str]]:

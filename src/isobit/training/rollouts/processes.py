@@ -23,10 +23,12 @@ from isobit.training.objects import NO_OBJECTS, Objects
 
 @dataclass(frozen=True, eq=False)
 class Processes:
-    """The processes of reward functions and of environments; a context manager that ends them.
-    `rewards` leaves out functions that ask for the environment, which are called in the process of
-    the environment. `recorded`: (name, weight) of all rewards of the run whose rollouts are learned
-    from; in such a run no environment is asked and nothing is scored."""
+    """The processes of reward functions and environments; a context manager that ends them.
+
+    `rewards` leaves out functions that ask for the environment, which are called in the
+    environment's process. `recorded`: (name, weight) of all rewards of the run whose rollouts are
+    learned from; in such a run no environment is called and nothing is scored.
+    """
 
     rewards: RewardPool
     environments: EnvironmentPool | None = None
@@ -82,10 +84,12 @@ class Processes:
         cannot begin its first row (see `begun`)."""
         self.rewards.check_columns(task.train.examples[0].columns)
         examples = (*task.train.examples, *task.held_out.examples)
-        self.rewards.check_rows(((each.place, each.columns) for each in examples), quiet=quiet)
+        self.rewards.check_rows(
+            ((example.place, example.columns) for example in examples), quiet=quiet
+        )
         if self.environments is not None:
-            for each in examples:
-                self.environments.check_row(each.place, each.columns)
+            for example in examples:
+                self.environments.check_row(example.place, example.columns)
         some = self.rewards.specs or self.earned or config.rewards.models
         if not some and (config.needs_rewards or config.evaluation.every):
             raise IsobitError(
@@ -94,8 +98,8 @@ class Processes:
             )
         if self.environments is not None:
             train = task.train
-            order = (train.at(place) for place in range(len(train)))
-            rows = ((each.place, each.prompt, each.columns) for each in order)
+            order = (train.at(cursor) for cursor in range(len(train)))
+            rows = ((example.place, example.prompt, example.columns) for example in order)
             for row in self.environments.first_rows(rows):
                 self.begun(*row, config.rewards.on_error == "stop")
 
@@ -122,7 +126,7 @@ def open_processes(
     """Start the worker processes of a config and return them. `on_error` of reward functions
     replaces the config's, if given. Raises IsobitError for functions and environments that cannot
     be used."""
-    specs, given = config.rewards.functions or task.rewards, config.rewards
+    specs, options = config.rewards.functions or task.rewards, config.rewards
     environments = None
     if config.environment.used:
         environments = EnvironmentPool(config.environment, specs)
@@ -131,10 +135,10 @@ def open_processes(
     try:
         rewards = RewardPool(
             [spec for spec in specs if spec.label not in elsewhere],
-            deadline_s=given.deadline_s,
-            num_workers=given.num_workers,
-            on_error=on_error or given.on_error,
-            environment=given.environment,
+            deadline_s=options.deadline_s,
+            num_workers=options.num_workers,
+            on_error=on_error or options.on_error,
+            environment=options.environment,
             objects=objects.functions,
         )
     except BaseException:
@@ -151,7 +155,7 @@ def no_processes(config: Config, task: Task, run: Path) -> Processes:
     weights = {spec.label: spec.weight for spec in config.rewards.functions or task.rewards}
     weights |= {model.name: model.weight for model in config.rewards.models}
     rows = (row.get("rewards") for row in read(run / COMPLETIONS))
-    rewards: Mapping[str, Any] = next((each for each in rows if each), {})
+    rewards: Mapping[str, Any] = next((scores for scores in rows if scores), {})
     return Processes(
-        RewardPool([]), None, tuple((each, weights.get(each, 1.0)) for each in rewards)
+        RewardPool([]), None, tuple((label, weights.get(label, 1.0)) for label in rewards)
     )

@@ -53,14 +53,18 @@ class ClaimedGroups:
     def __call__(
         self, examples: Sequence[Example], ids: Sequence[int], on_group: OnGroup
     ) -> tuple[dict[int, list[Completion]], Stats]:
-        """A rank begins with three quarters of an equal share, one that is alone with all, and
-        claims one more whenever a group is done, so that the last ones go to those that are
-        ahead."""
+        """Sample the groups that this rank claims; return them by index, with its engine's
+        statistics.
+
+        A rank begins with three quarters of an equal share (a single rank with all groups) and
+        claims one more whenever a group is done, so that the last groups go to the ranks that are
+        ahead.
+        """
         ranks, episodes = self._ranks, Episodes(self._engine, self._dialogue)
         self._calls += 1
         count = len(examples)
         hold = count if ranks.size == 1 else max(1, 3 * count // (4 * ranks.size))
-        found: dict[int, list[Completion]] = {}
+        finished: dict[int, list[Completion]] = {}
         left = True
         with OpenGroups(episodes) as gathering:
             while True:
@@ -71,25 +75,26 @@ class ClaimedGroups:
                         requests, known = self._ask(episodes, examples[index], ids[index])
                         gathering.add(index, *requests, known=known)
                 if not gathering:
-                    return found, episodes.stats
+                    return finished, episodes.stats
                 for index, group in gathering.step():
-                    found[index] = group
+                    finished[index] = group
                     on_group(index, group)
                 self._between()
 
     def _ask(
         self, episodes: Episodes, example: Example, prompt_id: int
     ) -> tuple[Sequence[Request], Sequence[Completion]]:
-        """What is asked for a group, and what of it there is already."""
+        """Submit the requests of a group; return them, with the completions that the group has
+        already."""
         prompt, columns = example.prompt, example.columns
         return [episodes.submit(prompt, self._sampling, prompt_id, columns)], ()
 
 
 def gather_groups(ranks: Ranks, mine: Mapping[int, Group]) -> list[Group]:
-    """The groups of all ranks, in order."""
+    """Return the groups of all ranks, in order."""
     if ranks.size == 1:
         return [group for _, group in sorted(mine.items())]
-    said = ranks.all_gather_json(
+    reports = ranks.all_gather_json(
         [[index, [_short(sample) for sample in group]] for index, group in mine.items()]
     )
     long = ranks.all_gather_tensors(
@@ -100,20 +105,20 @@ def gather_groups(ranks: Ranks, mine: Mapping[int, Group]) -> list[Group]:
             for k, t in _tensors(s)
         }
     )
-    found: dict[int, Group] = {}
-    for groups, tensors in zip(said, long):
+    by_index: dict[int, Group] = {}
+    for groups, tensors in zip(reports, long):
         for index, samples in groups:
-            found[index] = [
+            by_index[index] = [
                 Sample.from_json(
                     {**values, **{key: tensors[f"{index}.{n}.{key}"].tolist() for key in _LONG}}
                 )
                 for n, values in enumerate(samples)
             ]
-    return [group for _, group in sorted(found.items())]
+    return [group for _, group in sorted(by_index.items())]
 
 
 def gather_stats(ranks: Ranks, mine: Stats) -> Stats:
-    """What all engines did."""
+    """Return the sum of the engine statistics of all ranks."""
     total = Stats()
     for values in ranks.all_gather_json(vars(mine)):
         total = summed(total, Stats(**values))
@@ -121,7 +126,7 @@ def gather_stats(ranks: Ranks, mine: Stats) -> Stats:
 
 
 def _short(sample: Sample) -> dict[str, Any]:
-    """What of a sample is not in `_tensors`."""
+    """Return a sample as JSON values, without the long columns of `_tensors`."""
     return {name: value for name, value in sample.to_json().items() if name not in _LONG}
 
 

@@ -132,13 +132,13 @@ class Serving:
         """Begin a step with weights of a new `version`, which stay until `settle`: charge the time
         of the HTTP thread since the last step, and compute requests as long as the time allows."""
         self.device.version = version
-        before, self._http_seconds = self._http_seconds, self._server.seconds()
-        self._allowance.charge(max(self._http_seconds - before, 0.0))
+        earlier, self._http_seconds = self._http_seconds, self._server.seconds()
+        self._allowance.charge(max(self._http_seconds - earlier, 0.0))
         self._allowance.step()
         self.between()
 
     def between(self) -> None:
-        """Compute requests as long as the time allows."""
+        """Compute requests as long as the time of the step allows."""
         self._allowance.earn()
         while self._allowance.left > 0 and self.device.busy:
             self._allowance.spend(self.device.pump)
@@ -163,8 +163,8 @@ class Serving:
         answered = self.device.answered
         now = {f"serve/{name}": float(answered[name]) for name in ("requests", "tokens")}
         now["time/serve"] = self._allowance.used
-        before, self._counted = self._counted, now
-        return {name: value - before.get(name, 0.0) for name, value in now.items()}
+        earlier, self._counted = self._counted, now
+        return {name: value - earlier.get(name, 0.0) for name, value in now.items()}
 
 
 @dataclass(frozen=True, eq=False)

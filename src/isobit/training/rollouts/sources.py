@@ -11,21 +11,21 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol
 
-from isobit.data.curriculum import Curriculum, CurriculumConfig
-from isobit.data.dataset import Dataset, Example
-from isobit.distributed import Ranks
+from isobit.config import Config
+from isobit.data.curriculum import Curriculum
+from isobit.data.dataset import Example
 from isobit.engine.engine import OnGroup
 from isobit.engine.sequences import Stats, clamped_fraction
 from isobit.engine.types import Completion
-from isobit.rl import Group, ResolvedObjective, Sample
+from isobit.rl import Group, Sample
 from isobit.rl.algorithm.credit import StepBatch
 from isobit.rl.algorithm.replay import ReplayBuffer
 from isobit.run.metrics import member
+from isobit.training.context import RunContext
 from isobit.training.loop import Rollout, Rollouts, Sampled, Scored, roll_out
-from isobit.training.measuring.meter import Meter, added
+from isobit.training.measuring.meter import added
 from isobit.training.rollouts.problems import Problems
 from isobit.training.rollouts.rank_sampling import gather_groups, gather_stats
-from isobit.training.saving.saver import Saver
 from isobit.training.saving.snapshot import State
 from isobit.training.scoring import RewardScorer
 
@@ -47,48 +47,39 @@ class Sampler(Protocol):
     def __call__(
         self, examples: Sequence[Example], ids: Sequence[int], on_group: OnGroup
     ) -> tuple[dict[int, list[Completion]], Stats]:
-        """Sample and return the groups of this rank, by the place of their example, and the
-        statistics of its engines; `on_group` is called with each group as soon as it is done."""
+        """Sample and return the groups of this rank, by the index of their example, and the
+        statistics of its engines; calls `on_group` with each group that is done."""
 
 
 class LiveRollouts:
     """Batches of `prompts_per_step` groups of completions of the next prompts, sampled by the
     present weights. Groups that one step has left over begin the batch of the next step.
 
-    `steps`: those of the whole run, for reward functions that ask for them. `reference_kl`: returns
-    the KL of each sample, where the reward pays for its distance to the reference. `before_scoring`
-    is called before rewards are collected, and `meanwhile` over and over until they are there.
-    `variables`: the environment variables that environments are given.
+    `reference_kl`: returns the KL of each sample, where the reward pays for its distance to the
+    reference. `before_scoring` is called before rewards are collected, and `meanwhile` over and
+    over until they are there.
     """
 
     def __init__(
         self,
-        train: Dataset,
+        config: Config,
+        context: RunContext,
         sampler: Sampler,
         scorer: RewardScorer,
-        objective: ResolvedObjective,
-        state: State,
-        ranks: Ranks,
-        meter: Meter,
-        saver: Saver,
-        note: Callable[[str], None],
-        *,
-        prompts_per_step: int,
-        steps: int,
-        curriculum: CurriculumConfig,
         reference_kl: ReferenceKL | None,
         before_scoring: Callable[[], object] = lambda: None,
         meanwhile: Callable[[], None] | None = None,
-        variables: Sequence[str] = (),
     ) -> None:
-        self._train, self._sampler, self._scorer = train, sampler, scorer
-        self._objective, self._state, self._ranks = objective, state, ranks
-        self._meter, self._saver, self._note = meter, saver, note
-        self._prompts_per_step, self._steps = prompts_per_step, steps
+        self._train, self._sampler, self._scorer = context.train, sampler, scorer
+        self._objective, self._state = context.trained.objective, context.state
+        self._ranks, self._meter, self._saver = context.ranks, context.meter, context.saver
+        self._warn = context.display.warn
+        self._prompts_per_step, self._steps = config.prompts_per_step, config.steps
         self._reference_kl, self._before_scoring = reference_kl, before_scoring
         self._meanwhile = meanwhile
-        self._problems = Problems(ranks, scorer.stop_on_error, variables)
-        self._curriculum = Curriculum(curriculum, train, state.solved)
+        variables = config.environment.variables
+        self._problems = Problems(context.ranks, scorer.stop_on_error, variables)
+        self._curriculum = Curriculum(config.curriculum, context.train, context.state.solved)
 
     def next(self) -> Rollout:
         objective, state = self._objective, self._state
@@ -103,7 +94,7 @@ class LiveRollouts:
         """Sample a group of completions for each of the next `count` prompts that this rank claims;
         reward functions begin on finished groups while others are still sampled."""
         state, took = self._state, dict[str, float]()
-        ids, after = self._curriculum.take(state.cursor, count)
+        ids, next_cursor = self._curriculum.take(state.cursor, count)
         examples = [self._train.at(cursor) for cursor in ids]
         progress = state.progress(self._steps, len(self._train))
         scoring = self._scorer.begin(examples, self._sampler.n, progress)
@@ -111,14 +102,16 @@ class LiveRollouts:
             self._meter.timed(took, "rollout", peak=True),
             self._saver.broken_weights_end_the_run(),
         ):
-            found, stats = self._ranks.run_on_all(lambda: self._sampler(examples, ids, scoring.add))
+            completed, stats = self._ranks.run_on_all(
+                lambda: self._sampler(examples, ids, scoring.add)
+            )
         stats = gather_stats(self._ranks, stats)
         took |= _counted(stats) | clamped_fraction(stats.kv_clamped, stats.kv_written)
         if self._curriculum.chooses:
-            took["prompts/skipped"] = float(after - state.cursor - count)
-        state.cursor = after
+            took["prompts/skipped"] = float(next_cursor - state.cursor - count)
+        state.cursor = next_cursor
         groups = {
-            i: [sample_of(c, state.step) for c in group] for i, group in sorted(found.items())
+            i: [sample_of(c, state.step) for c in group] for i, group in sorted(completed.items())
         }
         return Sampled(groups, scoring, took)
 
@@ -141,7 +134,7 @@ class LiveRollouts:
         scored = gather_groups(ranks, mine)
         notes = sampled.scoring.notes
         for line in self._problems.of_step(self._state.step + 1, notes, rewards, scored):
-            self._note(line)
+            self._warn(line)
         for group in scored:
             self._curriculum.see(group[0].prompt_index, [sample.reward for sample in group])
         tokens = sum(sample.num_trained for group in scored for sample in group)
@@ -149,10 +142,10 @@ class LiveRollouts:
         if self._reference_kl is None:
             return Scored(scored, took)
         with self._meter.timed(took, "score"), self._saver.broken_weights_end_the_run():
-            found = self._reference_kl(scored)
+            distances = self._reference_kl(scored)
         if self._objective.distills:
-            took["groups/unshown"] = float(sum(distance is None for distance, _ in found))
-        judged = iter(found)
+            took["groups/unshown"] = float(sum(distance is None for distance, _ in distances))
+        judged = iter(distances)
         charged = [[_charged(sample, *next(judged)) for sample in group] for group in scored]
         return Scored(charged, took)
 
@@ -231,7 +224,7 @@ def _counted(stats: Stats) -> dict[str, float]:
 
 
 def drafted(stats: Stats) -> dict[str, float]:
-    """Return the metrics of drafted and of accepted tokens; empty where nothing was drafted."""
+    """Return the metrics of drafted and accepted tokens; empty where nothing was drafted."""
     if not stats.num_drafts:
         return {}
     counts = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")

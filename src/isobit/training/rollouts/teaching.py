@@ -34,9 +34,9 @@ class Teaching:
 
     @staticmethod
     def of(shown: Shown, task: Task, teacher: Model, ranks: Ranks, most_tokens: int) -> "Teaching":
-        """Of a run whose completions have `most_tokens`. Raises IsobitError for a demonstration
-        that is missing, or that the teacher's context has no room for, and for a template that
-        cannot be encoded."""
+        """Build the teaching of a run whose completions have at most `most_tokens`. Raises
+        IsobitError for a demonstration that is missing or does not fit the teacher's context, and
+        for a template that cannot be encoded."""
         made = Teaching(shown, task.train, teacher, ranks, feedback_function(shown))
         if shown.demonstration is None:
             made._check_templates()
@@ -53,29 +53,29 @@ class Teaching:
         return made
 
     def prompts(self, groups: Sequence[Group]) -> TeacherPrompts:
-        """Of each completion, group by group, the tokens before it; None where the teacher is shown
-        nothing, or more than fits. The first rank makes them for all."""
+        """Return the teacher's prompt tokens for each completion, group by group; None where the
+        teacher is shown nothing, or more than fits. The first rank makes them for all."""
         return [
             None if ids is None else tuple(ids)
             for ids in self.ranks.broadcast_result(lambda: self._prompts(groups))
         ]
 
     def _prompts(self, groups: Sequence[Group]) -> list[list[int] | None]:
-        context, found = self.teacher.config.max_positions, list[list[int] | None]()
+        context, token_ids = self.teacher.config.max_positions, list[list[int] | None]()
         for group in groups:
             example = self.train.at(group[0].prompt_index)
             made = self.shown.prompts(group, example.prompt, example.columns, self.feedback)
             known: dict[str, list[int]] = {}
             for sample, prompt in zip(group, made, strict=True):
                 if prompt is None:
-                    found.append(None)
+                    token_ids.append(None)
                     continue
                 key = str(prompt)
                 if key not in known:
                     known[key] = self._encoded(example, prompt)
                 fits = len(known[key]) + len(sample.completion_ids) <= context
-                found.append(known[key] if fits else None)
-        return found
+                token_ids.append(known[key] if fits else None)
+        return token_ids
 
     def _check_templates(self) -> None:
         """Raise IsobitError for a prompt that no template takes, or a template that cannot be
@@ -85,7 +85,7 @@ class Teaching:
             (shown.template, shown.success is not None),
             (shown.feedback_template, shown.feedback is not None),
         ):
-            prompts = [self._with(each, "", template) for each in examples if used]
+            prompts = [self._with(example, "", template) for example in examples if used]
             if prompts:
                 self._encoded(examples[0], prompts[0])
 

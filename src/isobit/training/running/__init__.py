@@ -1,1 +1,1 @@
-"""What every open run has, whatever it learns from: its directory, its end, and how one goes on."""
+"""What a run reads and writes around its steps: inputs, machine, resolved values, restoring."""

@@ -26,12 +26,11 @@ from isobit.options.declare import plain
 from isobit.rl.algorithm.functions import ADVANTAGES
 from isobit.rl.algorithm.loss import LOSSES
 from isobit.run.checkpoints import file_digest
-from isobit.run.directory import CONFIG, INPUTS, RunDirectory, object_in
+from isobit.run.directory import CONFIG, INPUTS, RunDirectory, model_directory, object_in
 from isobit.tasks.builtin import TaskSettings
 from isobit.tasks.environments.settings import EnvironmentConfig
 from isobit.tasks.rewards.spec import OBJECT
 from isobit.tasks.workers.loading import split_reference
-from isobit.training.adapting import model_named
 
 Inputs = dict[str, dict[str, str]]
 """Key of the config -> file -> SHA-256; for `config.yaml` a section -> its values as JSON."""
@@ -141,11 +140,11 @@ def _places(config: Config | SftConfig) -> Iterator[tuple[str, Path, bool]]:
     yield from _of_task("task", config.task)
     model = config.model
     if model.path is not None:
-        yield "model.path", model_named(model.path), True
+        yield "model.path", model_directory(Path(model.path)), True
     if model.chat_template is not None:
         yield "model.chat_template", Path(model.chat_template), False
     if config.adapter is not None and config.adapter.init is not None:
-        yield "adapter.init", model_named(config.adapter.init), True
+        yield "adapter.init", model_directory(Path(config.adapter.init)), True
     if isinstance(config, Config):
         yield from _of_rollouts(config)
 
@@ -154,7 +153,7 @@ def _of_rollouts(config: Config) -> Iterator[tuple[str, Path, bool]]:
     """Yield the places, as `_places` does, that only the config of a run that samples names."""
     model, algorithm = config.model, config.algorithm
     if config.reference.path is not None:
-        yield "reference.path", model_named(config.reference.path), True
+        yield "reference.path", model_directory(Path(config.reference.path)), True
     if model.sft is not None:
         yield "model.sft", Path(model.sft), False
         yield from _of_task("model.sft: task", load_sft_config(model.sft).task)

@@ -23,6 +23,8 @@ def machine_facts(model: Model, objective: Objective) -> dict[str, object]:
         "formats": model.precision.formats(),
     }
     facts["date"] = model.tokenizer.now.isoformat()  # which prompts may have in them
+    if model.beyond:
+        facts["vocabulary"] = model.config.vocab_size
     facts["bitwise"] = (
         default_order()
     )  # what a config means here that names no order, such as model.sft's

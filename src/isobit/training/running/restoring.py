@@ -1,7 +1,7 @@
 """How a run goes on: its directory is its own alone, its checkpoint is restored, and its files are
 cut back to where that was made. And how several ranks open one directory.
 
-Left out: what a run is put together from (`opening.py`).
+Left out: what a run is put together from (`parts/`).
 """
 
 import platform
@@ -31,7 +31,7 @@ from isobit.training.running.inputs import Inputs, record_inputs
 from isobit.training.saving.checkpoint import Trained, head_of
 from isobit.training.saving.snapshot import State
 
-_Config = TypeVar("_Config", Config, SftConfig)
+_Config = TypeVar("_Config", bound=Config | SftConfig)
 
 
 @dataclass(frozen=True, eq=False)

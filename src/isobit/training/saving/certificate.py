@@ -27,7 +27,7 @@ _ELEMENTS = {4: torch.int32, 2: torch.int16}
 
 
 class Certificate:
-    """Makes the rows of an open run."""
+    """Makes the rows of an open run's certificate."""
 
     def __init__(self, config: Config | SftConfig, model: Model) -> None:
         self._config, self._model = of_config(plain(config)), model
@@ -35,8 +35,8 @@ class Certificate:
     def row(
         self, step: int, previous: str, rollouts: str | None, metrics: Mapping[str, float]
     ) -> dict[str, Any]:
-        """The row of a step, whose weights are the model's now. All ranks call this, and get the
-        same."""
+        """Return the certificate's row of a step, from the model's present weights. All ranks call
+        this, and get the same."""
         weights = of_weights(self._model)
         return row_of(
             step, previous, Facts(weights, rollouts, of_metrics(metrics), self._config, build())
@@ -44,12 +44,13 @@ class Certificate:
 
 
 def of_config(values: Mapping[str, Any]) -> str:
-    """The hash of a run's config, as plain values, without what may change when it goes on."""
+    """Return the hash of a run's config, as plain values, without the keys that may change on
+    resumption."""
     return digest(repeated(values))
 
 
 def of_weights(model: Model) -> str:
-    """The hash of a model's masters; of an adapter's factors where there is one."""
+    """Return the hash of a model's masters; of an adapter's factors if the model has an adapter."""
     shards = model.transformer.masters.shards
     named = {name: rows for name, rows in model.named_parameters().items() if rows.numel()}
     sums = [
@@ -58,8 +59,8 @@ def of_weights(model: Model) -> str:
     ]
     mine = dict(zip(named, torch.stack(sums).tolist())) if sums else {}
     totals = dict.fromkeys(shards.shapes, 0)
-    for each in model.ranks.all_gather_json(mine):
-        for name, value in each.items():
+    for sums_of_rank in model.ranks.all_gather_json(mine):
+        for name, value in sums_of_rank.items():
             totals[name] += value
     words = {name: value % (1 << 64) for name, value in totals.items()}
     return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()
@@ -67,8 +68,8 @@ def of_weights(model: Model) -> str:
 
 @torch.no_grad()
 def _sum(rows: Tensor, first: int) -> Tensor:
-    """int64: the sum over blocks, of which the first has the number `first` among those of the
-    whole master."""
+    """Return the weighted sum [] int64 over a master's blocks, modulo 2^64; `first`: the number of
+    the first of these blocks in the whole master."""
     flat = rows.detach().contiguous().view(-1)
     if flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone()  # so that it can be viewed as words
@@ -77,5 +78,5 @@ def _sum(rows: Tensor, first: int) -> Tensor:
     if whole < len(flat):  # the end of a small master, by elements: it may have no whole words
         rest = flat[whole:].clone().view(_ELEMENTS[flat.element_size()]).sum(dtype=torch.int64)
         blocks = torch.cat([blocks, rest.view(1)])
-    places = torch.arange(first, first + len(blocks), device=blocks.device) * 2 + 1
-    return (blocks * (places * _PLACE)).sum()
+    weights = torch.arange(first, first + len(blocks), device=blocks.device) * 2 + 1
+    return (blocks * (weights * _PLACE)).sum()

@@ -74,21 +74,21 @@ class Trained:
         """Return the memory allocated for weights, for moments and for a reference, in MiB, by the
         name of the metric. The reference is the one that follows the policy, or else `frozen`: a
         frozen reference with separate storage, or None."""
-        found = {
+        sizes = {
             "memory/weights_mib": sum(self.model.memory().values()),
             "memory/optimizer_mib": self.optimizer.nbytes,
         }
         if self.reference is not None:
-            found["memory/reference_mib"] = self.reference.nbytes
+            sizes["memory/reference_mib"] = self.reference.nbytes
         elif frozen is not None:
-            found["memory/reference_mib"] = sum(frozen.memory().values())
-        return {name: size / 2**20 for name, size in found.items()}
+            sizes["memory/reference_mib"] = sum(frozen.memory().values())
+        return {name: size / 2**20 for name, size in sizes.items()}
 
     def keep_checksums(self) -> None:
         """Begin to keep checksums, so that a bit that changes in the masters, the optimizer's
         moments or any working weights is noticed from now on."""
-        for kept in (self.model.transformer.checksums, *self._saved_with()):
-            kept.begin()
+        for checksums in (self.model.transformer.checksums, *self._saved_with()):
+            checksums.begin()
 
     def check_saved(self) -> None:
         """Raise Corruption on every rank if, on any rank, memory has changed that a checkpoint
@@ -96,8 +96,8 @@ class Trained:
         compared here: the learner compares them before it learns (`Learner.check_memory`)."""
 
         def compare() -> None:
-            for kept in self._saved_with():
-                kept.compare()
+            for checksums in self._saved_with():
+                checksums.compare()
 
         self.ranks.run_on_all(compare)
 
@@ -193,17 +193,17 @@ def not_finite(model: Model) -> str | None:
     mine = [
         name for name, rows in model.named_parameters().items() if not bool(rows.isfinite().all())
     ]
-    found = {name for names in model.ranks.all_gather_json(mine) for name in names}
-    return next((name for name in model.transformer.masters.shards.shapes if name in found), None)
+    broken = {name for names in model.ranks.all_gather_json(mine) for name in names}
+    return next((name for name in model.transformer.masters.shards.shapes if name in broken), None)
 
 
 def problem_of(checkpoint: Path, ranks: Ranks = ALONE) -> str | None:
     """Return why a run cannot go on from a checkpoint that is whole, or None: a weight is not
     finite, or the file of the state is not the state of a run. The ranks divide the weights among
     them, and all return the same."""
-    found = ranks.all_gather_json(ranks.run_on_all(lambda: _broken_weight(checkpoint, ranks)))
-    found += ranks.all_gather_json(ranks.on_first(lambda: _broken_state(checkpoint)))
-    return next((problem for problem in found if problem is not None), None)
+    problems = ranks.all_gather_json(ranks.run_on_all(lambda: _broken_weight(checkpoint, ranks)))
+    problems += ranks.all_gather_json(ranks.on_first(lambda: _broken_state(checkpoint)))
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def _broken_state(checkpoint: Path) -> str | None:
@@ -231,24 +231,24 @@ def _state(checkpoint: Path) -> dict[str, Any]:
         if exists(waiting):
             check_readable(waiting)
             tensors = load_file(waiting)
-        found = unpacked(json.loads(path.read_text(encoding="utf-8")), tensors)
-        counts = [*(found[name] for name in _COUNTS), found["rows"], *found["offsets"].values()]
+        loaded = unpacked(json.loads(path.read_text(encoding="utf-8")), tensors)
+        counts = [*(loaded[name] for name in _COUNTS), loaded["rows"], *loaded["offsets"].values()]
         if not all(type(count) is int and count >= 0 for count in counts):
             raise TypeError
-        if not set(found["offsets"]) <= set(NOTHING_WRITTEN) - {METRICS}:
+        if not set(loaded["offsets"]) <= set(NOTHING_WRITTEN) - {METRICS}:
             raise TypeError  # a run cuts only its own files; metrics.jsonl by its rows
-        if not isinstance(found["masters"], str):
+        if not isinstance(loaded["masters"], str):
             raise TypeError
-        for groups in (found["pending"], found["replay"], found.get("unfinished", [])):
+        for groups in (loaded["pending"], loaded["replay"], loaded.get("unfinished", [])):
             groups_from_json(groups)
-        for batch in found["queue"]:
+        for batch in loaded["queue"]:
             StepBatch.from_json(batch, 1)
-        if not isinstance(found.get("unrecorded"), (dict, type(None))):
+        if not isinstance(loaded.get("unrecorded"), (dict, type(None))):
             raise TypeError
-        bonus = EntropyBonus(**found.get("entropy_bonus", {"coefficient": 0.0}))
-        if not all(isinstance(part, (float, int, type(None))) for part in vars(bonus).values()):
+        bonus = EntropyBonus(**loaded.get("entropy_bonus", {"coefficient": 0.0}))
+        if not all(isinstance(number, (float, int, type(None))) for number in vars(bonus).values()):
             raise TypeError
-        if found.get("best") is not None and not is_description(found["best"]):
+        if loaded.get("best") is not None and not is_description(loaded["best"]):
             raise TypeError
     except (OSError, UnicodeDecodeError) as error:
         raise IsobitError(f"{path}: cannot be read: {reason_of(error)}") from None
@@ -256,7 +256,7 @@ def _state(checkpoint: Path) -> dict[str, Any]:
         raise IsobitError(f"{waiting}: cannot be read: {error}") from None
     except (ValueError, TypeError, LookupError, AttributeError, AssertionError, RecursionError):
         raise IsobitError(f"{path}: not the state of a run") from None
-    state: dict[str, Any] = found
+    state: dict[str, Any] = loaded
     return state
 
 

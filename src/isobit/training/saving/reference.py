@@ -1,8 +1,8 @@
-"""A reference that follows the policy: in every so many steps it moves towards it,
+"""A reference that follows the policy: every `sync_every` steps it moves towards the policy,
 
     reference ← (1 - α)·reference + α·policy,
 
-of masters of its own, in FP32 whatever the policy's are (TR-DPO: Gorbatovski et al. 2024, arXiv
+in separate masters, in FP32 whatever the policy's are (TR-DPO: Gorbatovski et al. 2024, arXiv
 2404.09656; TRL's `sync_ref_model`). With α = 1 it becomes the policy, and with a small α in every
 step it is the exponential mean of policies that teaches in SDFT and SDPO.
 
@@ -34,8 +34,8 @@ from isobit.tasks.builtin import Task
 
 
 class FollowingReference:
-    """`model` follows the `policy` as `settings` say, and is calibrated after every move, where its
-    KV cache has scales."""
+    """A reference model that follows the policy. `model` moves towards the `policy` as `settings`
+    say, and is calibrated after every move, where its KV cache has scales."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class FollowingReference:
         calibrate(self.model)
 
     def after(self, step: int) -> None:
-        """Move, if it is time: the policy has learned in this step. Raises NonFiniteError where the
-        policy is not finite."""
+        """Move the reference towards the policy, which has learned in this step, if it is time.
+        Raises NonFiniteError where the policy is not finite."""
         if step % self._settings.sync_every:
             return
         masters = self._policy.named_parameters()
@@ -69,17 +69,17 @@ class FollowingReference:
     def save(self, path: Path) -> None:
         """Write the masters into a file; every rank writes its rows."""
         mine, shards = self.model.named_parameters(), self.model.transformer.masters.shards
-        parts = {
+        slices = {
             name: Part(
                 torch.float32, shape, mine.get(name), shards.own(name)[0] * shards.width(name)
             )
             for name, shape in shards.shapes.items()
         }
-        write_file(path, parts, self.model.ranks)
+        write_file(path, slices, self.model.ranks)
 
     def load(self, path: Path) -> None:
-        """The inverse of `save`, by any number of ranks. Raises IsobitError for a file that cannot
-        be read, or holds another model."""
+        """Read the masters that `save` wrote, by any number of ranks. Raises IsobitError for a file
+        that cannot be read, or holds another model."""
         self.model.ranks.run_on_all(lambda: self._read(path))
         self._remake()
 
@@ -88,17 +88,18 @@ class FollowingReference:
         shards = self.model.transformer.masters.shards
         try:
             with safe_open(path, framework="pt") as file:
-                found = file_tensors(file)
-                if {name: each.shape for name, each in found.items()} != dict(shards.shapes):
+                tensors = file_tensors(file)
+                if {name: tensor.shape for name, tensor in tensors.items()} != dict(shards.shapes):
                     raise IsobitError(f"{path}: a reference of another model")
                 for name, mine in self.model.named_parameters().items():
-                    mine.copy_(found[name][slice(*shards.own(name))])
+                    mine.copy_(tensors[name][slice(*shards.own(name))])
         except (OSError, SafetensorError) as error:
             raise IsobitError(f"{path}: cannot be read: {error}") from None
 
     @property
     def nbytes(self) -> int:
-        """Of its masters here, and of the working weights that are its own."""
+        """The bytes of this rank's masters, plus the working weights that are not shared with the
+        policy."""
         held = self.model.memory()
         if (adapter := self.model.transformer.adapter) is None:
             return sum(held.values())
@@ -110,8 +111,9 @@ class FollowingReference:
 def followed(
     policy: Model, precision: PrecisionValue, config: Config | SftConfig, task: Task
 ) -> FollowingReference | None:
-    """The reference of a run, if it follows the policy, which has not learned yet, or is restored
-    after this. Raises IsobitError where its learner has scales that a separate engine finds."""
+    """Build the reference of a run if it follows the policy; called before the policy has learned,
+    or before both are restored. Raises IsobitError where its learner has scales that a separate
+    engine calibrates."""
     if not config.reference.follows:
         return None
     flow = precision_from(precision)
@@ -130,13 +132,13 @@ def followed(
 
 
 def calibrate_reference(reference: Model, task: Task) -> None:
-    """Set the scales of its KV cache, if it has any, for its present weights."""
+    """Calibrate a reference's KV cache, if it has calibrated scales, for its present weights."""
     Calibrator(reference).calibrate([example.prompt for example in task.train.examples[:8]])
 
 
 @torch.no_grad()
 def mix(reference: Tensor, policy: Tensor, alpha: float) -> None:
-    """`reference`, FP32, becomes (1 - alpha)·reference + alpha·policy."""
+    """Replace `reference`, FP32, by (1 - alpha)·reference + alpha·policy."""
     for mine, theirs in zip(reference.view(-1).split(AT_ONCE), policy.view(-1).split(AT_ONCE)):
         if alpha == 1:
             mine.copy_(theirs)
@@ -145,7 +147,7 @@ def mix(reference: Tensor, policy: Tensor, alpha: float) -> None:
 
 
 def _copied(policy: Model, precision: PrecisionValue) -> Transformer:
-    """The same weights under a precision, of a copy of the masters."""
+    """Return the policy's weights under another precision, from a copy of its masters."""
     masters = {
         name: rows.detach().to(torch.float32, copy=True)
         for name, rows in policy.named_parameters().items()
@@ -156,12 +158,12 @@ def _copied(policy: Model, precision: PrecisionValue) -> Transformer:
 
 @torch.no_grad()
 def _adapted(policy: Model) -> Transformer:
-    """The frozen model with an adapter whose A are the policy's, and whose B are 0."""
+    """Return the frozen model with an adapter whose A are the policy's, and whose B are 0."""
     adapter = policy.transformer.adapter
     assert adapter is not None
     zeros = {name: torch.zeros(shape) for name, shape in adapter.shapes.items()}
     made = policy.transformer.adapted(replace(adapter, tensors=zeros))
-    first = {one.masters[0] for one in adapter.projections}
+    first = {proj.masters[0] for proj in adapter.projections}
     for name, rows in made.parameters.items():
         if name in first:
             rows.copy_(policy.named_parameters()[name])

@@ -19,8 +19,8 @@ from isobit.training.saving.snapshot import Snapshot, State
 
 
 class Saver:
-    """Saves a run, and its `best` model beside it. `saved_step` is the step of its newest
-    checkpoint, None before the first; `keep_last`: how many are kept."""
+    """Saves a run's checkpoints, and its `best` model next to them. `saved_step` is the step of the
+    newest checkpoint, None before the first; `keep_last`: how many are kept."""
 
     def __init__(
         self,
@@ -46,13 +46,13 @@ class Saver:
         return self._whole is not None
 
     def keep(self) -> None:
-        """A step is whole: until the next one learns, an error saves it as it is now."""
+        """Take a snapshot of a whole step: until the next one learns, an error saves this one."""
         self._whole = self._now()
 
     @contextmanager
     def learning(self, unchanged: type[Exception]) -> Iterator[None]:
-        """While the weights change, what was kept does not belong to them; after an `unchanged`
-        error it still does."""
+        """Drop the snapshot inside this context, where the weights change; after an `unchanged`
+        error it is valid again."""
         whole, self._whole = self._whole, None
         try:
             yield
@@ -61,7 +61,7 @@ class Saver:
             raise
 
     def save(self, whole: Snapshot | None = None) -> None:
-        """Write a checkpoint, of now unless a snapshot is given."""
+        """Write a checkpoint of the present state, or of the snapshot `whole`."""
         self._meter.phase("save")
         if (name := not_finite(self._trained.model)) is not None:
             self.fail(f"{name} is not finite")
@@ -76,10 +76,12 @@ class Saver:
         return Snapshot.take(self._state, self._trained, self._run.written(), self._best.to_json())
 
     def after(self, error: BaseException | None) -> None:
-        """What ends the run is known: where that is an error, save the newest whole step, and raise
-        RunFailed that says how to go on. After Corruption nothing in memory is worth saving, and
-        after RankLost, or an error that the other ranks do not have, nobody is there to save
-        with."""
+        """End a run. On an error, save the newest whole step and raise RunFailed that says how to
+        go on.
+
+        After Corruption nothing in memory is worth saving; after RankLost, or an error that the
+        other ranks do not have, no rank is there to save with.
+        """
         again = f"; go on with: isobit train --resume {self._run.directory}"
         if isinstance(error, IsobitError) and self._trained.ranks.size > 1 and not error.shared:
             kind = RankLost if isinstance(error, RankLost) else RunFailed
@@ -103,8 +105,8 @@ class Saver:
 
     @contextmanager
     def broken_weights_end_the_run(self) -> Iterator[None]:
-        """The learner skips a step that is not finite; weights that a finite step broke are the
-        end."""
+        """End the run inside this context where weights are not finite: the learner skips a step
+        that is not finite, but cannot repair weights that a finite step broke."""
         try:
             yield
         except NonFiniteError as error:

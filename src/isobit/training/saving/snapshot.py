@@ -1,4 +1,4 @@
-"""The state of a run between two steps: what a checkpoint holds beside weights and optimizer.
+"""The state of a run between two steps: a checkpoint's content apart from weights and optimizer.
 
 A step changes counters, queues and scales first, and the weights only when it learns. So what is
 copied here when a step is whole goes with the weights until the next one learns: where that one
@@ -22,13 +22,16 @@ from isobit.training.saving.checkpoint import Trained
 
 @dataclass
 class State:
-    """What is counted. `cursor`: prompts taken from the data; `pending`: scored groups that are in
-    no batch yet; `queue`: batches that wait to be learned from, where rollouts run ahead;
-    `unrecorded`: metrics of the newest step, if its evaluation failed and they are not in their
-    file; `synced_step`: the steps whose masters the working weights are made of, which no
-    checkpoint holds; `head`: the hash of the certificate's newest row; `solved`: of the prompts
-    that were sampled, by their index, the fraction of completions, for a curriculum; `unfinished`:
-    groups of which a completion goes on in the next step, by the order of their prompts."""
+    """The counters and queues of a run.
+
+    `cursor`: prompts taken from the data; `pending`: scored groups that are in no batch yet;
+    `queue`: batches that wait to be learned from, where rollouts run ahead; `unrecorded`: metrics
+    of the newest step, if its evaluation failed and they are not in their file; `synced_step`: the
+    steps whose masters the working weights are made of, which no checkpoint holds; `head`: the hash
+    of the certificate's newest row; `solved`: for prompts that were sampled, by their index, the
+    fraction of completions that solved it, for a curriculum; `unfinished`: groups with a completion
+    that goes on in the next step, by the order of their prompts.
+    """
 
     step: int = 0
     cursor: int = 0
@@ -46,8 +49,8 @@ class State:
         return self.synced_step == self.step
 
     def progress(self, steps: int, prompts: int) -> dict[str, float]:
-        """What reward functions get as `trainer_state`, in a run of so many steps on so many
-        prompts."""
+        """Return what reward functions get as `trainer_state`, in a run of `steps` steps on
+        `prompts` prompts."""
         return {"global_step": self.step, "max_steps": steps, "epoch": self.cursor / prompts}
 
 
@@ -63,8 +66,8 @@ class Snapshot:
 
     @staticmethod
     def take(state: State, trained: Trained, written: Mapping[str, Any], best: Any) -> "Snapshot":
-        """Of now. Groups and batches are never changed once they are here, so lists are copied and
-        no more."""
+        """Copy the present state. Groups and batches are never changed once they are in it, so only
+        the lists are copied."""
         copied = replace(
             state,
             pending=list(state.pending),
@@ -84,8 +87,8 @@ class Snapshot:
         return Snapshot(copied, tuple(trained.replay.groups), trained.calibrator.state(), rest)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, `scales` left out; the same on every machine and at any number of ranks, so
-        without times."""
+        """Return plain values, `scales` left out; the same on every machine and at any number of
+        ranks, so without times."""
         state, unrecorded = self.state, self.state.unrecorded
         if unrecorded is not None:
             unrecorded = {

@@ -28,55 +28,55 @@ def packed(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]
     """Return (the state of a run, in which the length of each long column of a sample replaces the
     column; the columns, each [numbers of all samples]). A column has 32 bits per number where that
     changes none of its numbers."""
-    parts: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
+    columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
 
     def short(sample: Mapping[str, Any]) -> dict[str, Any]:
-        found = dict(sample)
+        row = dict(sample)
         for name, dtype in _COLUMNS.items():
-            if found.get(name) is not None:
-                parts[name].append(np.array(found[name], dtype))
-                found[name] = len(parts[name][-1])
-        return found
+            if row.get(name) is not None:
+                columns[name].append(np.array(row[name], dtype))
+                row[name] = len(columns[name][-1])
+        return row
 
     plain = _mapped(state, short)
-    return plain, {name: _tensor(rows) for name, rows in parts.items() if rows}
+    return plain, {name: _tensor(rows) for name, rows in columns.items() if rows}
 
 
 def unpacked(plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the state of a run from what `packed` returned. Raises ValueError for columns that do
     not fit the lengths in the state."""
-    places = dict.fromkeys(_COLUMNS, 0)
+    offsets = dict.fromkeys(_COLUMNS, 0)
 
     def whole(sample: Mapping[str, Any]) -> dict[str, Any]:
-        found = dict(sample)
+        row = dict(sample)
         for name in _COLUMNS:
-            length = found.get(name)
+            length = row.get(name)
             if length is None or isinstance(length, list):  # the list of an older checkpoint
                 continue
-            start = places[name]
+            start = offsets[name]
             if type(length) is not int or not 0 <= length <= tensors[name].numel() - start:
                 raise ValueError(f"{name}: {length!r} numbers")
-            found[name] = tensors[name][start : start + length].tolist()
-            places[name] = start + length
-        return found
+            row[name] = tensors[name][start : start + length].tolist()
+            offsets[name] = start + length
+        return row
 
-    found = _mapped(plain, whole)
-    if any(places.get(name) != tensor.numel() for name, tensor in tensors.items()):
+    state = _mapped(plain, whole)
+    if any(offsets.get(name) != tensor.numel() for name, tensor in tensors.items()):
         raise ValueError("numbers that are no sample's")
-    return found
+    return state
 
 
 def _mapped(state: Mapping[str, Any], change: _Change) -> dict[str, Any]:
     """Return the state of a run with `change` applied to each sample, always in the same order."""
-    found = dict(state)
+    mapped = dict(state)
     for name in ("pending", "replay", "unfinished"):
-        if name in found:
-            found[name] = _groups(found[name], change)
-    found["queue"] = [
+        if name in mapped:
+            mapped[name] = _groups(mapped[name], change)
+    mapped["queue"] = [
         {**batch, **{name: _groups(batch[name], change) for name in ("groups", "scored")}}
-        for batch in found["queue"]
+        for batch in mapped["queue"]
     ]
-    return found
+    return mapped
 
 
 def _groups(groups: Any, change: _Change) -> list[Any]:

@@ -205,7 +205,7 @@ def _keep(
     pointer, value, first, count, STRIDE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Store what `_block` would load."""
+    """Store a block of rows, at the addresses from which `_block` loads it."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
     inside = (row < count - first) & (column < DIM)
     pointer += tl.cast(first, tl.int64) * STRIDE

@@ -185,14 +185,18 @@ def delta_rule_backward(
     dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, layout: Layout
 ) -> tuple[Tensor, ...]:
     return through_parts(
-        dout, qkv, gates, heads, lambda parts, dout: _backward(parts, dout, layout, heads.corrects)
+        dout,
+        qkv,
+        gates,
+        heads,
+        lambda inputs, dout: _backward(inputs, dout, layout, heads.corrects),
     )
 
 
-def _backward(parts: Parts, dout: Tensor, layout: Layout, corrects: bool = True) -> Parts:
+def _backward(inputs: Parts, dout: Tensor, layout: Layout, corrects: bool = True) -> Parts:
     """Return the gradients of the recurrence's inputs, in waves of programs that share a scratch
     buffer."""
-    (tokens, key_heads, key_dim), (value_heads, value_dim) = parts.k.shape, parts.v.shape[1:]
+    (tokens, key_heads, key_dim), (value_heads, value_dim) = inputs.k.shape, inputs.v.shape[1:]
     high, block = triton.next_power_of_2(key_dim), min(_BLOCK, triton.next_power_of_2(value_dim))
     blocks, segments = -(-value_dim // block), -(-layout.max_rows // _SEGMENT)
     items = (layout.row_start.shape[0] - 1) * value_heads * blocks
@@ -200,10 +204,10 @@ def _backward(parts: Parts, dout: Tensor, layout: Layout, corrects: bool = True)
     wave = max(1, min(items, _SCRATCH // (4 * workspace)))
     dq, dk = (dout.new_empty(blocks, tokens, value_heads, key_dim) for _ in range(2))
     dkept, dstrength = (dout.new_empty(blocks, tokens, value_heads) for _ in range(2))
-    dv, scratch = torch.empty_like(parts.v), dout.new_empty(wave, workspace)
+    dv, scratch = torch.empty_like(inputs.v), dout.new_empty(wave, workspace)
     for first in range(0, items, wave):
         launch(
-            _delta_backward, (min(wave, items - first),), dout, *parts, dq, dk, dv, dkept,
+            _delta_backward, (min(wave, items - first),), dout, *inputs, dq, dk, dv, dkept,
             dstrength, scratch,
             layout.row_start, first, tokens, segments, num_warps=_WARPS, KEY_HEADS=key_heads,
             VALUE_HEADS=value_heads,

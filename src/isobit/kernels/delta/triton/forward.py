@@ -53,7 +53,7 @@ def _inverse_length(x, LEVELS: tl.constexpr):
 
 @triton.jit
 def _kept_and_strength(a, b, decay, step_bias, least_step, CORRECTS: tl.constexpr):
-    """Return what is left of the state after a token, and how strongly it writes."""
+    """Return the factor by which a token's state fades, and how strongly the token writes."""
     shifted = a + step_bias
     exponential = tl.exp(shifted)
     more = 1.0 + exponential

@@ -58,7 +58,7 @@ def _store_rows(
 
 @triton.jit
 def _row_of(pick_ptr, t):
-    """Return the places of the sorted rows t."""
+    """Return the original rows of the sorted rows t."""
     if pick_ptr is None:
         return t.to(tl.int64)
     else:

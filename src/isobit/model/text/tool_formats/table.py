@@ -14,7 +14,12 @@ from isobit.model.text.tool_formats.gemma import GEMMA4
 from isobit.model.text.tool_formats.harmony import HARMONY
 from isobit.model.text.tool_formats.mistral import MISTRAL
 from isobit.model.text.tool_formats.pythonic import PYTHONIC
-from isobit.model.text.tool_formats.tagged import GLM45, HERMES, QWEN3_CODER
+from isobit.model.text.tool_formats.tagged import (
+    GLM45,
+    HERMES,
+    MINIMAX_M2,
+    QWEN3_CODER,
+)
 from isobit.model.text.tool_formats.whole import JSON, LLAMA3_JSON
 
 FORMATS: Mapping[str, ToolFormat] = {
@@ -25,6 +30,7 @@ FORMATS: Mapping[str, ToolFormat] = {
     "harmony": HARMONY,
     "pythonic": PYTHONIC,
     "glm45": GLM45,
+    "minimax_m2": MINIMAX_M2,
     "gemma4": GEMMA4,
     "deepseek_v3": DEEPSEEK_V3,
     "json": JSON,
@@ -38,6 +44,7 @@ _SHOWN = (
     ("[func_name1(", "pythonic"),
     ("<function=", "qwen3_coder"),
     ("<arg_key>", "glm45"),
+    ("<minimax:tool_call>", "minimax_m2"),
     ("<|tool_call>call:", "gemma4"),
     ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
     ("<tool_call>", "hermes"),

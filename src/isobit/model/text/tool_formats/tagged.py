@@ -1,5 +1,5 @@
 """Calls between `<tool_call>` and `</tool_call>`: Hermes' and Qwen's JSON, Qwen3-Coder's XML, and
-GLM's keys and values (4.5; 4.7 writes no line breaks).
+GLM's keys and values (4.5; 4.7 writes no line breaks); and MiniMax-M2's XML between other tags.
 
     <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
     <tool_call><function=add><parameter=a>
@@ -9,6 +9,9 @@ GLM's keys and values (4.5; 4.7 writes no line breaks).
     <arg_key>a</arg_key>
     <arg_value>1</arg_value>
     </tool_call>
+    <minimax:tool_call><invoke name="add">
+    <parameter name="a">1</parameter>
+    </invoke></minimax:tool_call>
 
 A call is read from its beginning on, so a text in it may spell the tags. What does not parse goes
 on to the next tag. Text between calls and behind them is content.
@@ -23,7 +26,7 @@ and null. Every character is looked at a few times, whatever is not closed.
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from isobit.data.turns import Call
 from isobit.errors import brief
@@ -41,19 +44,60 @@ from isobit.model.text.tool_formats.base import (
 )
 from isobit.model.text.tool_formats.schemas import properties_of, value_of
 
-_OPEN, _CLOSE, _FUNCTION = "<tool_call>", "</tool_call>", "<function="
-_TAG = re.compile(f"{_OPEN}|{_CLOSE}")
-_BARE = re.compile(r"<function=(?=[^<>\s]+>\s*(?:<parameter=|</function>))")
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _QUOTED = re.compile(rf'"(?:[^"\\]|\\.)*(?:"|\Z)|({_OPEN}|{_CLOSE})', re.DOTALL)
-_HEAD = re.compile(r"\s*<function=([^<>\s]+)>")
-_PARAMETER = re.compile(r"\s*<parameter=([^<>\s]+)>\n?")
-_END_OF_VALUE = re.compile(
-    r"\n?</parameter>(?=\s*(?:<parameter=|</function>|\Z))|\n(?=<parameter=(?P<key>[^<>\s]+)>)"
-    r"|\n?(?=</function>\s*(?:</?tool_call>|<function=|\Z))|(?P<next>" + _BARE.pattern + ")"
-)
-"""Where a parameter ends: with its tag, in front of the next `key`, with its function, or not at all
-before the next call."""
-_END_OF_FUNCTION = re.compile(r"\s*</function>")
+
+
+class _Tags(NamedTuple):
+    """The tags around calls, and the pattern of what begins one."""
+
+    open: str
+    close: str
+    begins: re.Pattern[str]
+
+
+_TAGS = _Tags(_OPEN, _CLOSE, re.compile(_OPEN))
+
+
+class _Xml(NamedTuple):
+    """How calls are written in XML: the `tags` around them; what the tags of a function and of a
+    parameter begin with, the `end` of a function and the `quote` around names; and the patterns of
+    these tags, and of what ends them."""
+
+    tags: _Tags
+    opens: str
+    key: str
+    end: str
+    quote: str
+    head: re.Pattern[str]
+    parameter: re.Pattern[str]
+    end_of_value: re.Pattern[str]
+    end_of_function: re.Pattern[str]
+
+
+def _xml(around: tuple[str, str], opens: str, key: str, end: str, quote: str, line: str) -> _Xml:
+    """Return the patterns of XML: tags `around` calls, what the tags of a function and of a
+    parameter begin with, and the `end` of a function; names are between two of `quote`, and values
+    between two of `line`. A parameter ends with its tag, in front of the next key, with its
+    function, or not at all before the next call."""
+    name = rf"[^<>\s{quote}]+"
+    bare = rf"{opens}(?={name}{quote}>\s*(?:{key}|{end}))"
+    return _Xml(
+        _Tags(*around, re.compile(f"{around[0]}|{bare}")),
+        *(opens, key, end, quote),
+        re.compile(rf"\s*{opens}({name}){quote}>"),
+        re.compile(rf"\s*{key}({name}){quote}>{line}"),
+        re.compile(
+            rf"{line}</parameter>(?=\s*(?:{key}|{end}|\Z))|\n(?={key}(?P<key>{name}){quote}>)"
+            rf"|\n?(?={end}\s*(?:{'|'.join(around)}|{opens}|\Z))|(?P<next>{bare})"
+        ),
+        re.compile(rf"\s*{end}"),
+    )
+
+
+_QWEN = _xml((_OPEN, _CLOSE), "<function=", "<parameter=", "</function>", "", "\n?")
+_AROUND = ("<minimax:tool_call>", "</minimax:tool_call>")
+_MINIMAX = _xml(_AROUND, '<invoke name="', '<parameter name="', "</invoke>", '"', "")
 _CLOSED = re.compile(r"\s*</tool_call>")
 _KEY = re.compile(r"\s*<arg_key>([^<>]+)</arg_key>\s*<arg_value>")
 _END_OF_ARGUMENT = "</arg_value>"
@@ -63,32 +107,34 @@ _Read = Callable[[str, int], tuple[Call, int]]
 """The call that begins at a place of a text, and the place behind it. Raises NoCall."""
 
 
-def _tagged(pieces: Pieces, read: _Read, begins: re.Pattern[str]) -> Reply | None:
-    """Return what a text says between and behind the calls that begin so; None: it has none."""
-    ((_, text),) = pieces
+def _tagged(pieces: Pieces, read: _Read, tags: _Tags = _TAGS) -> Reply | None:
+    """Return what a text says between and behind the calls in these tags; None: it has none."""
+    text, begins = "".join(mark + said for mark, said in pieces), tags.begins
+    closing = re.compile(rf"\s*{tags.close}")
     first = begin = begins.search(text)
     if first is None:
         return None
     content, calls, problems = [text[: first.start()]], list[Call](), list[str]()
     while begin is not None:
-        place = begin.end() if begin[0] == _OPEN else begin.start()
+        place = begin.end() if begin[0] == tags.open else begin.start()
         try:
             call, place = read(text, place)
             calls.append(call)
-            closed = _CLOSED.match(text, place)
+            closed = closing.match(text, place)
             place = place if closed is None else closed.end()
         except NoCall as error:
             problems.append(numbered(len(calls) + len(problems) + 1, error))
-            tag = _TAG if begin[0] == _OPEN else re.compile(f"{_CLOSE}|{begins.pattern}")
-            end = tag.search(text, begin.end())
-            place = len(text) if end is None else end.end() if end[0] == _CLOSE else end.start()
+            next_one = tags.open if begin[0] == tags.open else begins.pattern
+            end = re.compile(f"{tags.close}|{next_one}").search(text, begin.end())
+            closes = end is not None and end[0] == tags.close
+            place = len(text) if end is None else end.end() if closes else end.start()
         begin = begins.search(text, place)
         content.append(behind(text[place : len(text) if begin is None else begin.start()]))
     return Reply("".join(content), tuple(calls), problems=tuple(problems))
 
 
 def _hermes(pieces: Pieces, tools: Tools) -> Reply | None:
-    return _tagged(pieces, _json_call, re.compile(_OPEN))
+    return _tagged(pieces, _json_call)
 
 
 def _json_call(text: str, place: int) -> tuple[Call, int]:
@@ -98,34 +144,35 @@ def _json_call(text: str, place: int) -> tuple[Call, int]:
     return call, end
 
 
-def _qwen3_coder(pieces: Pieces, tools: Tools) -> Reply | None:
-    begins = re.compile(f"{_OPEN}|{_BARE.pattern}")
-    return _tagged(pieces, partial(_function, tools), begins)
+def _in_xml(xml: _Xml, pieces: Pieces, tools: Tools) -> Reply | None:
+    return _tagged(pieces, partial(_function, xml, tools), xml.tags)
 
 
-def _function(tools: Tools, text: str, place: int) -> tuple[Call, int]:
-    head = _HEAD.match(text, place)
+def _function(xml: _Xml, tools: Tools, text: str, place: int) -> tuple[Call, int]:
+    head = xml.head.match(text, place)
     if head is None:
-        raise NoCall("expected <function=NAME>...</function>")
+        raise NoCall(f"expected {xml.opens}NAME{xml.quote}>...{xml.end}")
     types, arguments, place = properties_of(tools, head[1]), dict[str, Any](), head.end()
-    while (found := _PARAMETER.match(text, place)) is not None:
+    while (found := xml.parameter.match(text, place)) is not None:
         key, place = found[1], found.end()
-        ends = _END_OF_VALUE.finditer(text, place)
+        ends = xml.end_of_value.finditer(text, place)
         known = types.keys() - arguments.keys() - {key}
         end = next((m for m in ends if m["key"] is None or not types or m["key"] in known), None)
         value = "" if end is None else text[place : end.start()]
-        eaten = end is not None and "</p" not in end[0] and "<parameter=" in value
+        eaten = end is not None and "</p" not in end[0] and xml.key in value
         if end is None or end["next"] or eaten:
             raise NoCall(f"expected </parameter> behind the value of {brief(key, 40)}")
         arguments[key], place = value_of(value, types.get(key), words=True), end.end()
-    if (last := _END_OF_FUNCTION.match(text, place)) is None:
+    if (last := xml.end_of_function.match(text, place)) is None:
         extra = brief(text[place : place + 100].strip(), 40)
-        raise NoCall(f"expected <parameter=NAME>...</parameter> or </function>, got {extra!r}")
+        raise NoCall(
+            f"expected {xml.key}NAME{xml.quote}>...</parameter> or {xml.end}, got {extra!r}"
+        )
     return Call(head[1], dumped(arguments)), last.end()
 
 
 def _glm45(pieces: Pieces, tools: Tools) -> Reply | None:
-    return _tagged(pieces, partial(_keyed, tools), re.compile(_OPEN))
+    return _tagged(pieces, partial(_keyed, tools))
 
 
 def _keyed(tools: Tools, text: str, place: int) -> tuple[Call, int]:
@@ -147,5 +194,6 @@ def _keyed(tools: Tools, text: str, place: int) -> tuple[Call, int]:
 
 
 HERMES = ToolFormat((_OPEN,), _hermes)
-QWEN3_CODER = ToolFormat((_OPEN, _FUNCTION), _qwen3_coder)
+QWEN3_CODER = ToolFormat((_OPEN, _QWEN.opens), partial(_in_xml, _QWEN))
+MINIMAX_M2 = ToolFormat((_AROUND[0], _MINIMAX.opens), partial(_in_xml, _MINIMAX), _AROUND)
 GLM45 = ToolFormat((_OPEN,), _glm45)

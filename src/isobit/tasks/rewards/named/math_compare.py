@@ -183,7 +183,7 @@ class _Form:
     else value."""
 
     kind: str
-    parts: "tuple[_Form, ...]" = ()
+    elements: "tuple[_Form, ...]" = ()
 
 
 _FITS = {
@@ -201,7 +201,7 @@ def _fits(right: _Form, answer: _Form) -> bool:
     kinds = frozenset((right.kind, answer.kind))
     if "value" in kinds:
         return True
-    right_elements, answer_elements = list(right.parts), list(answer.parts)
+    right_elements, answer_elements = list(right.elements), list(answer.elements)
     if kinds <= {"set", "list"}:
         right_elements, answer_elements = (
             sorted(right_elements, key=str),

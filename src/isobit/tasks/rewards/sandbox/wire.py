@@ -110,14 +110,14 @@ def _of(module: str, name: str, how: str = "") -> Callable[[Any], Any]:
 # name of a class: its module, its value as something simpler, and that made into it again
 CODERS: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "int": ("builtins", hex, lambda text: int(text, 16)),
-    "complex": ("builtins", lambda z: [z.real, z.imag], lambda parts: complex(*parts)),
+    "complex": ("builtins", lambda z: [z.real, z.imag], lambda items: complex(*items)),
     "bytes": ("builtins", bytes.hex, bytes.fromhex),
     "bytearray": ("builtins", bytearray.hex, bytearray.fromhex),
     "tuple": ("builtins", list, tuple),
     "set": ("builtins", list, set),
     "frozenset": ("builtins", list, frozenset),
     "dict": ("builtins", _pairs, dict),
-    "range": ("builtins", lambda r: [r.start, r.stop, r.step], lambda parts: range(*parts)),
+    "range": ("builtins", lambda r: [r.start, r.stop, r.step], lambda items: range(*items)),
     "defaultdict": ("collections", _pairs, dict),
     "OrderedDict": ("collections", _pairs, collections.OrderedDict),
     "Counter": ("collections", _pairs, lambda pairs: collections.Counter(dict(pairs))),

@@ -5,8 +5,9 @@ A text prompt and its answer are encoded as one text, a chat and its answer as t
 the conversation. The prompt's tokens are those with which the whole begins as the prompt alone
 does, and what is learned is the rest, as TRL 1.16 cuts (tests/training/test_taught.py). It ends
 with the token that ends the answer: after a text the tokenizer's own end of sequence; in a chat the
-first token after the answer's text at which generation stops, else the last special token that the
-template writes there, else the end of sequence too. What a template writes after that is left out.
+first token after the answer's text at which generation stops; else one with which the template
+begins the message behind it, as GLM-4.5's does; else the last special token that it writes there,
+else the end of sequence too. What a template writes after that is left out.
 
 A template that begins the assistant's turn in one way and writes it in another is refused, which
 TRL is not: what would be learned does not follow what is sampled.
@@ -20,6 +21,7 @@ is learned whole, but for its first token, which nothing predicts.
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +33,7 @@ from isobit.errors import IsobitError, brief, printable
 from isobit.model import Model, Tokenizer
 from isobit.model.described import Described
 from isobit.model.text.added_tokens import token_text
+from isobit.model.text.chat import TookTooMuch
 from isobit.model.text.template_tools import check_calls, writes_tools
 from isobit.rl.algorithm.given import PAIR_LOSSES
 from isobit.tasks.builtin import Task
@@ -72,7 +75,9 @@ class Teacher:
         self._spelled, self._inside = 0, list[str]()
         """The answers that spell their end, and special tokens that others have inside."""
         self._shows_tools = False
+        self._begins: list[int] | None = None
         self._written_calls = set[tuple[int, ...]]()
+        self._ends_behind = dict[bool, int | None]()
 
     def samples(self, example: Example) -> list[SupervisedSample]:
         """Return what is learned of an example: one row, or one for each of the assistant's turns.
@@ -205,8 +210,21 @@ class Teacher:
         if joined and chats is not None:
             _refuse_other_beginning(*chats, self._tokenizer)
         cut = max(common, 1)  # nothing predicts the first token
-        learned = self._ended(whole[cut:], by_template=chats is not None)
+        if chats is not None and not joined:
+            cut += self._header(whole[cut:])
+        learned = self._ended(whole[cut:], None if chats is None else chats[1][-1])
         return SupervisedSample(tuple(whole[:cut]), tuple(learned), joined=joined)
+
+    def _header(self, ids: Sequence[int]) -> int:
+        """Return how many of these tokens begin a turn of the assistant anew, as the template does
+        behind a user's message. Some write it in a conversation, and not before what is sampled."""
+        if self._begins is None:
+            self._begins, asked = [], [{"role": "user", "content": "?"}]
+            with suppress(IsobitError):  # a template that takes no such conversation
+                alone = self._tokenizer.encode_chat(asked, add_generation_prompt=False)
+                begun = self._tokenizer.encode_chat(asked)
+                self._begins = begun[len(alone) :] if begun[: len(alone)] == alone else []
+        return len(self._begins) if list(ids[: len(self._begins)]) == self._begins else 0
 
     def _check_tools(self, prompt: Sequence[Message]) -> None:
         """Raise IsobitError for a row's tools that the template does not write."""
@@ -242,12 +260,13 @@ class Teacher:
         self._spelled += 1
         return {**message, "content": text}
 
-    def _ended(self, ids: list[int], by_template: bool) -> list[int]:
-        """The tokens up to the one that ends the answer, which is added where there is none."""
+    def _ended(self, ids: list[int], message: Message | None) -> list[int]:
+        """Return the tokens up to the one that ends the answer, which is added where there is none;
+        `message`: what the template wrote, None for a text."""
         start = len(ids)
         while start and (ids[start - 1] in self._special or not self._name(ids[start - 1]).strip()):
             start -= 1
-        if by_template and not start:
+        if message is not None and not start:
             raise IsobitError(
                 "the chat template writes nothing of the answer; expected one that writes text "
                 "contents"
@@ -255,11 +274,34 @@ class Teacher:
         stops = [i for i in range(start, len(ids)) if ids[i] in self._tokenizer.eos_ids]
         if stops:
             return ids[: stops[0] + 1]
+        end = None if message is None else self._end_behind(bool(message.get("tool_calls")))
         written = [i for i in range(start, len(ids)) if ids[i] in self._special]
-        if by_template and written:
+        if end is None and message is not None and written:
             return ids[: written[-1] + 1]
-        end = end_of_text(self._tokenizer)
+        end = end_of_text(self._tokenizer) if end is None else end
         return ids if end is None else [*ids, end]
+
+    def _end_behind(self, calls: bool) -> int | None:
+        """Return the token with which the template begins the message behind an answer, or behind one
+        that `calls` a tool, if generation stops there."""
+        if calls not in self._ends_behind:
+            function = {"name": "f", "arguments": {}}
+            call = {"id": "call00000", "type": "function", "function": function}
+            said: list[Message] = [{"role": "user", "content": "a"}]
+            said += [
+                {"role": "assistant", "content": "b"} | ({"tool_calls": [call]} if calls else {})
+            ]
+            told = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": "c"}
+            more = [*said, told if calls else said[0]]
+            try:
+                ids, longer = (self._tokenizer.encode_chat(chat, False) for chat in (said, more))
+            except TookTooMuch:
+                raise
+            except IsobitError:
+                ids, longer = [], []
+            begun = longer[len(ids)] if longer[: len(ids)] == ids != longer else None
+            self._ends_behind[calls] = begun if begun in self._tokenizer.eos_ids else None
+        return self._ends_behind[calls]
 
     def _name(self, token: int) -> str:
         return self._tokenizer.decode([token], special=True)

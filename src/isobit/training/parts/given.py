@@ -1,60 +1,66 @@
-"""The parts of a supervised run: the model, the samples to learn from each example, the learner and
-the held-out answers.
+"""What a supervised run is put together from: the model, the samples to learn from each example,
+the learner, and the held-out answers.
 
 Everything here is opened before a run directory is written, so that a user's mistake costs nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from isobit.config import SftConfig
 from isobit.data.columns import unread_line
 from isobit.data.dataset import TEMPLATE_KWARGS, Dataset, Example
 from isobit.data.messages import TOOLS
-from isobit.distributed import Ranks
-from isobit.engine.calibration import Calibrator
+from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
 from isobit.model import Model, ModelConfig
 from isobit.model.described import Described
 from isobit.monitor.trackers.process import check_trackers
 from isobit.options.declare import plain
 from isobit.rl.algorithm.given import supervised_objective
-from isobit.rl.algorithm.replay import ReplayBuffer, ReplaySettings
-from isobit.rl.learner.learner import Learner
 from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.tasks.builtin import Task, load_task
-from isobit.training.adapting import model_named
+from isobit.training.context import RunContext
+from isobit.training.learning import Learning
+from isobit.training.objects import OnStep
+from isobit.training.parts.cautions import supervised_cautions
+from isobit.training.parts.held_out import Asked, HeldOutAnswers
+from isobit.training.parts.learner import frozen_reference, trained_by, with_micro_batches
+from isobit.training.parts.model import initial_model, model_named, model_warning
 from isobit.training.plan.cards import Machine
-from isobit.training.plan.host import this_machine
 from isobit.training.plan.job import Given, Job, supervised_job
-from isobit.training.plan.memory import fitting_tokens
 from isobit.training.recording.evaluating import require_held_out
-from isobit.training.resolved import in_steps
+from isobit.training.recording.rollouts import LearnedAnswers
+from isobit.training.rollouts.given import GivenAnswers, given
 from isobit.training.rollouts.lengths import encode_prompt, keep, outside, say_special_tokens
+from isobit.training.rollouts.taught import SupervisedSample, Teacher, is_text
+from isobit.training.run import Source
+from isobit.training.running.machine import ranks_caution
+from isobit.training.running.resolved import in_steps
+from isobit.training.sampled_ahead import SampledAhead
 from isobit.training.saving.checkpoint import Trained
-from isobit.training.saving.reference import calibrate_reference, followed
-from isobit.training.sft.batches import given
-from isobit.training.sft.held_out import Asked, HeldOutAnswers
-from isobit.training.sft.initial import initial_model
-from isobit.training.sft.taught import SupervisedSample, Teacher, is_text
+from isobit.training.saving.reference import FollowingReference, followed
 
 Taught = Mapping[int, Sequence[SupervisedSample]]
 """The samples to learn from each example, by the example's index."""
 
 
 @dataclass(frozen=True, eq=False)
-class SupervisedParts:
-    """The parts of a supervised run. `held_out`: None where no example is held out; `reference`:
-    the model that the loss compares with, or None."""
+class GivenParts:
+    """The parts of a supervised run. `taught`: the samples to learn from each example; `held_out`:
+    None where no example is held out."""
 
     config: SftConfig
     trained: Trained
-    reference: Model | None
     train: Dataset
     taught: Taught
     held_out: HeldOutAnswers | None
+
+    kind, best_by = "supervised, ", None
+    callbacks: ClassVar[Sequence[OnStep]] = ()
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -73,7 +79,39 @@ class SupervisedParts:
         """Return the memory allocated for weights, moments and a reference, in MiB; not that of
         keys and values, which only an evaluation needs."""
         shared = self.config.adapter is not None
-        return self.trained.memory_metrics(None if shared else self.reference)
+        return self.trained.memory_metrics(None if shared else self.trained.learner.reference)
+
+    def notes(self) -> Iterator[str]:
+        """Yield a line on the kernels and the consistency."""
+        yield f"{self.trained.model.ops.why}; consistency: {self.config.consistency}"
+
+    def warnings(self) -> Iterator[str | None]:
+        """Yield warnings of what the config probably does not mean."""
+        yield model_warning(self.config, self.trained.model)
+        yield ranks_caution(self.config.ranks)
+        yield from supervised_cautions(self.config, self.train)
+
+    def learned(self, context: RunContext) -> LearnedAnswers:
+        """Return what a step records of its answers."""
+        return LearnedAnswers(self.config.loss)
+
+    def source(self, context: RunContext) -> Source:
+        """Return the source of given answers, which are compared with no rollout."""
+        answers = GivenAnswers(self.train, self.taught, context.state, self.config.batch_size)
+        learning = Learning(
+            self.trained,
+            SampledAhead(context),
+            context.state,
+            context.meter,
+            context.saver,
+            context.display.warn,
+            quantization_every=self.config.run.quantization_every,
+        )
+        return Source(answers, learning, () if self.held_out is None else (self.held_out,))
+
+    def result(self, checkpoint: Path) -> str:
+        """Return a line on where the model or the adapter is."""
+        return f"{'model' if self.config.adapter is None else 'adapter'} in {checkpoint}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,14 +164,14 @@ def lessons_of(task: Task, model: Model | Described, config: SftConfig, quiet: b
     return Lessons(train, taught, asked, lengths)
 
 
-def open_parts(
+def open_given(
     config: SftConfig,
-    *,
-    quiet: bool,
-    ranks: Ranks,
-    began: Mapping[str, Any],
+    ranks: Ranks = ALONE,
+    began: Mapping[str, Any] = MappingProxyType({}),
     checkpoint: Path | None = None,
-) -> SupervisedParts:
+    *,
+    quiet: bool = False,
+) -> GivenParts:
     """Open all parts of a supervised run and return them. `checkpoint`: where the weights are read
     from, if given; `began`: the facts of the run that goes on. Raises IsobitError for anything that
     does not fit."""
@@ -143,61 +181,36 @@ def open_parts(
     model = initial_model(config, task, ranks, began, checkpoint)
     lessons = lessons_of(task, model, config, quiet or not ranks.first)
     config = in_steps(config, len(lessons.train))
-    tokens = _micro_batch_tokens(config, lessons, model, ranks)
-    config = replace(config, optimizer=replace(config.optimizer, micro_batch_tokens=tokens))
-    following = followed(model, config.precision, config, task)
-    reference = following.model if following is not None else None
-    if config.compares and following is None:
+    config = with_micro_batches(
+        config, model, lambda machine: lessons.job(config, model.config, machine, ranks.size)
+    )
+    reference: Model | FollowingReference | None
+    reference = followed(model, config.precision, config, task)
+    if config.compares and reference is None:
         reference = _reference(config, model, task)
     settings = replace(config.optimizer, total_steps=config.steps, seed=config.seed)
     if not config.of_pairs:  # answers share prompts only by chance
         settings = replace(settings, share_prompts=False)
-    learner = Learner(
-        model,
-        ShardedOptimizer.of(model, settings),
-        supervised_objective(
-            config.loss, config.beta, (config.desirable_weight, config.undesirable_weight)
-        ),
-        reference=reference,
-        micro_batch_tokens=tokens,
-        recompute=config.optimizer.activation_checkpointing,
-        seed=config.seed,
-        expects_equal_bits=False,
-        check_gradients_every=config.run.check_gradients_every,
-    )
-    replay = ReplayBuffer(ReplaySettings(), config.seed)
-    frozen = [] if reference is None else [reference.transformer]
-    calibrator = Calibrator(model, tokens)
-    trained = Trained(model, learner.optimizer, learner, calibrator, replay, frozen, following)
+    optimizer = ShardedOptimizer.of(model, settings)
+    weights = config.desirable_weight, config.undesirable_weight
+    objective = supervised_objective(config.loss, config.beta, weights)
+    trained = trained_by(config, optimizer, model, objective, reference)
     asked = lessons.asked
-    held_out = None if asked is None else HeldOutAnswers(model, learner, asked)
-    return SupervisedParts(config, trained, reference, lessons.train, lessons.taught, held_out)
-
-
-def _micro_batch_tokens(config: SftConfig, lessons: Lessons, model: Model, ranks: Ranks) -> int:
-    """Return the tokens of a micro-batch as a number, which the run's config keeps: `auto` is the
-    number that fits into the rank with the least memory."""
-    given = config.optimizer.micro_batch_tokens
-    if given != "auto":
-        return given
-    machine = this_machine(model.ops, ranks.size)
-    job = lessons.job(config, model.config, machine, ranks.size)
-    return int(min(ranks.all_gather_json(fitting_tokens(job))))
+    held_out = None if asked is None else HeldOutAnswers(model, trained.learner, asked)
+    return GivenParts(config, trained, lessons.train, lessons.taught, held_out)
 
 
 def _reference(config: SftConfig, model: Model, task: Task) -> Model:
     """Return the model that the run began with, frozen: working weights under the policy's flow, or
     the policy's base without its adapter."""
     if config.adapter is not None:
-        reference = model.without_adapter()
-    else:
-        assert config.model.path is not None
-        flow = config.precision, config.backend, config.consistency, model.ranks
-        masters = config.optimizer.masters
-        reference = Model.load(model_named(config.model.path), *flow, masters=masters)
-    calibrate_reference(reference, task)
-    reference.transformer.freeze()
-    return reference
+        return frozen_reference(model.without_adapter(), task)
+    assert config.model.path is not None
+    flow = config.precision, config.backend, config.consistency, model.ranks
+    masters = config.optimizer.masters
+    return frozen_reference(
+        Model.load(model_named(config.model.path), *flow, masters=masters), task
+    )
 
 
 def load_supervised(config: SftConfig) -> Task:

@@ -25,11 +25,10 @@ from isobit.precision import precision_from
 from isobit.run import checkpoints, durable
 from isobit.run.directory import CHECKPOINTS
 from isobit.tasks.builtin import Task
-from isobit.training.adapting import model_named
 from isobit.training.loop import training_loop
-from isobit.training.sft.open_run import SupervisedRun
-from isobit.training.sft.opening import open_supervised, open_supervised_again
-from isobit.training.sft.parts import load_supervised
+from isobit.training.parts.given import GivenParts, load_supervised, open_given
+from isobit.training.parts.model import model_named
+from isobit.training.run import Run, open_again, open_new
 
 
 def cached_model(
@@ -85,17 +84,17 @@ def _make(config: SftConfig, place: Path, quiet: bool) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def _opened(config: SftConfig, quiet: bool) -> SupervisedRun:
+def _opened(config: SftConfig, quiet: bool) -> Run[GivenParts]:
     """Open the run that makes the model: from its newest checkpoint if it had begun and can go on,
     otherwise from the start."""
     directory = Path(config.run.dir)
     if checkpoints.all_checkpoints(directory / CHECKPOINTS):
         try:
-            return open_supervised_again(directory, (), quiet=quiet)
+            return open_again(directory, (), lambda config: open_given, quiet=quiet)
         except IsobitError:
             pass  # a run of another version, or damaged: begin anew
     shutil.rmtree(directory, ignore_errors=True)
-    return open_supervised(config, quiet=quiet)
+    return open_new(config, open_given, quiet=quiet)
 
 
 def _alone(config: SftConfig, directory: Path | None) -> SftConfig:

@@ -1,0 +1,1 @@
+"""What a run is put together from, of each kind, opened before its directory is written."""

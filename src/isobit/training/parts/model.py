@@ -1,0 +1,223 @@
+"""The model that a run trains: all of its weights, or an adapter on it; of a supervised run also
+random weights, with a character tokenizer over the task's alphabet."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from isobit.config import ArchitectureConfig, Config, SftConfig
+from isobit.distributed import ALONE, Ranks
+from isobit.distributed.launch import check_alike
+from isobit.errors import IsobitError, brief
+from isobit.kernels import Scoring, computed_by
+from isobit.model import Experts, Model, ModelConfig, TextRules, Tokenizer
+from isobit.model.adapters.peft import check_served
+from isobit.model.adapters.targets import NewAdapter, beyond_use, targeted
+from isobit.model.described import Described, described
+from isobit.model.families import FAMILIES
+from isobit.model.hub.checkpoint import model_folder
+from isobit.model.hub.linear_attention import LinearAttention
+from isobit.model.hub.multipliers import Multipliers
+from isobit.run.directory import model_directory
+from isobit.tasks.builtin import Task
+from isobit.training.running.machine import date_of
+
+
+def model_named(path: str) -> Path:
+    """Return the directory of the model that a config names: `path` itself, or the newest
+    checkpoint of a run. Raises IsobitError for a run without a checkpoint."""
+    return model_directory(Path(path))
+
+
+def text_rules(config: Config | SftConfig, now: datetime | None = None) -> TextRules:
+    """Return the rules by which a config reads prompts; `now`: the date that prompts name."""
+    model = config.model
+    rule = config.task.special_tokens_in_content
+    return TextRules(rule, now, model.chat_template, model.chat_template_kwargs)
+
+
+def shared_vocabulary(config: Config, base: Path) -> int | None:
+    """Return the number of token ids that the policy at `base` and its teacher have in common: the
+    tokenizer's, where their embeddings have other numbers of rows behind these; else None, and each
+    model has all its rows. Raises IsobitError for a teacher that has another tokenizer."""
+    if config.reference.path is None:
+        return None
+    teacher, adapter = model_named(config.reference.path), config.adapter
+    init = None if adapter is None or adapter.init is None else str(model_named(adapter.init))
+    policy, other = described(base, init), described(teacher)
+    ours, theirs = (each.tokenizer.fast.get_vocab() for each in (policy, other))
+    if theirs != ours:
+        word = min(
+            word
+            for word, token in ours.items() | theirs.items()
+            if ours.get(word) != theirs.get(word)
+        )
+        raise IsobitError(
+            f"reference.path: {config.reference.path} has another tokenizer than the policy: "
+            f"{brief(word)!r} is token {theirs.get(word)} there and {ours.get(word)} here; a teacher "
+            "reads the policy's tokens, so take one of its family"
+        )
+    same = policy.config.vocab_size == other.config.vocab_size
+    return None if same else policy.tokenizer.vocab_size
+
+
+def load_trained(
+    config: Config | SftConfig,
+    base: Path,
+    checkpoint: Path | None = None,
+    ranks: Ranks = ALONE,
+    now: datetime | None = None,
+    vocabulary: int | None = None,
+) -> Model:
+    """Load the model at `base`, or its state in a `checkpoint`, which holds only the adapter where
+    the config has one, with a tokenizer that reads prompts as the run does; `now`: the date that
+    prompts name; `vocabulary`: as in `Model.load`. Raises IsobitError for an adapter that does not
+    fit the config."""
+    rules = text_rules(config, now)
+    if checkpoint is not None:  # the template is saved in it
+        rules = replace(rules, chat_template=None)
+    flow = config.precision, config.backend, config.consistency, ranks
+    given, masters = config.adapter, config.optimizer.masters
+    if given is None:
+        path = checkpoint or base
+        model = Model.load(path, *flow, masters=masters, rules=rules, vocabulary=vocabulary)
+        if model.transformer.adapter is not None:
+            raise IsobitError(
+                f"model.path: {base} is an adapter; give its model, and the adapter as adapter.init"
+            )
+        return model
+    new = NewAdapter(given.rank, given.alpha, given.targets, config.seed, given.rslora)
+    init = None if given.init is None else model_named(given.init)
+    if init is not None and checkpoint is None:
+        check_served(model_folder(init, "adapter"), base)
+    own = checkpoint or init or new
+    model = Model.load(base, *flow, own, masters, rules, vocabulary)
+    found, wanted = model.transformer.adapter, targeted(model.config, given.targets)
+    assert found is not None
+    settings = (given.rank, given.alpha, given.rslora, wanted)
+    if (found.rank, found.alpha, found.rslora, found.projections) != settings:
+        raise IsobitError(
+            f"adapter.init: {given.init} is an {found}; set rank, alpha, rslora and targets to "
+            "these"
+        )
+    return model
+
+
+def model_warning(config: Config | SftConfig, model: Model | Described) -> str | None:
+    """Return a warning for an adapter with a rank above the one that its matrices can use, or for a
+    model that reads images too, of which only the language model is saved; or None."""
+    given, architecture = config.adapter, FAMILIES[model.config.family].architecture
+    if given is not None:
+        line = beyond_use(model.config, given.rank, given.targets)
+    elif model.config.wrapped:
+        line = (
+            f"{config.model.path} reads images too: its language model is trained, and saved alone, "
+            f"as {architecture}; an adapter (adapter.rank) is saved for the whole model"
+        )
+    else:
+        line = None
+    return None if line is None else f"warning: {line}"
+
+
+def initial_model(
+    config: SftConfig,
+    task: Task,
+    ranks: Ranks,
+    began: Mapping[str, Any],
+    checkpoint: Path | None = None,
+) -> Model:
+    """The model, or its state in a `checkpoint` of the run, whose facts `began` has. Raises
+    IsobitError for what is no model, and for random weights without an alphabet."""
+    now = date_of(began, ranks)
+    if config.model.path is not None:
+        base = model_named(config.model.path)
+        model = load_trained(config, base, checkpoint, ranks, now)
+    elif checkpoint is not None:
+        model = load_trained(config, checkpoint, checkpoint, ranks, now)
+    else:
+        model = _random(config, task, ranks, now)
+    check_alike(ranks, computed_by(model.ops))  # one machine may have no compiler
+    return model
+
+
+def described_model(config: SftConfig, task: Task) -> Described:
+    """The same without its weights."""
+    if config.model.path is not None:
+        adapter = None if config.adapter is None else config.adapter.init
+        return described(model_named(config.model.path), adapter, text_rules(config))
+    assert config.model.init is not None
+    tokenizer = _tokenizer(config, task)
+    return Described(architecture_of(config.model.init, tokenizer), tokenizer)
+
+
+def _tokenizer(config: SftConfig, task: Task, now: datetime | None = None) -> Tokenizer:
+    """Of characters, for random weights."""
+    assert config.model.init is not None
+    alphabet = config.model.init.vocabulary or task.alphabet
+    if alphabet is None:
+        raise IsobitError(
+            f"model.init.vocabulary: task {task.name!r} has no alphabet of its own; give the "
+            "characters"
+        )
+    return Tokenizer.characters(alphabet, text_rules(config, now))
+
+
+def _random(config: SftConfig, task: Task, ranks: Ranks, now: datetime) -> Model:
+    assert config.model.init is not None
+    tokenizer = _tokenizer(config, task, now)
+    given = (
+        architecture_of(config.model.init, tokenizer),
+        tokenizer,
+        config.precision,
+        config.seed,
+        config.backend,
+        config.consistency,
+        ranks,
+    )
+    return Model.init(*given, masters=config.optimizer.masters)
+
+
+def architecture_of(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig:
+    """What `model.init` describes, for this tokenizer."""
+    family, head_dim = FAMILIES[init.family], init.head_dim or init.hidden_size // init.num_heads
+    scoring = None if family.mixtures is None else family.mixtures.scoring
+    linear = (
+        LinearAttention.like(
+            init.num_heads, head_dim, init.num_layers, family.linear_attention == "by head"
+        )
+        if family.linear_attention
+        else None
+    )
+    return ModelConfig(
+        family=init.family,
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=init.hidden_size,
+        intermediate_size=init.intermediate_size,
+        num_layers=init.num_layers,
+        num_heads=init.num_heads,
+        num_kv_heads=init.num_kv_heads or init.num_heads,
+        head_dim=head_dim,
+        rope=family.fresh_rope(init.rope_theta, init.max_positions),
+        qkv_bias=family.qkv_bias or family.biased,
+        o_bias=family.biased and family.output_bias,
+        qk_norm=bool(family.qk_norm),
+        linear=linear,
+        unrotated=()
+        if family.unrotated is None
+        else family.unrotated({"position_embedding_type": "rope"}, "model.init", init.num_layers),
+        tie_embeddings=init.tie_embeddings,
+        max_positions=init.max_positions,
+        eos_ids=tokenizer.eos_ids,
+        multipliers=Multipliers(attention=head_dim**-0.5) if family.multipliers else None,
+        experts=None
+        if init.num_experts is None
+        else Experts(
+            init.num_experts,
+            init.experts_per_token or 2,
+            init.intermediate_size,
+            shared=init.intermediate_size if family.mixtures and family.mixtures.shared else 0,
+            scoring=None if scoring is None else Scoring(*scoring),
+        ),
+    )

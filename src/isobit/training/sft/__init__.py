@@ -1,1 +1,0 @@
-"""Supervised training on right answers: the run, and which tokens of a row are learned."""
