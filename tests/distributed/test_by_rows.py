@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +26,7 @@ from isobit.kernels import Divided, Layout, Ops, get_ops, tensors_of
 from isobit.kernels.backends.rows import RowOps
 from isobit.model.divided.by_rows import layout_of, model_by_rows
 from isobit.precision import E4M3, QuantSpec
-from tests.distributed.threads import run
+from tests.distributed.threads import ThreadRanks, run
 from tests.models import tiny_model
 
 ALPHABET = "0123456789+-*=" + "".join(map(chr, range(0x4E00, 0x4E00 + 520)))
@@ -111,6 +112,21 @@ def test_ranks_together_have_the_bits_of_one(kind: str, precision: str, size: in
     """On every rank, which all draw the same; what a rank does not keep is NaN."""
     found = run(size, lambda ranks: by_rows(kind, precision, ranks))
     assert found == [alone(kind, precision)] * size
+
+
+FAMILIES = (
+    "gemma3_text", "glm4", "granite", "llama", "ministral3", "mistral", "phi3", "seed_oss", "smollm3"
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_dense_families_have_the_bits_of_one(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With their scales, biases, norms behind a layer and rotations."""
+    monkeypatch.setitem(DENSE, family, (family, False, {}))
+    assert run(3, lambda ranks: by_rows(family, "fp8", ranks)) == [alone(family, "fp8")] * 3
 
 
 def test_one_rank_is_a_group_too() -> None:
@@ -283,3 +299,31 @@ def test_the_first_rank_says_what_comes_from_outside() -> None:
     wanted = asked(Engine(model_of("dense", "fp8"), kv_pages=64, max_batch_tokens=24))
     assert len(wanted) == 4
     assert run(3, serve) == [wanted, 0, 0]
+
+
+@pytest.mark.slow
+def test_kernels_of_a_gpu_have_the_bits_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter, which one rank at a time uses: drawn tokens and log-probabilities, by
+    the fused head, and a forward."""
+    turn, everyone = threading.Lock(), ThreadRanks._all
+
+    def in_turns(ranks: ThreadRanks, what: str, given: Any) -> list[Any]:
+        turn.release()
+        try:
+            return everyone(ranks, what, given)
+        finally:
+            turn.acquire()
+
+    def computed(ranks: Ranks) -> tuple[list[int], list[float], list[float]]:
+        with turn if ranks.size > 1 else nullcontext():
+            small = {"hidden_size": 256, "intermediate_size": 384, "num_heads": 4, "num_layers": 1}
+            small |= {"num_kv_heads": 4, "head_dim": 64}
+            whole = tiny_model("fp8", "qwen3", 3, ALPHABET[:300], "triton", 3.0, **small)
+            model = model_by_rows(whole, ranks) if ranks.size > 1 else whole
+            engine = Engine(model, kv_pages=8, cuda_graphs=False)
+            ((drawn,),) = engine.generate(["1+1="], Sampling(1, 2, seed=3))
+            (read,) = model.logprobs([[*drawn.prompt_token_ids, *drawn.token_ids]], use="rollout")
+            return drawn.token_ids, drawn.logprobs, read.tolist()
+
+    monkeypatch.setattr(ThreadRanks, "_all", in_turns)
+    assert run(2, computed) == [computed(ALONE)] * 2
