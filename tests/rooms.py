@@ -17,7 +17,7 @@ from tests.reach import ROOT, imports, reached
 
 _SOURCE, _TESTS = ROOT / "src/isobit", ROOT / "tests"
 _ROOMS = {
-    "commands": {"cli"},
+    "commands": {"cli", "training/commands"},
     "environments": {"tasks/environments"},
     "experiments": {"benchmarks"},
     "faults": {"run", "training"},
@@ -34,7 +34,7 @@ _ROOMS = {
     "view": {"monitor"},
 }
 """The rooms of folders of tests that have another name."""
-_ROOMS_INSIDE = {"tasks", "engine/fleet", "training/plan"}
+_ROOMS_INSIDE = {"tasks", "engine/fleet", "training/commands", "training/plan"}
 """Folders whose inner folders, or which themselves, are rooms apart from the one around them."""
 _CONCERN_ALL = {
     "tests/conftest.py",

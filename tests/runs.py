@@ -8,12 +8,12 @@ from typing import Any
 
 import yaml
 
-from isobit.cli.commands.dry_run import dry_run
 from isobit.config import Config
 from isobit.run import metrics
 from isobit.run.checkpoints import all_checkpoints
 from isobit.run.completions import COMPLETIONS
 from isobit.run.directory import METRICS, QUANTIZATION, read_jsonl
+from isobit.training.commands.dry_run import dry_run
 from tests import warm
 from tests.until import until
 

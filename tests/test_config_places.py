@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
-from isobit.cli.commands.quickstart import config_file
 from isobit.config import CompareConfig, Config, SftConfig, load_config, load_sft_config
 from isobit.config.load import load_any_run_config, load_compare_config
 from isobit.errors import IsobitError
 from isobit.options.declare import FileName, Option, options_of, plain, sections, unwrapped
 from isobit.run.format import FORMAT, FORMAT_NOW
+from isobit.training.commands.quickstart import config_file
 from tests.documents import ROOT
 
 FILES = (

@@ -129,7 +129,7 @@ def test_stages_need_little(tmp_path: Path) -> None:
         f"import {names}\nprint([m for m in sys.modules if m.startswith('isobit.c')])", tmp_path
     )
     assert done.returncode == 0, done.stderr
-    assert "isobit.cli.commands" not in done.stdout
+    assert "isobit.training.commands" not in done.stdout
     assert "isobit.cli" not in done.stdout
     control = _python("import pydantic", tmp_path)
     assert "ModuleNotFoundError" in control.stderr

@@ -31,7 +31,7 @@ def _run(folder: Path, at: str, *words: str) -> "subprocess.CompletedProcess[str
 
 
 @pytest.mark.parametrize(
-    "at", ["isobit.cli", "typer", "isobit.cli.training", "isobit.cli.commands.doctor", "torch"]
+    "at", ["isobit.cli", "typer", "isobit.cli.training", "isobit.training.commands.doctor", "torch"]
 )
 def test_it_is_one_line(tmp_path: Path, at: str) -> None:
     done = _run(tmp_path, at, "-m", "isobit", "doctor", "--json")

@@ -13,7 +13,6 @@ import pytest
 
 import isobit
 from isobit import resume, train
-from isobit.cli.commands.compare import compare
 from isobit.config import (
     CompareConfig,
     Config,
@@ -23,6 +22,7 @@ from isobit.config import (
     load_sft_config,
 )
 from isobit.options.declare import options_of, plain, sections
+from isobit.training.commands.compare import compare
 from isobit.training.train import train_supervised
 from tests.runs import write_config
 from tests.training.test_scoring import reward_model

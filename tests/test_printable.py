@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from isobit import cli
-from isobit.cli.commands import dry_run, generate
 from isobit.engine.types import Completion
 from isobit.errors import IsobitError, printable
 from isobit.monitor.screen import Display
+from isobit.training.commands import dry_run, generate
 from tests.conftest import RunIsobit
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07 \x9b31m \r \u202e \x7f \ud800"

@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from isobit.cli.commands.evaluate import evaluation_config
 from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.evaluation.periodic import PeriodicEvaluation
@@ -23,6 +22,7 @@ from isobit.options.consistency import TDP32, VDP32, default_order
 from isobit.rl.learner.learner import Learner
 from isobit.run import checkpoints
 from isobit.run.directory import LOCK, REPORT, read_jsonl
+from isobit.training.commands.evaluate import evaluation_config
 from isobit.training.loop import training_step
 from isobit.training.objects import Given
 from isobit.training.train import open_resumed, resume, train

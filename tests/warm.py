@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 _LONGEST_S = 600
 _PRELOADED = (
     "isobit.training.loop",
-    *(f"isobit.cli.commands.{name}" for name in ("compare", "evaluate", "inspect")),
+    *(f"isobit.training.commands.{name}" for name in ("compare", "evaluate", "inspect")),
 )
 _servers: dict[str, "subprocess.Popen[str]"] = {}
 """By the library that is loaded before all others (LD_PRELOAD), or ""."""

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.experiments.command import command, write
-from isobit.cli.commands.compare import folder_name
 from isobit.errors import IsobitError
 from isobit.monitor.report.comparison import DATA
 from isobit.monitor.report.intervals import mean_interval
+from isobit.training.commands.compare import folder_name
 
 MARGIN = 0.015
 VIEWS = {"own": "under its own flow", "deployed": "under BF16"}

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from isobit.cli.commands.serving import open_serving
 from isobit.engine.engine import Engine
 from isobit.engine.types import Sampling
 from isobit.evaluation.comparison import ALONE
 from isobit.model import Model
 from isobit.model.adapters.targets import NewAdapter
+from isobit.training.commands.serving import open_serving
 from tests.conftest import RunIsobit
 
 Isobit = Callable[..., str]

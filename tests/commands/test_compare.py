@@ -10,14 +10,14 @@ import yaml
 from PIL import Image
 
 from benchmarks.pictures import draw_recipes
-from isobit.cli.commands import compare as comparing
-from isobit.cli.commands.compare import compare, folder_name
 from isobit.config import CompareConfig, load_compare_config, load_config
 from isobit.errors import IsobitError
 from isobit.monitor.report.comparison import CURVES
 from isobit.monitor.report.intervals import mean_interval
 from isobit.run.completions import COMPLETIONS, read
 from isobit.run.directory import METRICS, read_jsonl
+from isobit.training.commands import compare as comparing
+from isobit.training.commands.compare import compare, folder_name
 from tests.runs import fingerprint, write_config
 
 PRESETS = ("bf16[engines=separate]", "fp8-rollout", "fp8")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from isobit.cli.commands import doctor
-from isobit.cli.commands.doctor import _EXTRAS, diagnose
 from isobit.kernels import get_ops
 from isobit.options.consistency import default_order
 from isobit.precision import PRESETS
+from isobit.training.commands import doctor
+from isobit.training.commands.doctor import _EXTRAS, diagnose
 from tests import warm
 from tests.documents import ROOT
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from isobit.cli.commands.evaluate import evaluation_config
 from isobit.cli.evaluation import _data, _task
 from isobit.config import load_config
+from isobit.training.commands.evaluate import evaluation_config
 from isobit.training.train import train
 from tests.conftest import RunIsobit
 from tests.models import tiny_model

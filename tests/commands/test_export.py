@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from isobit import Model, load_config, train
 from isobit.cli import app
-from isobit.cli.commands.export import export
 from isobit.errors import IsobitError
 from isobit.kernels import tensors_of
+from isobit.training.commands.export import export
 
 from ..models import tiny_model
 from ..runs import write_config

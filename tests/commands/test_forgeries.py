@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from isobit.cli.commands.verify import verify_command
 from isobit.config import load_config
 from isobit.errors import RunFailed
 from isobit.run import certificate, completions
 from isobit.run.certificate import CERTIFICATE, GENESIS, digest, read_chain
 from isobit.run.completions import COMPLETIONS
+from isobit.training.commands.verify import verify_command
 from isobit.training.train import resume, train
 
 from ..runs import write_config

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from isobit.cli.commands.verify import verify_command
 from isobit.errors import RunFailed
 from isobit.monitor.report import write_report
 from isobit.monitor.screen.watch import watch
@@ -18,6 +17,7 @@ from isobit.run.completions import COMPLETIONS, pack
 from isobit.run.directory import METRICS
 from isobit.run.ends import cut_short
 from isobit.run.metrics import of_an_evaluation, of_the_machine
+from isobit.training.commands.verify import verify_command
 from isobit.training.train import resume
 from tests.commands.test_forgeries import sign
 from tests.kinds import KINDS, SUPERVISED, finished

@@ -10,12 +10,12 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from isobit.cli import app
-from isobit.cli.commands.export import export
 from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.model.adapters.targets import NewAdapter
 from isobit.model.merge import Gap, merged
 from isobit.precision import E4M3, QuantSpec, quantize
+from isobit.training.commands.export import export
 from tests.models import tiny_model
 
 Q, GATE = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.gate_proj.weight"

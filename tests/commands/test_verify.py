@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from isobit import cli, load_config, train
-from isobit.cli.commands.verify import verify_command
 from isobit.errors import IsobitError, RunFailed
 from isobit.run import completions
 from isobit.run.certificate import CERTIFICATE
 from isobit.run.completions import COMPLETIONS
+from isobit.training.commands.verify import verify_command
 
 from ..conftest import Refused
 from ..runs import write_config

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from isobit import load_config, train
-from isobit.cli.commands.verify import verify_command
 from isobit.errors import RunFailed
 from isobit.run import completions
 from isobit.run.certificate import CERTIFICATE
 from isobit.run.completions import COMPLETIONS
+from isobit.training.commands.verify import verify_command
 
 from ..runs import write_config
 from ..training.test_partial import PARTIAL

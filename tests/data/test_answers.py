@@ -184,7 +184,7 @@ ROOMS = (
     "tasks/rewards",
     "evaluation",
     "training",
-    "cli/commands/evaluate.py",
+    "training/commands/evaluate.py",
 )
 KNOWN = {
     "data/answers.py": {"str(value)"},  # numbers, of a right answer

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from isobit.cli.commands.dry_run import dry_run
 from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.run.completions import COMPLETIONS, read
+from isobit.training.commands.dry_run import dry_run
 from isobit.training.train import train
 from tests.environments.helpers import written
 from tests.environments.test_mcp import COMMAND

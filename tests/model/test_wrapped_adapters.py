@@ -12,12 +12,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from isobit.cli.commands.export import export
 from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.model.adapters.targets import NewAdapter
 from isobit.model.families import FAMILIES
+from isobit.training.commands.export import export
 from tests.distributed.threads import run
 
 from .helpers import directory, logits, tokens

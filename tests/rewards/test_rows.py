@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from isobit.cli.commands.dry_run import dry_run
 from isobit.config import load_config
 from isobit.errors import IsobitError
 from isobit.tasks.rewards.pool import RewardPool
 from isobit.tasks.rewards.spec import RewardSpec
+from isobit.training.commands.dry_run import dry_run
 from tests.runs import write_config
 
 PAIRS = {"tests": "stdin", "isolation": "none"}

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from isobit.cli.commands.export import export
 from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.model import Model
@@ -22,6 +21,7 @@ from isobit.run.checkpoints import all_checkpoints, file_digest, newest
 from isobit.run.completions import COMPLETIONS, lines, members, pack, parse
 from isobit.run.directory import METRICS, Lock, RunDirectory, read_jsonl
 from isobit.run.ends import damaged_steps
+from isobit.training.commands.export import export
 from isobit.training.train import resume, train
 from tests.runs import fingerprint, write_config
 

@@ -219,7 +219,7 @@ def read_only(monkeypatch: pytest.MonkeyPatch) -> None:
     def opened(*_: object) -> None:
         raise IsobitError("it is read")
 
-    monkeypatch.setattr("isobit.cli.commands.serve._opened", opened)
+    monkeypatch.setattr("isobit.training.commands.serve._opened", opened)
 
 
 @pytest.mark.parametrize("where", ["default", "given"])
@@ -276,7 +276,7 @@ def test_a_run_is_served_by_its_name(
     def checked(name: str, *_: object) -> None:
         called.append(name)
 
-    monkeypatch.setattr("isobit.cli.commands.serve._check_names", checked)
+    monkeypatch.setattr("isobit.training.commands.serve._check_names", checked)
     for run, model in (("base2", "base"), ("tuned", "math")):
         write = partial(shutil.copytree, folder / model, dirs_exist_ok=True)
         checkpoints.save(tmp_path / run / "checkpoints", 300, write, 1)
@@ -387,7 +387,7 @@ def test_what_is_taken_is_noticed_before_a_model_is_read(
         read.append(path)
         raise IsobitError("it is read")
 
-    monkeypatch.setattr("isobit.cli.commands.serve._opened", opened)
+    monkeypatch.setattr("isobit.training.commands.serve._opened", opened)
     base, token = folder / "base", ("--token", tmp_path / "token")
     with closing(listen("127.0.0.1", 0, "--port")) as other:
         port = other.getsockname()[1]

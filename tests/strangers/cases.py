@@ -9,9 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from isobit.cli.commands.evaluate import Request, evaluate_command
-from isobit.cli.commands.export import export
-from isobit.cli.commands.verify import verify_command
 from isobit.config import load_config, load_run_config
 from isobit.monitor.report import write_report
 from isobit.monitor.screen.watch import watch
@@ -19,6 +16,9 @@ from isobit.monitor.trackers.base import Opened, TrackedRun
 from isobit.monitor.trackers.follow import STATE, TRACKING, Follower, State
 from isobit.run import completions
 from isobit.run.directory import require_run
+from isobit.training.commands.evaluate import Request, evaluate_command
+from isobit.training.commands.export import export
+from isobit.training.commands.verify import verify_command
 from isobit.training.train import resume, train
 from tests.loaders import mutate
 from tests.loaders.outcome import put_no_file

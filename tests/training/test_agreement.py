@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from isobit.cli.commands.compare import compare
 from isobit.config import load_compare_config, load_config
 from isobit.errors import RunFailed
 from isobit.evaluation.inspection.locate import locate
@@ -18,6 +17,7 @@ from isobit.rl import ResolvedObjective
 from isobit.rl.learner.agreement import Disagreement, promises_bits
 from isobit.run import checkpoints
 from isobit.run.directory import read_jsonl
+from isobit.training.commands.compare import compare
 from isobit.training.train import replay, resume, train
 from tests.models import slow_where, tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out, same_bits, snapshot

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from isobit.cli.commands.dry_run import dry_run, supervised_dry_run
 from isobit.config import load_config, load_sft_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.run.directory import read_jsonl
+from isobit.training.commands.dry_run import dry_run, supervised_dry_run
 from isobit.training.train import resume, train, train_supervised
 from tests.runs import fingerprint, write_config
 from tests.training import test_sft_run

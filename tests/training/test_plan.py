@@ -15,13 +15,13 @@ import pytest
 import torch
 import yaml
 
-from isobit.cli.commands.dry_run import dry_run
 from isobit.config import load_config
 from isobit.engine import engine
 from isobit.errors import IsobitError
 from isobit.model import Experts, Model, ModelConfig
 from isobit.model.forward.recompute import Recompute
 from isobit.model.hub.names import parts as parts_of
+from isobit.training.commands.dry_run import dry_run
 from isobit.training.parts.assembly import open_parts
 from isobit.training.plan import Job, host, learning, plan
 from isobit.training.plan.host import this_machine

@@ -12,9 +12,6 @@ import pytest
 from tokenizers import AddedToken
 
 from isobit import load_config, resume, train
-from isobit.cli.commands.evaluate import Request, evaluate_command
-from isobit.cli.commands.generate import print_completions
-from isobit.cli.commands.verify import verify_command
 from isobit.config.commands import GenerateConfig, command_config
 from isobit.data.dataset import Example
 from isobit.engine.engine import Engine
@@ -22,6 +19,9 @@ from isobit.errors import RunFailed
 from isobit.model import Tokenizer
 from isobit.run.completions import COMPLETIONS, read
 from isobit.run.directory import model_directory
+from isobit.training.commands.evaluate import Request, evaluate_command
+from isobit.training.commands.generate import print_completions
+from isobit.training.commands.verify import verify_command
 from isobit.training.parts.assembly import open_parts
 from isobit.training.rollouts.lengths import encode_prompt
 from isobit.training.train import replay
@@ -109,7 +109,7 @@ def test_the_date_of_a_run_is_that_of_its_beginning(
         asked.append(engine.model.tokenizer.render_chat(examples[0].prompt))  # type: ignore[arg-type]
         raise RunFailed("enough")
 
-    monkeypatch.setattr("isobit.cli.commands.evaluate.measure_each", measured)
+    monkeypatch.setattr("isobit.training.commands.evaluate.measure_each", measured)
     with pytest.raises(RunFailed, match="enough"):
         evaluate_command(Path("whole"), None, Request([]), None)
     assert asked[0].startswith(f"{said} user")

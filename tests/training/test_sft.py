@@ -18,7 +18,6 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from isobit.cli.commands.dry_run import supervised_dry_run
 from isobit.config import ArchitectureConfig, SftConfig, load_sft_config
 from isobit.config.load import in_its_order
 from isobit.config.reading import override
@@ -35,6 +34,7 @@ from isobit.precision import Precision, precision_from
 from isobit.run.checkpoints import all_checkpoints
 from isobit.tasks.builtin import TaskSettings, load_task
 from isobit.tasks.rewards.pool import RewardPool
+from isobit.training.commands.dry_run import supervised_dry_run
 from isobit.training.parts import base
 from isobit.training.parts.base import cached_model
 from isobit.training.parts.given import load_supervised

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from isobit.cli.commands.dry_run import supervised_dry_run
 from isobit.config import load_sft_config
 from isobit.errors import IsobitError
+from isobit.training.commands.dry_run import supervised_dry_run
 from isobit.training.loop import training_step
 from isobit.training.parts.base import cached_model
 from isobit.training.parts.given import lessons_of, load_supervised

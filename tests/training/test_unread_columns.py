@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
-from isobit.cli.commands.dry_run import supervised_dry_run
 from isobit.config import load_config, load_sft_config
 from isobit.data.columns import ANY, unread
 from isobit.data.dataset import Shaping, read_examples
 from isobit.data.readers import Source
 from isobit.errors import IsobitError
 from isobit.tasks.rewards.functions import load_function
+from isobit.training.commands.dry_run import supervised_dry_run
 from isobit.training.parts.assembly import task_of
 from isobit.training.parts.cautions import cautions
 from tests.conftest import RunIsobit

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from isobit.cli.commands.verify import verify_command
 from isobit.config import load_config
 from isobit.distributed.files import Part
 from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.model.hub import names
 from isobit.run.checkpoints import all_checkpoints
+from isobit.training.commands.verify import verify_command
 from isobit.training.train import resume, train
 from tests.models import tiny_model
 from tests.runs import fingerprint

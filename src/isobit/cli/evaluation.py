@@ -117,6 +117,6 @@ def evaluate(
     if first is not None and is_saved(first) and (against is None or is_saved(against)):
         changed = bool(changes or best or completions or folders)
         return show_saved(first, against, out, changed=changed)
-    from isobit.cli.commands.evaluate import Request, evaluate_command
+    from isobit.training.commands.evaluate import Request, evaluate_command
 
     return evaluate_command(first, against, Request(changes, best, completions, folders), out)

@@ -17,6 +17,6 @@ def doctor(
     isobit doctor
     isobit doctor --json
     """
-    from isobit.cli.commands.doctor import doctor as print_diagnosis
+    from isobit.training.commands.doctor import doctor as print_diagnosis
 
     print_diagnosis(as_json)

@@ -78,9 +78,9 @@ def generate(
     isobit generate MODEL --adapter math=DIR --adapter code=RUN --prompt "Hello"   each answers, in one batch
     isobit generate MODEL --tools calculator.py:multiply --prompt "12 * 34"        it may call a function
     """
-    from isobit.cli.commands.generate import print_completions
     from isobit.config.commands import GenerateConfig, command_config
     from isobit.run.directory import model_directory
+    from isobit.training.commands.generate import print_completions
 
     config = command_config(GenerateConfig, model, overrides or (), "isobit generate")
     if not (chat or config.environment.used):
@@ -149,17 +149,15 @@ def inspect(
     isobit inspect MODEL --presets fp8,fp8-rollout --decompose --out inspected
     isobit inspect MODEL --prompts gsm8k.jsonl --column prompt=question
     """
-    from isobit.cli.commands.inspect import inspect_command
-    from isobit.engine.types import Sampling
     from isobit.run.directory import model_directory
+    from isobit.training.commands.inspect import inspect_command
 
-    sampling = Sampling(n, max_new_tokens, temperature, seed=seed)
     inspect_command(
         model_directory(model),
         names(presets),
         prompts,
         columns(column),
-        sampling,
+        (n, max_new_tokens, temperature, seed),
         decompose,
         stale,
         reward_model,
@@ -200,6 +198,6 @@ def export(
     isobit export runs/quickstart --to quickstart-bf16
     isobit export MODEL --format fp8 --to MODEL-FP8     FP8 blocks for vLLM, SGLang and transformers
     """
-    from isobit.cli.commands.export import export as write
+    from isobit.training.commands.export import export as write
 
     print(write(source, to, form, precision, best=best, merge=merge))

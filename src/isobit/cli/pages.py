@@ -101,6 +101,6 @@ def verify(
     isobit verify runs/quickstart
     isobit verify runs/quickstart --samples 64
     """
-    from isobit.cli.commands.verify import verify_command
+    from isobit.training.commands.verify import verify_command
 
     verify_command(run, samples, certificate)

@@ -50,8 +50,8 @@ def plan(
 
     It does not estimate time. The exit code is 2 if the run fits on none of the numbers of GPUs.
     """
-    from isobit.cli.commands.plan import plan_command
     from isobit.config import load_config
+    from isobit.training.commands.plan import plan_command
     from isobit.training.plan import card_named, card_of
 
     machine = card_named(device) if memory is None else card_of(memory)

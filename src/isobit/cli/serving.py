@@ -102,9 +102,9 @@ def serve(
     isobit serve MODEL --train --state DIR
     isobit serve MODEL --train full --state DIR
     """
-    from isobit.cli.commands.serve import Files, serve_model
     from isobit.config.commands import ServerConfig, command_config
     from isobit.run.directory import model_directory
+    from isobit.training.commands.serve import Files, serve_model
 
     config = command_config(ServerConfig, model, overrides or (), "isobit serve")
     folders = {name: model_directory(path) for name, path in adapters(adapter).items()}

@@ -1,7 +1,6 @@
 """Commands that make models: `train`, `sft`, `compare`."""
 
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,7 +38,7 @@ def quickstart(overrides: Overrides = None, out: Out = None, quiet: Quiet = Fals
 
     A finished run of the same config in the run directory is done again.
     """
-    from isobit.cli.commands.quickstart import config_file
+    from isobit.training.commands.quickstart import config_file
 
     config = str(config_file())
     raise typer.Exit(_train(config, list(overrides or []), None, None, out, False, quiet, True))
@@ -140,11 +139,13 @@ def _train(
     if redo:
         _clear(loaded)
     if dry_run:
-        from isobit.cli.commands.dry_run import dry_run as check
+        from isobit.training.commands.dry_run import dry_run as check
 
         check(loaded, lambda block: print(printable(block), flush=True))
         return 0
-    if (code := _launched(loaded.ranks, Path(loaded.run.dir))) is not None:
+    from isobit.training.commands.ranks import launched
+
+    if (code := launched(loaded.ranks, Path(loaded.run.dir))) is not None:
         return code
     from isobit.training import (
         train as trainer,
@@ -223,13 +224,15 @@ def sft(
     where = [] if out is None else [override("out", out)]
     loaded = load_sft_config(config, [*(overrides or []), *where])
     if dry_run:
-        from isobit.cli.commands.dry_run import supervised_dry_run
+        from isobit.training.commands.dry_run import supervised_dry_run
 
         supervised_dry_run(loaded, lambda block: print(printable(block), flush=True))
         return
     if redo:
         _clear(loaded)
-    if (code := _launched(loaded.ranks, Path(loaded.run.dir))) is not None:
+    from isobit.training.commands.ranks import launched
+
+    if (code := launched(loaded.ranks, Path(loaded.run.dir))) is not None:
         raise typer.Exit(code)
     # only here: a mistake in a config needs none of it
     from isobit.training.train import train_supervised
@@ -243,22 +246,13 @@ def _resume(run: Path, overrides: list[str], quiet: bool) -> int:
 
     ranks = load_any_run_config(run, overrides).ranks
     check_resumed(overrides, run)
-    if (code := _launched(ranks, run)) is not None:
+    from isobit.training.commands.ranks import launched
+
+    if (code := launched(ranks, run)) is not None:
         return code
     from isobit.training.train import resume
 
     return resume(run, overrides, quiet=quiet).exit_code
-
-
-def _launched(ranks: int, run: Path) -> int | None:
-    """Start `ranks` ranks and return their exit code; None for one, or where this is one of
-    them."""
-    from isobit.distributed.launch import launched
-    from isobit.distributed.supervisor import start
-
-    if ranks == 1 or launched():
-        return None
-    return start(ranks, sys.argv[1:], f"go on with: isobit train --resume {run}")
 
 
 @app.command()
@@ -295,8 +289,8 @@ def compare(
 
     After an interruption the same command continues; finished runs are not repeated.
     """
-    from isobit.cli.commands.compare import compare as run_comparison
     from isobit.config import load_compare_config
+    from isobit.training.commands.compare import compare as run_comparison
 
     settings = load_compare_config(
         config, names(presets), seeds, None if out is None else str(out), overrides or ()

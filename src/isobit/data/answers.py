@@ -13,6 +13,8 @@ from isobit.data.messages import standard_message
 from isobit.data.text_rows import kind
 from isobit.errors import IsobitError, brief
 
+ANSWERS = "completion_answers"
+"""The argument of reward functions with what each completion says without its thoughts."""
 ANSWER = "text or the messages of an assistant"
 GOLD = "text, a number or the messages of an assistant"
 
@@ -83,6 +85,11 @@ def answer_text(value: Any) -> str:
         if isinstance(value, str)
         else "".join(message["content"] for message in answer_messages(value))
     )
+
+
+def after_thoughts(text: str) -> str:
+    """Return a text that somebody wrote without the thoughts that `</think>` ends."""
+    return text.rpartition("</think>")[2].lstrip("\n")
 
 
 def completion_text(value: Any) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from isobit.data.answers import NoAnswer, answer_messages, content_text
+from isobit.data.answers import ANSWERS, NoAnswer, answer_messages, content_text
 from isobit.data.columns import sources_of
 from isobit.data.given_rows import given_row
 from isobit.data.messages import TOOLS, standard_message, tools_of
@@ -41,6 +41,7 @@ RESERVED_COLUMNS = (
     "prompts",
     "completions",
     "completion_ids",
+    ANSWERS,
     "trainer_state",
     "log_extra",
     "log_metric",

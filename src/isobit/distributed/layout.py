@@ -91,8 +91,9 @@ class Layout:
         """Raise IsobitError, one line, for a model or a precision that so many ranks cannot hold
         together."""
         where = f"{self.size} ranks cannot hold a model together"
-        if not precision.shared or precision.rollout.calibrated:
-            has = "a calibrated cache" if precision.shared else "a second engine"
+        rollout = precision.rollout
+        if not precision.shared or rollout.calibrated or rollout.calibrated_queries:
+            has = "calibrated scales" if precision.shared else "a second engine"
             raise IsobitError(
                 f"{where} under precision {precision.name}, which has {has}: choose fp8, "
                 "fp8-unified, mxfp8 or bf16"

@@ -103,10 +103,10 @@ def graph_kind(model: Model, wanted: bool) -> type[Graph] | None:
 
     Captured are steps of operators that never wait for a GPU, or of those in C++. Where the rows
     belong to several adapters, to other rows in each step, only the latter, which read the rows
-    from memory.
+    from memory. Not of ranks that hold a model together, which wait for each other.
     """
     ops = model.transformer.ops["rollout"]
-    if not wanted:
+    if not wanted or model.transformer.group.size > 1:
         return None
     if ops.device.type == "cuda":
         several = model.transformer.served is not None

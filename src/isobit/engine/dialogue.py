@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
+from isobit.data.answers import ANSWERS
 from isobit.data.dataset import TEMPLATE_KWARGS, Message
 from isobit.data.foreign import BadJson, parse_json
 from isobit.data.turns import Environments, Turn
@@ -142,3 +143,19 @@ def _given(arguments: str) -> Any:
         return parse_json(arguments)
     except BadJson:
         return arguments
+
+
+def with_answers(
+    columns: Sequence[Mapping[str, Any]], completions: Sequence[Completion], tokenizer: Tokenizer
+) -> list[Mapping[str, Any]]:
+    """Return each completion's columns with what it says without its thoughts; of an episode, its
+    last turn."""
+    form = format_of("auto", tokenizer.chat_template)
+
+    def answer(completion: Completion) -> str:
+        if completion.episode is None:
+            return form.of(completion, tokenizer).said
+        said = completion.episode.said()
+        return str(said[-1].get("content") or "") if said else ""
+
+    return [{**row, ANSWERS: answer(c)} for row, c in zip(columns, completions, strict=True)]

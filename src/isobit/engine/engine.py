@@ -150,6 +150,8 @@ class Engine:
             page_bytes = Engine(model, kv_pages=1, page_size=page_size, cuda_graphs=False).kv_bytes
             limit_bytes = most_cache_bytes(model.transformer.ops["rollout"].device, reserved)
             kv_pages = cache_pages(each, sequences, size.max_sequences, limit_bytes, page_bytes)
+            # schedules would part where one rank has fewer
+            kv_pages = min(model.transformer.group.all_gather_json(kv_pages))
         engine = Engine(
             model, size, kv_pages=kv_pages, page_size=page_size, record_routes=record_routes
         )

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
+from isobit.data.answers import ANSWERS
 from isobit.data.dataset import Example, Message
 from isobit.data.dataset import Prompt as DataPrompt
 from isobit.data.episodes import EpisodeRecord
@@ -319,11 +320,13 @@ class Episodes:
         if not environments.reward_weights:
             self._finish(episode, {})
             return
+        said = [m for m in episode.messages if m.get("role") == "assistant"]
         arguments = {
             **episode.columns,
             "prompts": episode.prompt,
             "completions": list(episode.messages),
             "completion_ids": episode.completion.token_ids,
+            ANSWERS: str(said[-1].get("content") or "") if said else "",
         }
         environments.finish(episode.key, arguments)
 

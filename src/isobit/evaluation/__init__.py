@@ -2,5 +2,5 @@
 files.
 
 `measure.py` uses the engine and the rewards; everything else works on graded completions and
-imports no torch. Left out: the command `isobit eval` (`cli/commands/evaluate.py`).
+imports no torch. Left out: the command `isobit eval` (`training/commands/evaluate.py`).
 """

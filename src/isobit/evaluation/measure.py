@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from isobit.data.answers import ANSWERS, after_thoughts
 from isobit.data.dataset import Example, Prompt
 from isobit.distributed import ALONE, Ranks
-from isobit.engine.dialogue import Dialogue
+from isobit.engine.dialogue import Dialogue, with_answers
 from isobit.engine.engine import Engine
 from isobit.engine.episodes import Episodes
 from isobit.engine.types import Completion, Sampling, asked_in, said_in
@@ -20,6 +21,7 @@ from isobit.errors import IsobitError, brief, did_you_mean
 from isobit.evaluation.answers import Extract, marked_answer
 from isobit.evaluation.majority import LARGEST_GROUP
 from isobit.evaluation.result import Graded, Question
+from isobit.model import Tokenizer
 from isobit.tasks.rewards.pool import Reward, Said
 
 OnProgress = Callable[[str, int, int], None]
@@ -139,9 +141,8 @@ def measure_each(
                 [*first, *more] for first, more in zip(groups, ask("sampling", plan.sampling))
             ]
         repeated = [example for example in own for _ in range(size)]
-        return _grade(
-            repeated, [completion for group in groups for completion in group], scorer, plan
-        )
+        completions = [completion for group in groups for completion in group]
+        return _grade(repeated, completions, scorer, plan, engine.model.tokenizer)
 
     graded: list[Graded] = ranks.run_on_all(grade)
     parts: list[list[Graded]] = [[] for _ in rows]
@@ -161,7 +162,9 @@ def grade_given(
 ) -> tuple[Question, ...]:
     """Score given completions, one for each example, and return the questions."""
     tags = tags_of(examples, plan.tag)
-    rewards = scorer.score([e.prompt for e in examples], completions, [e.columns for e in examples])
+    answers = [{ANSWERS: after_thoughts(text)} for text in completions]
+    columns = [{**e.columns, **answer} for e, answer in zip(examples, answers, strict=True)]
+    rewards = scorer.score([e.prompt for e in examples], completions, columns)
     return tuple(
         Question(
             example.prompt,
@@ -210,11 +213,13 @@ def _grade(
     completions: Sequence[Completion],
     scorer: Scorer,
     plan: EvaluationPlan,
+    tokenizer: Tokenizer,
 ) -> list[Graded]:
     texts = [said_in(completion) for completion in completions]
     ids = [completion.token_ids for completion in completions]
     prompts = [asked_in(e.prompt, c) for e, c in zip(examples, completions, strict=True)]
-    rewards = scorer.score(prompts, texts, [e.columns for e in examples], ids)
+    columns = with_answers([e.columns for e in examples], completions, tokenizer)
+    rewards = scorer.score(prompts, texts, columns, ids)
     return [
         Graded(
             c.text,

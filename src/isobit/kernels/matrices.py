@@ -52,9 +52,16 @@ class Packed:
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Divided(Packed):
     """Some rows of a weight of `whole_rows`: a product has the bits that these rows of the whole
-    weight's have, so what its number of rows decides is decided by `whole_rows`."""
+    weight's have, so what its number of rows decides is decided by `whole_rows`.
+
+    Where ranks hold a model together (`backends/rows.py`), `operand` are the columns of the
+    operand that each rank has, if not each has all, and `result` those of the result, if every rank
+    needs all.
+    """
 
     whole_rows: int
+    operand: tuple[int, ...] | None = None
+    result: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

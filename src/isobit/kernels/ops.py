@@ -373,6 +373,9 @@ class Ops(Protocol):
     ) -> tuple[QTensor, QTensor]:
         """Return `gate_mul_backward`, by `quantize_both_ways`, bit for bit."""
 
+    def embedding(self, tokens: Tensor, table: Tensor) -> Tensor:
+        """Return rows of the table [V, C] for tokens [T] int64: [T, C]."""
+
     def embedding_backward(self, dy: Tensor, tokens: Tensor, count: int) -> Tensor:
         """Return the gradient [count, C] float32 of a table whose rows `tokens` [T] have gradients
         dy [T, C]; the same bits in every call."""

@@ -90,6 +90,7 @@ class Transformer:
         }
         ops.check_precision(precision)
         self._version = 0
+        self.group: Ranks = ALONE  # those that hold this model together
         self.served: MultiLora | None = None
         """The adapters that rollouts name, in a model that serves several (`serving`)."""
         self._kv_scales: KVScales | None = None

@@ -1,5 +1,5 @@
-"""The way of a request to the device and back: it is asked, its events are collected, and the answer
-is told whole, or in the pieces of a stream."""
+"""The way of a request to the device and back: the jobs, their events, and the response, whole or in
+the pieces of a stream."""
 
 from collections import Counter
 from collections.abc import AsyncIterator, Callable

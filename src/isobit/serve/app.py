@@ -140,11 +140,7 @@ class Background:
     `options` the grace is for connections alone, since the device is ended first."""
 
     def __init__(
-        self,
-        gateway: Gateway,
-        tokens: tuple[str, ...],
-        options: ServerOptions,
-        listener: Listener,
+        self, gateway: Gateway, tokens: tuple[str, ...], options: ServerOptions, listener: Listener
     ) -> None:
         config = server_config(gateway, tokens, options)
         config.timeout_graceful_shutdown = int(options.grace) + 1  # a slow reader is cut off

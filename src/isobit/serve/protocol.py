@@ -67,7 +67,7 @@ class TextRequest(SamplingKeys):
 
 class CompletionRequest(TextRequest):
     """A request for the continuation of texts or token ids. `logprobs`: true, or the number of the
-    likeliest tokens beside each that was sampled."""
+    likeliest tokens in the place of each sampled one."""
 
     prompt: Annotated[Any, "a text, token ids, or a list of either"] = None
     logprobs: bool | Top = False

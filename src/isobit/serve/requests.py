@@ -20,14 +20,7 @@ from typing import (
 
 from isobit.data.foreign import BadJson, parse_json
 from isobit.errors import IsobitError, brief, did_you_mean
-from isobit.options.declare import (
-    REQUIRED,
-    Preprocess,
-    at_least,
-    is_union,
-    options_of,
-    unwrapped,
-)
+from isobit.options.declare import REQUIRED, Preprocess, at_least, is_union, options_of, unwrapped
 
 _Schema = TypeVar("_Schema")
 
@@ -70,8 +63,8 @@ class BadRequest(IsobitError):
 
 @dataclass(frozen=True)
 class Neutral:
-    """What a key asks for, which is not served; besides null the values with which it asks for
-    nothing, None: every value."""
+    """A key that is not served: `what` it asks for, and the values next to null with which it asks
+    for nothing, None: every value."""
 
     what: str
     values: tuple[Any, ...] | None = ()
@@ -80,7 +73,7 @@ class Neutral:
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 class Declared:
     """The base of requests, which are frozen dataclasses; a whole number's first marks are its
-    bounds. `neutral`: keys beside the fields that are taken with these values; `strict`: whether any
+    bounds. `neutral`: keys that are no fields, each with the values that are taken; `strict`: whether any
     other key is refused, and not passed over."""
 
     neutral: ClassVar[Mapping[str, Neutral]] = {}

@@ -21,8 +21,8 @@ class Encoder:
         self._vocabulary = model.config.vocab_size
 
     def prompts(self, given: Any, add_special: bool, most: int) -> list[list[int]]:
-        """Return the prompts, as token ids, of a text, of token ids, or of a list of either, of at
-        most so many."""
+        """Return the prompts, at most `most`, as token ids, of a text, of token ids, or of a list
+        of either."""
         several = isinstance(given, list) and bool(given) and isinstance(given[0], (str, list))
         prompts = given if several else [given]
         if len(prompts) > most:

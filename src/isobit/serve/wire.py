@@ -28,11 +28,7 @@ DESK = "desk"
 _LOG = logging.getLogger("isobit.serve")
 _Schema = TypeVar("_Schema")
 _TWO_LENGTHS = BadRequest("Content-Length and Transfer-Encoding: expected one of them")
-_TYPES = {
-    401: "authentication_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 def error_value(error: Exception) -> tuple[int, dict[str, Any]]:

@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from isobit.data.dataset import Example, Prompt
+from isobit.engine.dialogue import with_answers
 from isobit.engine.types import Completion, asked_in, said_in
 from isobit.errors import IsobitError, RunFailed
+from isobit.model import Tokenizer
 from isobit.model.reward_model import RewardModel
 from isobit.tasks.rewards.pool import Reward, RewardPool, Said
 
@@ -38,10 +40,12 @@ class RewardScorer:
         earned: Sequence[tuple[str, float]] = (),
         *,
         required: bool = True,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         """Take the sources of rewards. `earned`: (name, weight) of the rewards that environments
         give. Raises IsobitError for two rewards with one name, and, if a reward is `required`, for
-        none at all; otherwise all completions have reward 0 then."""
+        none at all; otherwise all completions have reward 0 then. `tokenizer`: reads what
+        completions say without their thoughts."""
         names = [spec.label for spec in pool.specs] + [model.name for model in models]
         names += [name for name, _ in earned]
         if twice := [name for name in names if names.count(name) > 1]:
@@ -54,7 +58,7 @@ class RewardScorer:
                 "its own"
             )
         self.pool, self.models, self.stop_on_error = pool, tuple(models), stop_on_error
-        self._earned = tuple(earned)
+        self._earned, self.tokenizer = tuple(earned), tokenizer
 
     @property
     def without_models(self) -> "RewardScorer":
@@ -152,7 +156,10 @@ class RolloutScoring:
         ids = [completion.token_ids for completion in completions]
         texts = [said_in(completion) for completion in completions]
         prompts = [asked_in(example.prompt, completion) for completion in completions]
-        self._batch.add(index * n, prompts, texts, [example.columns] * n, ids)
+        columns: list[Mapping[str, Any]] = [example.columns] * n
+        if self._scorer.pool.wants_answers and (tokenizer := self._scorer.tokenizer) is not None:
+            columns = with_answers(columns, completions, tokenizer)
+        self._batch.add(index * n, prompts, texts, columns, ids)
 
     def collect(self, meanwhile: Callable[[], None] | None = None) -> list[Reward]:
         """Return the rewards of all completions that were added, group by group; `meanwhile` is

@@ -1,2 +1,2 @@
 """The effect of a precision flow on a model, without training it; the command is
-`cli/commands/inspect.py`."""
+`training/commands/inspect.py`."""

@@ -64,6 +64,7 @@ class Composed(Ops):
     attention_quantized = attention.attention_quantized
     sinks_backward = staticmethod(attention.sinks_backward)
 
+    embedding = staticmethod(head.embedding)
     embedding_backward = staticmethod(head.embedding_backward)
     cap_logits = staticmethod(capped.cap_logits)
     head_logprobs = head.head_logprobs

@@ -180,6 +180,7 @@ class TritonOps(Ops):
     short_convolution_backward = staticmethod(convolution.short_convolution_backward)
     delta_rule = staticmethod(delta.delta_rule)
     delta_rule_backward = staticmethod(delta_backward.delta_rule_backward)
+    embedding = staticmethod(head_definition.embedding)
     embedding_backward = staticmethod(head.embedding_backward)
     cap_logits = staticmethod(capped.cap_logits)
     head_logprobs = staticmethod(head.head_logprobs)

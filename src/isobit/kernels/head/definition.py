@@ -12,6 +12,10 @@ from isobit.kernels.matrices import Prepared, values
 from isobit.kernels.ops import Ops, Temperature
 
 
+def embedding(tokens: Tensor, table: Tensor) -> Tensor:
+    return table.index_select(0, tokens)
+
+
 def embedding_backward(dy: Tensor, tokens: Tensor, count: int) -> Tensor:
     return torch.zeros(count, dy.shape[1], device=dy.device).index_add_(0, tokens, dy.float())
 

@@ -20,6 +20,8 @@ The backward (`head_backward`) works on logits in memory, a gibibyte at a time.
 Left out: the two products of the backward, which are passed in.
 """
 
+from typing import Protocol
+
 import torch
 import triton
 import triton.language as tl
@@ -52,8 +54,19 @@ VOCABULARY_TILE = {torch.bfloat16: 128, torch.float32: 64}
 decides bits."""
 
 
+class Others(Protocol):
+    """The ranks that have the other rows of the head's weight: `first` is the row of the whole that
+    is the first here."""
+
+    first: int
+
+    def exchange(self, summary: Tensor, size: int) -> None:
+        """Fill a summary [rows, kinds, tiles] of tiles of `size` rows of the weight with the tiles
+        of other ranks."""
+
+
 @triton.jit(
-    do_not_specialize=["num_rows", "race"],
+    do_not_specialize=["num_rows", "race", "first"],
     do_not_specialize_on_alignment=[
         "source_ptr",
         "tokens_ptr",
@@ -64,22 +77,22 @@ decides bits."""
 )
 def _head_tiles(
     hidden_ptr, weight_ptr, source_ptr, tokens_ptr, keys_ptr, partial_ptr, race_ptr,
-    temperature_ptr, num_rows, weight_stride, race,
+    temperature_ptr, num_rows, weight_stride, race, first,
     VOCABULARY: tl.constexpr, C: tl.constexpr, STEPS: tl.constexpr, STRIDE: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Return logits of a tile [BLOCK_V tokens, BLOCK_T rows] and stage one of them. UNIT: every
-    temperature is 1."""
-    block = tl.program_id(1)
+    temperature is 1. The weight's rows begin at tile `first` of the vocabulary."""
+    block = first + tl.program_id(1)
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = rows < num_rows
     source = tl.load(source_ptr + rows, mask=inside, other=0)
     token = block * BLOCK_V + tl.arange(0, BLOCK_V)
     k = tl.arange(0, BLOCK_K)
     # beyond the edges some row is loaded again: its logits are not used
-    weight_row = tl.minimum(token, VOCABULARY - 1).to(tl.int64) * weight_stride
-    weight_at = weight_ptr + weight_row[:, None] + k[None, :]
+    weight_row = tl.minimum(token, VOCABULARY - 1) - first * BLOCK_V
+    weight_at = weight_ptr + (weight_row.to(tl.int64) * weight_stride)[:, None] + k[None, :]
     hidden_at = hidden_ptr + source[None, :] * C + k[:, None]
     logits = tl.zeros((BLOCK_V, BLOCK_T), tl.float32)
     for step in range(STEPS):
@@ -110,18 +123,19 @@ def _tile(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
 
 def _summarize_head(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Prepared,
     source: Tensor,
     given: Tensor,
     temperature: Temperature,
     race: bool,
+    others: Others | None,
 ) -> VocabularyParts:
     """Stage one of the logits of hidden[source], source [R]; `given` are tokens [R] or, for a race,
     keys [R, 4]."""
+    (vocabulary, channels), weight = weight.shape, values(weight)
     assert hidden.dtype == weight.dtype, f"{hidden.dtype} rows and a head of {weight.dtype}"
     assert hidden.is_contiguous()
     assert weight.stride(1) == 1
-    vocabulary, channels = weight.shape
     rows = source.shape[0]
     block_v = VOCABULARY_TILE[hidden.dtype]
     (block_t, block_k, warps, stages) = _tile(rows, hidden.dtype)
@@ -130,32 +144,40 @@ def _summarize_head(
         temperature = torch.full((rows,), float(temperature), device=hidden.device)
     partials = VocabularyParts(rows, vocabulary, block_v, race, hidden.device)
     launch(
-        _head_tiles, (triton.cdiv(rows, block_t), partials.count),
+        _head_tiles, (triton.cdiv(rows, block_t), triton.cdiv(weight.shape[0], block_v)),
         hidden, weight, source, given, given, partials.partial, partials.scores,
-        temperature, rows, weight.stride(0), int(race),
+        temperature, rows, weight.stride(0), int(race), 0 if others is None else others.first // block_v,
         num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
         VOCABULARY=vocabulary, C=channels, STEPS=triton.cdiv(channels, block_k),
         STRIDE=partials.stride,
         UNIT=unit, BLOCK_V=block_v, BLOCK_T=block_t, BLOCK_K=block_k,
     )  # fmt: skip
+    if others is not None:
+        others.exchange(partials.partial, block_v)
+        if race:
+            others.exchange(partials.scores, block_v)
     return partials
 
 
 def head_logprobs(
-    hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float
+    hidden: Tensor,
+    weight: Prepared,
+    tokens: Tensor,
+    temperature: float,
+    others: Others | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (log-probability of `tokens` [T] int64, entropy) [T] float32 of softmax(hidden ·
     weightᵀ / temperature).
 
     hidden [T, C] and weight [V, C] of one dtype, bfloat16 or float32, the weight's last dimension
-    contiguous. Logits are sums in float32.
+    contiguous. Logits are sums in float32. With `others` the weight has some rows of V.
     """
-    hidden, weight, tokens = hidden.contiguous(), values(weight), tokens.contiguous()
+    hidden, tokens = hidden.contiguous(), tokens.contiguous()
     every = torch.arange(hidden.shape[0], device=hidden.device)
     stride = triton.cdiv(triton.cdiv(weight.shape[0], VOCABULARY_TILE[hidden.dtype]), 32) * 32
     size = max(1, PARTIALS_AT_ONCE // (KINDS * stride))
     results = [
-        _summarize_head(hidden, weight, source, chunk, temperature, False).merge(chunk)
+        _summarize_head(hidden, weight, source, chunk, temperature, False, others).merge(chunk)
         for source, chunk in zip(every.split(size), tokens.split(size))
     ]
     logprob, entropy, _ = (
@@ -170,17 +192,18 @@ def head_sample(
     keys: Tensor,
     temperature: Temperature,
     source: Tensor | None = None,
+    others: Others | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (tokens [B] int64, their log-probabilities [B] float32): key b of `keys` [B, 4] int64
     (seed, prompt, sample, position) draws from row `source[b]` of hidden, by default row b. The
     log-probabilities have the bits of `head_logprobs`."""
-    hidden, weight, keys = hidden.contiguous(), values(weight), keys.contiguous()
+    hidden, keys = hidden.contiguous(), keys.contiguous()
     source = (
         torch.arange(keys.shape[0], device=hidden.device) if source is None else source.contiguous()
     )
     tokens = torch.empty(keys.shape[0], dtype=torch.int64, device=hidden.device)
-    logprob, _, _ = _summarize_head(hidden, weight, source, keys, temperature, True).merge(tokens)
-    return tokens, logprob
+    summary = _summarize_head(hidden, weight, source, keys, temperature, True, others)
+    return tokens, summary.merge(tokens)[0]
 
 
 @triton.jit(

@@ -130,7 +130,7 @@ def embedding(tokens: Tensor, table: Vector, scale: float | None, ops: Ops) -> T
     factor = None if scale is None else float(torch.tensor(scale, dtype=table.working.dtype))
     if torch.is_grad_enabled():
         return _Embedding.apply(tokens, table.master, table.working, factor, ops)
-    return _embedded(tokens, table.working, factor)
+    return _embedded(tokens, table.working, factor, ops)
 
 
 class _Linear(Function):
@@ -352,7 +352,7 @@ class _Embedding(Function):
     ) -> Tensor:
         ctx.master, ctx.factor, ctx.ops = master, factor, ops
         ctx.save_for_backward(tokens)
-        return _embedded(tokens, working, factor)
+        return _embedded(tokens, working, factor, ops)
 
     @staticmethod
     @once_differentiable
@@ -366,6 +366,6 @@ class _Embedding(Function):
         return None, ctx.ops.embedding_backward(dy, tokens, len(ctx.master)), None, None, None
 
 
-def _embedded(tokens: Tensor, table: Tensor, factor: float | None) -> Tensor:
-    rows = table.index_select(0, tokens)
+def _embedded(tokens: Tensor, table: Tensor, factor: float | None, ops: Ops) -> Tensor:
+    rows = ops.embedding(tokens, table)
     return rows if factor is None else (rows.float() * factor).to(rows.dtype)

@@ -46,16 +46,11 @@ from isobit.run.metrics import METRICS
 from isobit.tasks.workers.loading import find_function, last_line
 
 ADVANTAGES: dict[str, AdvantageFunction] = {
-    "grpo": grpo,
-    "grpo_batch": grpo_batch,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "opo": opo,
-    "maxrl": maxrl,
-    "reinforce_pp": reinforce_pp,
-    "reinforce_pp_baseline": reinforce_pp_baseline,
-    "otb": otb,
-    "distillation": distillation,
+    function.__name__: function
+    for function in (
+        *(grpo, grpo_batch, dr_grpo, rloo, opo, maxrl),
+        *(reinforce_pp, reinforce_pp_baseline, otb, distillation),
+    )
 }
 _LOSSES, _ADVANTAGES = {**LOSSES, **GIVEN_LOSSES}, {**ADVANTAGES, **GIVEN_ADVANTAGES}
 _LOSS, _ADVANTAGE = "algorithm.loss", "algorithm.advantage"

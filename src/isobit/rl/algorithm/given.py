@@ -10,6 +10,7 @@ come from (`training/parts/given.py`).
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -52,19 +53,11 @@ def of_pairs(kind: str, log_ratios: Tensor, lengths: Tensor, beta: float) -> Ten
     return (means[:, 0] - means[:, 1] - 1 / (2 * beta)) ** 2
 
 
-def dpo(inputs: LossInputs) -> LossOutputs:
-    """Compute the loss of direct preference optimization, by `settings.beta` (`of_pairs`)."""
-    return _preference("dpo", inputs)
-
-
-def ipo(inputs: LossInputs) -> LossOutputs:
-    """Compute the loss of identity preference optimization, by `settings.beta` (`of_pairs`)."""
-    return _preference("ipo", inputs)
-
-
-def _preference(kind: str, inputs: LossInputs) -> LossOutputs:
-    """Give each token an equal share of its pair's loss, so that the sum over an answer is the loss
-    of the pair, and an equal share of the pair's metrics: a reward is β times a log ratio."""
+def preference(kind: str, inputs: LossInputs) -> LossOutputs:
+    """Compute the loss of direct (dpo) or identity preference optimization (ipo), by
+    `settings.beta` (`of_pairs`). Each token has an equal share of its pair's loss, so that the sum
+    over an answer is the loss of the pair, and an equal share of the pair's metrics: a reward is β
+    times a log ratio."""
     assert inputs.reference_logprobs is not None
     beta, sequence = inputs.settings.beta, inputs.sequence
     lengths = torch.bincount(sequence)
@@ -113,7 +106,7 @@ def _falling(z: Tensor) -> Tensor:
 
 def kto(inputs: LossInputs) -> LossOutputs:
     """Compute the loss of Kahneman-Tversky optimization, by `settings.beta` and `answer_weights`
-    (`of_labels`), against the step's `kl_baseline`. As in `_preference` the tokens of an answer
+    (`of_labels`), against the step's `kl_baseline`. As in `preference` the tokens of an answer
     share its loss."""
     assert inputs.reference_logprobs is not None
     sequence, settings = inputs.sequence, inputs.settings
@@ -153,8 +146,9 @@ def kl_of_mismatched(policy: Sequence[Tensor], reference: Sequence[Tensor]) -> f
     return max(math.fsum(value for row in rows for value in row) / max(len(rows), 1), 0.0)
 
 
-_PAIRS = ("reference", "pairs")
-PAIR_LOSSES: dict[str, PolicyLoss] = {"dpo": Loss(dpo, _PAIRS), "ipo": Loss(ipo, _PAIRS)}
+PAIR_LOSSES: dict[str, PolicyLoss] = {
+    kind: Loss(partial(preference, kind), ("reference", "pairs")) for kind in ("dpo", "ipo")
+}
 """The losses that compare a preferred answer with another one."""
 COMPARED_LOSSES: dict[str, PolicyLoss] = {
     **PAIR_LOSSES,

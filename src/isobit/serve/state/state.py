@@ -126,12 +126,7 @@ class State(Store):
         return checkpoint
 
     def keep_present(
-        self,
-        run: str,
-        number: int,
-        write: Write,
-        answer: Answer | None = None,
-        weights: str = "",
+        self, run: str, number: int, write: Write, answer: Answer | None = None, weights: str = ""
     ) -> None:
         """Keep the state of a run after its request `number`, weights and optimizer, in the place
         of the state that was kept before, and the request's answer; requests up to it need not be

@@ -111,31 +111,30 @@ class Runs:
         self,
         request: Request,
         session: Session,
-        number: int,
-        stored: Callable[[str], StoredRun],
-        make: Callable[[str], StepwiseLearner],
-        answer: Callable[[str], Mapping[str, Any]],
-    ) -> str:
-        """Begin a new run, with this `number` in its session; return the name of its future, which
-        is the first request to the run. The state keeps the run as it begins."""
-        name = f"{session.name}:train:{number}"
-        future, kind, body = f"{name}:0", *as_it_came(request)
+        row: StoredRun,
+        make: Callable[[], StepwiseLearner],
+        answer: Mapping[str, Any],
+    ) -> Response:
+        """Begin a new run; return a response with the name of its future, which is the first
+        request to the run. The state keeps the run as it begins."""
+        name, (kind, body) = row.id, as_it_came(request)
+        future = f"{name}:0"
+        response = JSONResponse({"request_id": future})
         digest = digest_of(kind)
         if self._futures.knows(session.tenant, future, digest):
             if name in self._runs and (kept := self._runs[name].kept) is not None:
                 await asyncio.wait({kept})
-            return future
+            return response
         if name in self._runs:
             raise BadRequest(f"the training run {name} is there already", status=410)
-        described = stored(name)
-        if described.rank is None:
+        if row.rank is None:
             await self._end_silent()
-        run = self.opened(session, described, again=taken_before(request) is not None)
-        kept = asyncio.ensure_future(in_thread(self._keep_first, described, kind, body))
+        run = self.opened(session, row, again=taken_before(request) is not None)
+        kept = asyncio.ensure_future(in_thread(self._keep_first, row, kind, body))
         run.kept = kept
 
         def first() -> Response:
-            learner, response = make(name), JSONResponse(answer(name))
+            learner, response = make(), JSONResponse({**answer, "model_id": name})
             save = partial(learner.save, optimizer=True)
             weights = self._gateway.device.snapshots.present
             self.state.keep_present(name, 0, save, answer_of(response), weights)
@@ -158,11 +157,11 @@ class Runs:
 
         self._futures.begin(session.tenant, future, work(), digest=digest)
         await asyncio.wait({kept})
-        return future
+        return response
 
-    def _keep_first(self, described: StoredRun, kind: str, body: bytes) -> None:
-        self.state.add_run(described)
-        self.state.accept(described.id, 0, kind, body, always=True)
+    def _keep_first(self, row: StoredRun, kind: str, body: bytes) -> None:
+        self.state.add_run(row)
+        self.state.accept(row.id, 0, kind, body, always=True)
 
     def opened(self, session: Session, described: StoredRun, *, again: bool = False) -> Run:
         """Add a run to a session, and return it, without its learner. Raises BadRequest where there

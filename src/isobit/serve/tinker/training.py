@@ -73,12 +73,11 @@ class Training:
         """Begin a run with a new adapter, or one of all weights as they were read; answer with its
         future."""
         keys = await self._runs.read(request, CreateModel)
-        session, number = self._sessions.find(request, keys.session_id), keys.model_seq_id
-        base = self._base_of(keys)
+        session = self._sessions.find(request, keys.session_id)
         whole, lora = self._gateway.whole, keys.lora_config
         rank, seed = self._rank_of(lora.rank), lora.seed
         if seed is None:
-            chosen = hashlib.sha256(f"{session.name}:{number}".encode()).digest()
+            chosen = hashlib.sha256(f"{session.name}:{keys.model_seq_id}".encode()).digest()
             seed = int.from_bytes(chosen[:7], "big")
         trained = {part: getattr(lora, part) for part in PARTS}
         if not whole:
@@ -90,19 +89,8 @@ class Training:
             if rank is None
             else new_adapter_of(self._gateway.model.config, rank, seed, trained)
         )
-
-        def stored(name: str) -> StoredRun:
-            return self._stored(session, keys, name, base, rank, seed, trained)
-
-        future = await self._runs.create(
-            request,
-            session,
-            number,
-            stored,
-            lambda _: self._learner(given),
-            lambda name: {"type": "create_model", "model_id": name},
-        )
-        return JSONResponse({"request_id": future})
+        row, make = self._row(session, keys, rank, seed, trained), partial(self._learner, given)
+        return await self._runs.create(request, session, row, make, {"type": "create_model"})
 
     async def load_weights(self, request: Request) -> Response:
         """Load saved weights into a run, or begin a new run with them; answer with the future."""
@@ -166,10 +154,7 @@ class Training:
 
     async def save_weights(self, request: Request) -> Response:
         """Save a checkpoint to train from, with the optimizer's state; answer with the future."""
-
-        async def save(run: Run, keys: Save) -> Response:
-            return await self._save(run, keys, "training", keys.overwrite)
-
+        save = partial(self._save, "training")
         return await self._runs.ask(request, "save_weights", Save, save)
 
     async def save_weights_for_sampler(self, request: Request) -> Response:
@@ -178,7 +163,7 @@ class Training:
 
         async def save(run: Run, keys: SaveToSample) -> Response:
             if keys.sampling_session_seq_id is None:
-                return await self._save(run, keys, "sampler", True)
+                return await self._save("sampler", run, keys)
             return await self._unnamed(run, keys.seq_id, keys.sampling_session_seq_id)
 
         return await self._runs.ask(request, "save_weights_for_sampler", SaveToSample, save)
@@ -186,10 +171,7 @@ class Training:
     async def save_weights_external(self, request: Request) -> Response:
         """Save a checkpoint to take away: the files that PEFT loads, each behind its own link;
         answer with the future."""
-
-        async def save(run: Run, keys: Save) -> Response:
-            return await self._save(run, keys, "external", True)
-
+        save = partial(self._save, "external")
         return await self._runs.ask(request, "save_weights_external", Save, save)
 
     async def _unnamed(self, run: Run, asked: int, number: int) -> Response:
@@ -256,8 +238,8 @@ class Training:
         )
 
     async def _create_from(self, request: Request, keys: LoadWeights) -> Response:
-        session, number = self._sessions.find(request, keys.session_id), keys.model_seq_id
-        base, path, optimizer = self._base_of(keys), keys.path, keys.optimizer
+        session = self._sessions.find(request, keys.session_id)
+        path, optimizer = keys.path, keys.optimizer
         checkpoint, folder = await self._saved(session.tenant, path, optimizer)
         old = await in_thread(self._state.run, checkpoint.run)
         assert old is not None
@@ -266,11 +248,7 @@ class Training:
             what, train = ("all weights", "full") if of_whole else ("an adapter", "adapters")
             raise BadRequest(f"{path}: it is of {what}; serve the model with --train {train}")
 
-        def stored(name: str) -> StoredRun:
-            assert old is not None
-            return self._stored(session, keys, name, base, old.rank, old.seed, old.targets)
-
-        def make(name: str) -> StepwiseLearner:
+        def make() -> StepwiseLearner:
             with _called(folder, path):
                 learner = StepwiseLearner(self._gateway.model) if whole else self._learner(folder)
                 if optimizer or whole:
@@ -279,11 +257,9 @@ class Training:
                 self._gateway.device.snapshots.present = checkpoint.weights
             return learner
 
-        def answer(name: str) -> Mapping[str, Any]:
-            return {"type": "load_weights", "path": path, "model_id": name}
-
-        future = await self._runs.create(request, session, number, stored, make, answer)
-        return JSONResponse({"request_id": future})
+        row = self._row(session, keys, old.rank, old.seed, old.targets)
+        answer = {"type": "load_weights", "path": path}
+        return await self._runs.create(request, session, row, make, answer)
 
     def _rank_of(self, rank: int) -> int | None:
         """Return the rank of a new run's adapter; None: all weights are trained, which rank 0, or
@@ -316,25 +292,27 @@ class Training:
             snapshots.present = ""
         return learner
 
-    def _stored(
+    def _row(
         self,
         session: Session,
         keys: NewRun,
-        name: str,
-        base: str,
         rank: int | None,
         seed: int,
         trained: Mapping[str, bool],
     ) -> StoredRun:
-        now, number = time.time(), keys.model_seq_id
+        """Return the row of a new run. Raises BadRequest for a run of another model than ours."""
+        base, number, now = keys.base_model or self._gateway.name, keys.model_seq_id, time.time()
+        if self._gateway.adapter_of(base) is not None:
+            raise BadRequest(f"base_model: {base} is an adapter; train the model", "base_model")
         return StoredRun(
-            *(name, session.tenant, session.name, number, base, rank, seed, trained),
+            *(f"{session.name}:train:{number}", session.tenant, session.name, number),
+            *(base, rank, seed, trained),
             created=now,
             requested=now,
             metadata=metadata_of(keys.user_metadata),
         )
 
-    async def _save(self, run: Run, keys: Save, kind: Kind, overwrite: bool) -> Response:
+    async def _save(self, kind: Kind, run: Run, keys: Save) -> Response:
         optimizer, asked = kind == "training", _SAVES[kind]
         name, metadata = keys.path or f"request-{keys.seq_id}", metadata_of(keys.user_metadata)
 
@@ -350,7 +328,7 @@ class Training:
                 partial(run.trains.save, optimizer=optimizer),
                 optimizer=optimizer,
                 ttl=keys.ttl_seconds,
-                overwrite=overwrite,
+                overwrite=keys.overwrite or not optimizer,
                 metadata=metadata,
                 weights=self._gateway.device.snapshots.present,
                 answer=lambda saved: (keys.seq_id, answer_of(shown(saved))),
@@ -369,13 +347,6 @@ class Training:
                 f"{path}: it was saved for sampling, without the optimizer's state", "optimizer"
             )
         return checkpoint, await in_thread(self._state.folder_of, checkpoint)
-
-    def _base_of(self, keys: NewRun) -> str:
-        """Return the model's name, as a client gives it. Raises BadRequest for another's name."""
-        base = keys.base_model or self._gateway.name
-        if self._gateway.adapter_of(base) is not None:
-            raise BadRequest(f"base_model: {base} is an adapter; train the model", "base_model")
-        return base
 
 
 @contextmanager

@@ -247,10 +247,7 @@ def write_outputs(outputs: Outputs) -> bytes:
     return bytes(found.SerializeToString())
 
 
-def encoded(
-    completions: list[Completion],
-    scores: Scores | None,
-) -> bytes:
+def encoded(completions: list[Completion], scores: Scores | None) -> bytes:
     """Return a SampleResponse of completions and a prompt's scores, None: none. Raises IsobitError
     where the package is missing."""
     messages = package()

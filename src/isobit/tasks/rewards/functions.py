@@ -2,7 +2,8 @@
 
 A function has TRL's signature, `def reward(prompts, completions, **columns) -> list[float | None]`.
 It is given, as keywords and where its signature takes them, the prompts, the completions, every
-column of the data as a list, and TRL's `completion_ids`, `trainer_state` (`global_step`,
+column of the data as a list, `completion_answers` (what each completion says without its
+thoughts), and TRL's `completion_ids`, `trainer_state` (`global_step`,
 `max_steps`, `epoch`; 0 outside a run), `log_extra` and `log_metric` (which do nothing here). It may
 be `async`. A function with verl's parameters `solution_str` and `ground_truth` is called once a
 sample, with those of `data_source` and `extra_info` that it takes; it may be `async` too. All calls
@@ -19,7 +20,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from isobit.data.answers import completion_text
+from isobit.data.answers import ANSWERS, completion_text
 from isobit.errors import IsobitError, listed
 from isobit.tasks.rewards.awaiting import LOOP
 from isobit.tasks.rewards.by_name import Unscored, is_named, parse_reference
@@ -37,6 +38,7 @@ class MalformedResult(ValueError):
 ALWAYS = ("prompts", "completions")
 ON_REQUEST: dict[str, Any] = {
     "completion_ids": None,
+    ANSWERS: None,
     "trainer_state": [{"global_step": 0, "max_steps": 0, "epoch": 0.0}],
     "log_extra": lambda *args, **kwargs: None,
     "log_metric": lambda *args, **kwargs: None,
@@ -223,7 +225,7 @@ def _inspect(
         function,
         file,
         required,
-        names.union(ON_REQUEST) if takes_more else names,
+        names.union(ON_REQUEST.keys() - {ANSWERS}) if takes_more else names,
         takes_more,
         options,
     )
@@ -241,7 +243,9 @@ def _by_name(reference: str) -> LoadedFunction:
         raise IsobitError(f"reward {name}: {error}") from None
     reward.prepare()
     names = frozenset(
-        {"completions", *reward.columns} | ({"completion_ids"} if reward.wants_tokens else set())
+        {"completions", *reward.columns}
+        | ({"completion_ids"} if reward.wants_tokens else set())
+        | ({ANSWERS} if reward.wants_answers else set())
     )
     return LoadedFunction(reward, reference, reward.columns, names, takes_more=False)
 

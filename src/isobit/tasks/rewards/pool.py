@@ -23,6 +23,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+from isobit.data.answers import ANSWERS
 from isobit.data.columns import ANY
 from isobit.data.dataset import Prompt
 from isobit.data.episodes import EpisodeRecord
@@ -99,7 +100,7 @@ class RewardPool:
         self.environment = tuple(environment)
         self.workers: list[WorkerProcess] = []
         self._required: list[tuple[str, ...]] = []
-        self.wants_tokens = False
+        self.wants_tokens = self.wants_answers = False
         self.columns: frozenset[str] = frozenset()  # names of arguments, see data/columns.py
         self._trainer_state: Mapping[str, float] | None = None  # of the batch that was begun last
         self._open: RewardBatch | None = None
@@ -133,6 +134,7 @@ class RewardPool:
         ]
         self.columns = frozenset().union(*names, *self._required)
         self.wants_tokens = "completion_ids" in self.columns
+        self.wants_answers = ANSWERS in self.columns
         takes_more = [signature["takes_more"] for signature in there.values()]
         if any(takes_more) or any(f.takes_more for f in self.here.values()):
             self.columns |= {ANY}
@@ -291,6 +293,8 @@ class RewardBatch:
             else [{"role": "assistant", "content": completion}]
             for prompt, completion in zip(prompts, completions)
         ]
+        if not self._pool.wants_answers:
+            arguments.pop(ANSWERS, None)
         if self._pool.wants_tokens and completion_ids is not None:
             arguments["completion_ids"] = [list(ids) for ids in completion_ids]
         if self._trainer_state is not None:

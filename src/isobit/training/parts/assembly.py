@@ -147,6 +147,7 @@ def _put_together(
         config.rewards.on_error == "stop",
         processes.earned,
         required=config.needs_rewards,
+        tokenizer=model.tokenizer,
     )
     longest = encode_prompt(fitted.longest, model, tools)
     config, other = in_steps(config, len(task.train)), tuple[str, ...]()

@@ -32,6 +32,11 @@ class NamedReward:
         return False
 
     @property
+    def wants_answers(self) -> bool:
+        """Whether `score` is given what a completion says without its thoughts, not all of it."""
+        return False
+
+    @property
     def time_limit_s(self) -> float | None:
         """The seconds that the reward itself allows for one sample, or None."""
         return None
@@ -54,6 +59,7 @@ class NamedReward:
         self,
         completions: Sequence[Any],
         completion_ids: Sequence[Sequence[int]] | None = None,
+        completion_answers: Sequence[str] | None = None,
         **columns: Sequence[Any],
     ) -> list[float | Unscored]:
         """Score a batch of completions, texts or chats, in TRL's signature."""
@@ -61,7 +67,5 @@ class NamedReward:
             {name: values[i] for name, values in columns.items()} for i in range(len(completions))
         ]
         tokens = completion_ids if completion_ids is not None else [None] * len(completions)
-        return [
-            self.score(completion_text(c), row, ids)
-            for c, row, ids in zip(completions, rows, tokens)
-        ]
+        texts = completion_answers or [completion_text(c) for c in completions]
+        return [self.score(text, row, ids) for text, row, ids in zip(texts, rows, tokens)]

@@ -38,6 +38,10 @@ class Match(NamedReward):
     def columns(self) -> tuple[str, ...]:
         return (self.answer,)
 
+    @property
+    def wants_answers(self) -> bool:
+        return True
+
     def check(self, row: Mapping[str, Any]) -> None:
         right_answers(row, self.answer)
 

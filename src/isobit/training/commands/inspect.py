@@ -30,7 +30,7 @@ def inspect_command(
     presets: Sequence[str],
     prompts_file: Path | None,
     columns: Mapping[str, str],
-    sampling: Sampling,
+    sampled: tuple[int, int, float, int],
     taken_apart: bool,
     stale: Path | None,
     reward_model: Path | None,
@@ -40,9 +40,12 @@ def inspect_command(
     """Print the effects of precision flows on the model; with `out`, write inspection.html and
     inspection.json there.
 
+    `sampled`: how many completions of a prompt, of how many tokens, the temperature and the seed.
     Tensors are shown for the first preset that quantizes anything. Raises IsobitError for a bad
     model, a bad file of prompts or an unknown preset.
     """
+    n, new_tokens, temperature, seed = sampled
+    sampling = Sampling(n, new_tokens, temperature, seed=seed)
     flows = [precision_from(name) for name in presets]
     if not flows:
         raise IsobitError("--presets: expected at least one, such as fp8,fp8-rollout")

@@ -13,7 +13,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from isobit.cli.commands.serving import open_serving
 from isobit.config import Config, load_any_run_config, parse_config
 from isobit.config.commands import check_read_by_eval
 from isobit.config.reading import read_source
@@ -30,6 +29,7 @@ from isobit.model.hub.checkpoint import model_folder
 from isobit.options.declare import plain
 from isobit.run import directory as runs
 from isobit.tasks.builtin import Task
+from isobit.training.commands.serving import open_serving
 from isobit.training.parts.assembly import (
     evaluation_plan,
     held_out_scorer,

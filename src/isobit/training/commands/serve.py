@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isobit.cli.commands.serving import Flow, open_frozen
 from isobit.config.commands import ServerConfig
 from isobit.engine.engine import Engine
 from isobit.errors import IsobitError
@@ -19,6 +18,7 @@ from isobit.model.hub.checkpoint import model_folder
 from isobit.model.text.tool_formats.table import format_of
 from isobit.run.directory import model_directory
 from isobit.serve import INSTALLED_BY
+from isobit.training.commands.serving import Flow, open_frozen
 from isobit.training.rollouts.lengths import say_ends
 
 if TYPE_CHECKING:

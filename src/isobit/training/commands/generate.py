@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from isobit.cli.commands.serving import open_serving
 from isobit.config.commands import GenerateConfig
 from isobit.data.dataset import Example
 from isobit.engine.engine import Engine
@@ -20,6 +19,7 @@ from isobit.model.adapters.peft import check_served
 from isobit.model.hub.checkpoint import model_folder
 from isobit.run.directory import model_directory
 from isobit.tasks.environments.settings import EnvironmentConfig
+from isobit.training.commands.serving import open_serving
 from isobit.training.rollouts.lengths import endings, say_ends
 
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from isobit.cli.commands.records import Records, checkpoint_problem, read_records
 from isobit.config import Config, SftConfig, load_any_run_config
 from isobit.engine.engine import Engine
 from isobit.engine.episodes import Episodes
@@ -37,6 +36,7 @@ from isobit.rl.algorithm.partial import unfinished
 from isobit.run import checkpoints
 from isobit.run import directory as runs
 from isobit.run.certificate import CERTIFICATE, Chain
+from isobit.training.commands.records import Records, checkpoint_problem, read_records
 from isobit.training.measuring.agreement import unlike
 from isobit.training.parts.assembly import (
     base_of,

@@ -1,0 +1,121 @@
+"""A model for rollouts that several ranks hold together: each multiplies by its rows of the working
+weights (`RowOps`), and attends with its heads.
+
+Engine, scheduler and sampler do not know of it: every rank schedules the same requests and draws the
+same tokens. The rows are copied of a model that is whole on each rank. Left out: a learner by rows,
+and what is made by rows from the start.
+"""
+
+from copy import copy
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from isobit.distributed import Ranks
+from isobit.distributed.layout import HeadRows, Layout
+from isobit.distributed.shards import Rows
+from isobit.errors import IsobitError
+from isobit.kernels import Divided, Operand, Ops, Packed, tensors_of
+from isobit.kernels.backends.rows import RowOps
+from isobit.model.hub.config import ModelConfig
+from isobit.model.hub.shapes import parameter_shapes
+from isobit.model.model import Model
+from isobit.model.transformer import USES, Transformer
+from isobit.model.weights.checksums import Checksums
+from isobit.model.weights.layout import map_parts, rows_of
+from isobit.model.weights.masters import Masters
+from isobit.model.weights.stored import FROZEN, Vector, Weight
+from isobit.precision import PackedFP4, QTensor
+
+
+def model_by_rows(model: Model, ranks: Ranks) -> Model:
+    """Return a model for rollouts whose weights and heads `ranks` divide among them, of one that is
+    whole on each, with its bits. Raises IsobitError, one line, for what cannot be divided."""
+    by_rows = Model(_by_rows(model.transformer, ranks), model.tokenizer)
+    by_rows.generation, by_rows.directory = model.generation, model.directory
+    return by_rows
+
+
+def layout_of(config: ModelConfig, size: int) -> Layout:
+    """Return the layout of a model on so many ranks. Raises IsobitError for an architecture whose
+    attention or experts are not divided yet."""
+    layers = range(config.num_layers)
+    rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    plain = all(
+        config.has_attention(index)
+        and config.has_mlp(index)
+        and not config.is_linear(index)
+        and not config.is_mixture(index)
+        and config.qkv_rows(index) == rows
+        and config.heads_of(index)[:2] == (config.num_kv_heads, config.head_dim)
+        for index in layers
+    )
+    if not plain or config.latent or config.sinks or config.norms_all_heads:
+        raise IsobitError(
+            f"{config.family}: ranks hold a model together whose layers have plain attention and "
+            "an MLP; without mixtures, latent or linear attention, sinks, and norms across heads"
+        )
+    heads = HeadRows(config.num_heads, config.num_kv_heads, config.head_dim)
+    return Layout(parameter_shapes(config), {f"layers.{index}": heads for index in layers}, size)
+
+
+def _by_rows(base: Transformer, ranks: Ranks) -> Transformer:
+    config, inner = base.config, base.ops["rollout"]
+    layout = layout_of(config, ranks.size)
+    layout.check(base.precision)
+
+    def widths(name: str) -> tuple[int, ...]:
+        return tuple(
+            sum(hi - lo for lo, hi in layout.rows(name, rank)) for rank in range(ranks.size)
+        )
+
+    def change(piece: Weight | Vector) -> Weight | Vector:
+        if not layout.divided(piece.name):
+            return piece
+        if isinstance(piece, Weight) and (piece.adapters or isinstance(piece.working, PackedFP4)):
+            raise IsobitError("ranks do not hold a model with an adapter together yet")
+        rows = layout.rows(piece.name, ranks.rank)
+        if isinstance(piece, Vector):
+            return replace(piece, master=FROZEN, working=own[piece.name])
+        kept = own.get(piece.name)
+        working = _kept(cast(Operand, piece.working), rows) if kept is None else kept
+        prepared = inner.prepare(working)
+        panels, values = (
+            (prepared.panels, prepared.values) if isinstance(prepared, Packed) else (None, None)
+        )
+        divided = Divided(
+            working, panels, values, whole_rows=layout.shapes[piece.name][0],
+            operand=layout.columns(piece.name),
+            result=None if piece.name.endswith(("qkv", "gate_up")) else widths(piece.name),
+        )  # fmt: skip
+        bias = None if piece.bias is None else cast(Tensor, _kept(piece.bias, rows))
+        return replace(piece, master=FROZEN, prepared=divided, bias_master=None, bias=bias)
+
+    working = base._working["rollout"]
+    table = working.outside.embed
+    own = {table.name: cast(Tensor, _kept(table.working, layout.rows(table.name, ranks.rank)))}
+    clone, heads = copy(base), layout.local_heads("layers.0", ranks.rank)
+    clone.config = replace(config, num_heads=heads.queries, num_kv_heads=heads.kv)
+    clone.group = ranks
+    ops = cast(Ops, RowOps(inner, ranks, widths(table.name)))
+    clone.ops = dict.fromkeys(USES, ops)
+    clone._working = dict.fromkeys(USES, map_parts(working, change))
+    clone._watches, clone._receiver, clone.adapter = {}, None, None
+    clone.masters = Masters({}, {}, inner.device, base.masters.shards.ranks)
+    clone.checksums = Checksums(clone._written_by_sync)
+    return clone
+
+
+def _kept(operand: Operand, ranges: tuple[Rows, ...]) -> Operand:
+    """Return a copy of some ranges of rows."""
+    pieces = zip(*(tensors_of(rows_of(operand, rows)) for rows in ranges))
+    data, *scale = (_below_each_other(piece) for piece in pieces)
+    return QTensor(data, scale[0], operand.spec) if isinstance(operand, QTensor) else data
+
+
+def _below_each_other(tensors: tuple[Tensor, ...]) -> Tensor:
+    kind = tensors[0].dtype
+    as_copied = torch.uint8 if kind.itemsize == 1 else kind
+    return torch.cat([tensor.view(as_copied) for tensor in tensors]).view(kind)
