@@ -38,13 +38,13 @@ class GenerationBlock(Extension):
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The statements inside."""
+        """Return the statements inside the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def environment() -> jinja2.Environment:
-    """What `transformers` gives a chat template."""
+    """Return the jinja2 environment that `transformers` gives a chat template."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -56,8 +56,8 @@ def environment() -> jinja2.Environment:
 
 
 def answer(request: dict[str, Any], compiled: list[jinja2.Template]) -> dict[str, Any]:
-    """The reply to one request: `template`, a text to compile, or `number`, the one of those to
-    render with `variables` at the time `now`. It is a text, or the reason why there is none."""
+    """Return the reply to one request: `template`, a text to compile, or `number`, the one of those
+    to render with `variables` at the time `now`. It is a text, or the reason why there is none."""
     try:
         if "template" in request:
             compiled.append(environment().from_string(request["template"]))
@@ -91,7 +91,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter that chat templates expect: unlike jinja2's own, it does not escape for HTML."""
+    """Return the filter that chat templates expect: unlike jinja2's own, it does not escape for
+    HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
