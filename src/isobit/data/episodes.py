@@ -1,4 +1,4 @@
-"""What happened in an episode beside its tokens, as a run records it; and environments that say it
+"""What happened in an episode apart from its tokens, as a run records it; and environments that say it
 again.
 
 A record has no times: a repetition of the run, in which tools take longer, records the same bytes.
@@ -43,26 +43,26 @@ class EpisodeRecord:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "EpisodeRecord":
-        """The inverse of `to_json`."""
+        """Return a record of the values that `to_json` returned."""
         uses = tuple((str(name), error) for name, error in values["uses"])
         return EpisodeRecord(**{**values, "messages": tuple(values["messages"]), "uses": uses})
 
     def said(self) -> list[Message]:
-        """The conversation up to the model's last answer."""
-        found = list(self.messages)
-        while found and found[-1].get("role") != "assistant":
-            found.pop()
-        return found
+        """Return the conversation up to the model's last answer."""
+        messages = list(self.messages)
+        while messages and messages[-1].get("role") != "assistant":
+            messages.pop()
+        return messages
 
     def observations(self) -> list[Sequence[Message]]:
-        """The environment's messages after each turn."""
-        found: list[list[Message]] = []
+        """Return the environment's messages after each turn."""
+        by_turn: list[list[Message]] = []
         for message in self.messages:
             if message.get("role") == "assistant":
-                found.append([])
+                by_turn.append([])
             else:
-                found[-1].append(message)
-        return list(found)
+                by_turn[-1].append(message)
+        return list(by_turn)
 
 
 @dataclass(eq=False)
@@ -86,8 +86,10 @@ class RecordedEnvironments:
 
     def turn(self, key: int, turn: Turn) -> None:
         episode, contexts = self._episodes[key]
-        said = episode.observations()
-        messages: Sequence[Message] = said[turn.number] if turn.number < len(said) else ()
+        observations = episode.observations()
+        messages: Sequence[Message] = (
+            observations[turn.number] if turn.number < len(observations) else ()
+        )
         done = episode.done and turn.number + 1 >= episode.turns
         context = contexts[turn.number] if turn.number < len(contexts) else None
         self._replies.append(Reply(key, Step(tuple(messages), done=done), context=context))
@@ -100,5 +102,5 @@ class RecordedEnvironments:
         self._replies = [reply for reply in self._replies if reply.key != key]
 
     def poll(self, wait_s: float) -> list[Reply]:
-        found, self._replies = self._replies, []
-        return found
+        replies, self._replies = self._replies, []
+        return replies

@@ -16,11 +16,11 @@ def shared_out(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     shares, and what is left to those with the largest rest, the first of equal ones."""
     exact = [Fraction(weight) for weight in weights]
     shares = [total * weight / sum(exact) for weight in exact]
-    found = [int(share) for share in shares]
-    by_rest = sorted(range(len(found)), key=lambda i: (found[i] - shares[i], i))
-    for i in by_rest[: total - sum(found)]:
-        found[i] += 1
-    return tuple(found)
+    counts = [int(share) for share in shares]
+    by_rest = sorted(range(len(counts)), key=lambda i: (counts[i] - shares[i], i))
+    for i in by_rest[: total - sum(counts)]:
+        counts[i] += 1
+    return tuple(counts)
 
 
 def check_shares(total: int, weights: Sequence[float]) -> None:
