@@ -24,14 +24,14 @@ Advantages = Sequence[Sequence[Advantage | None]]
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """All groups of a step, as an advantage sees them.
+    """The groups of a step, from which advantages are computed.
 
     rewards: [groups][completions], None where a completion was not scored: the sum of the reward
     functions by weight, with the penalty of overlong completions; under `decoupled_rewards` of one
     reward function after another. penalties: [groups][completions][trained tokens], what the KL to
-    the reference takes from each, else 0. groups: the samples that these are of, with their tokens
-    and the reward of each function. settings: the objective. logit_norms: as penalties, of each
-    trained token what `token_advantages.squared_norms` has, where the advantage weighs places.
+    the reference takes from each, else 0. groups: the samples of these completions, with their
+    tokens and the reward of each function. settings: the objective. logit_norms: as penalties, of
+    each trained token its `token_advantages.squared_norms`, where the advantage weighs places.
     """
 
     rewards: Sequence[Sequence[float | None]]
@@ -92,17 +92,17 @@ def rloo(inputs: AdvantageInputs) -> Advantages:
 def opo(inputs: AdvantageInputs) -> Advantages:
     """r - Σ l·r / Σ l, l the number of trained tokens: the baseline of least variance where the
     squared gradient of a completion grows with its length (Hao et al. 2025, arXiv 2505.23585)."""
-    found: list[list[float | None]] = []
+    advantages: list[list[float | None]] = []
     for row, penalties in zip(inputs.totals(), inputs.penalties, strict=True):
         lengths = [len(taken) for taken in penalties]
         scored = [(n, r) for n, r in zip(lengths, row, strict=True) if r is not None]
         tokens = sum(n for n, _ in scored)
         if not has_spread(row) or not tokens:
-            found.append([None if reward is None else 0.0 for reward in row])
+            advantages.append([None if reward is None else 0.0 for reward in row])
             continue
         baseline = math.fsum(n * r for n, r in scored) / tokens
-        found.append([None if reward is None else reward - baseline for reward in row])
-    return found
+        advantages.append([None if reward is None else reward - baseline for reward in row])
+    return advantages
 
 
 def maxrl(inputs: AdvantageInputs) -> Advantages:
@@ -137,7 +137,7 @@ def _centred(
 
 
 def has_spread(rewards: Sequence[float | None]) -> bool:
-    """Whether the scored rewards of a group differ: if not, no sample of it has a gradient.
+    """Return whether the scored rewards of a group differ: if not, no sample of it has a gradient.
 
     Dynamic sampling (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2) keeps a group if this
     holds; it decides on the group, never on a sample.

@@ -28,14 +28,14 @@ class EntropyBonus:
         return EntropyBonus(objective.entropy_coefficient)
 
     def applied(self, objective: Objective) -> float:
-        """The coefficient of the next optimizer step."""
+        """Return the coefficient of the next optimizer step."""
         target = objective.entropy_target
         if target is None:
             return self.coefficient
         return self.coefficient if self.last is not None and self.last <= target else 0.0
 
     def stepped(self, entropy: float, objective: Objective) -> None:
-        """An optimizer step was taken, on tokens of this mean `entropy`."""
+        """Adapt the coefficient after an optimizer step on tokens of this mean `entropy`."""
         target, by = objective.entropy_target, objective.entropy_coefficient_step
         if target is None:
             return

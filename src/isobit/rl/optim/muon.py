@@ -154,7 +154,7 @@ class Muon:
         message = [tensor.reshape(-1) for tensors in sent for tensor in tensors]
         into = [tensor for tensors in received for tensor in tensors]
         sizes, expected = (
-            [sum(t.numel() for t in each) for each in side] for side in (sent, received)
+            [sum(t.numel() for t in group) for group in side] for side in (sent, received)
         )
         joined = torch.cat(message) if message else torch.empty(0, device=self._ops.device)
         data = self._ranks.all_to_all(joined, sizes, expected, range(self._ranks.size))()
