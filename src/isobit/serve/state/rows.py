@@ -190,8 +190,10 @@ def checked_row(row: _Row) -> _Row:
     written."""
     values: Mapping[str, Any] = vars(row)
     for key, kind in (("metadata", str), ("targets", bool)):
-        found = values.get(key, {})
-        if not isinstance(found, dict) or not all(type(each) is kind for each in found.values()):
+        mapping = values.get(key, {})
+        if not isinstance(mapping, dict) or not all(
+            type(entry) is kind for entry in mapping.values()
+        ):
             raise ValueError(f"{key} is no table of {kind.__name__}")
     for key in ("id", "run", "session", "tenant", "base"):
         if not 0 < len(values.get(key, "-")) <= _LONGEST:
