@@ -65,7 +65,7 @@ class Divided(Packed):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the whole weight."""
+        """Return the shape of the whole weight."""
         return (self.whole_rows, self.weight.shape[1])
 
 

@@ -262,6 +262,6 @@ class Run(Generic[Parts]):
         if self.interruption.signal is not None:
             again = f"isobit train --resume {self.run.directory}"
             display.warn(f"stopped after step {self.state.step}; go on with: {again}")
-        newest = checkpoints.all_checkpoints(self.run.checkpoints)[-1]
-        if (line := self.parts.result(newest)) is not None:
-            display.note(line)
+        if self.parts.result is not None:
+            newest = checkpoints.all_checkpoints(self.run.checkpoints)[-1]
+            display.note(f"{self.parts.result} in {newest}")

@@ -101,6 +101,18 @@ class Loss(Generic[_Inputs, _Outputs]):
 PolicyLoss = Loss[LossInputs, LossOutputs]
 
 
+def needs_of(loss: PolicyLoss, objective: ResolvedObjective) -> frozenset[str]:
+    """Return what a loss and the other terms of an objective need of the learner; of these terms
+    the `reference`, `old` log-probabilities by the weights that the step begins with, `entropies`
+    of all tokens."""
+    terms = {
+        "reference": objective.kl_coefficient > 0 and not objective.kl_in_reward,
+        "old": objective.recompute_old,
+        "entropies": objective.top_entropy_quantile < 1,
+    }
+    return frozenset((*loss.needs, *(name for name, needed in terms.items() if needed)))
+
+
 def clip(inputs: LossInputs) -> LossOutputs:
     """Compute -min(ratio·A, clip(ratio, 1 - clip_low, 1 + clip_high)·A) (Schulman et al. 2017,
     arXiv 1707.06347, eq. 7; with clip_high > clip_low DAPO's clip-higher), for A < 0 at most

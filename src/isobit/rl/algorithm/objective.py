@@ -396,17 +396,6 @@ class ResolvedObjective(Objective):
     answer_weights: NotAnOption[tuple[float, float]] = (1.0, 1.0)
     kl_baseline: NotAnOption[float] = 0.0
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """Return what terms other than the loss need of the learner: log-probabilities of the
-        `reference`, `old` ones by the weights that the step begins with, `entropies` of tokens."""
-        needed = {
-            "reference": self.kl_coefficient > 0 and not self.kl_in_reward,
-            "old": self.recompute_old,
-            "entropies": self.top_entropy_quantile < 1,
-        }
-        return frozenset(name for name, wanted in needed.items() if wanted)
-
     @staticmethod
     def of(objective: Objective, **values: Any) -> "ResolvedObjective":
         """Return an objective with these values, and what is resolved of it already."""

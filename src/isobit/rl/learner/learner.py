@@ -12,9 +12,9 @@ rounding of sums, and, where WGrad runs in FP8, up to its scales, which blocks o
 several micro-batches have a forward more (tests/rl/test_router_loss.py).
 
 What has to be known of the samples first is what the loss and the objective say that they need
-(`Loss.needs`, `ResolvedObjective.needs`). Samples whose advantage is exactly 0 teach nothing.
-Micro-batches of them alone are left out where no other term of the loss needs them (`schedule.py`),
-but for a few, on which the mismatch is measured all the same.
+(`needs_of`). Samples whose advantage is exactly 0 teach nothing. Micro-batches of them alone are
+left out where no other term of the loss needs them (`schedule.py`), but for a few, on which the
+mismatch is measured all the same.
 
 A step whose loss or gradient is not finite, or whose tokens a correction has all rejected, changes
 neither weights nor optimizer; it is counted, and left out of the other metrics, which are NaN if no
@@ -39,7 +39,7 @@ from isobit.rl.algorithm.divergence import Divergence
 from isobit.rl.algorithm.entropy import EntropyBonus
 from isobit.rl.algorithm.functions import loss_function
 from isobit.rl.algorithm.given import kl_of_mismatched, mismatched
-from isobit.rl.algorithm.loss import kl_penalty
+from isobit.rl.algorithm.loss import kl_penalty, needs_of
 from isobit.rl.algorithm.objective import ResolvedObjective, shares_prompts
 from isobit.rl.algorithm.samples import Sample
 from isobit.rl.algorithm.token_advantages import squared_norms
@@ -106,14 +106,13 @@ class Learner:
         check_gradients_every: int = 0,
         measured_zero_advantage: int = 0,
     ) -> None:
-        loss = loss_function(objective.loss)
+        self._loss = loss = loss_function(objective.loss)
         compares = objective.kl_coefficient > 0 or "reference" in loss.needs
         assert (reference is not None) == compares
         self.model = model
         self.optimizer = optimizer
         self.objective = objective
         self.reference = reference
-        self._loss_needs = frozenset(loss.needs)
         self.differentiation = Differentiation(model, optimizer, loss)
         self._ranks = optimizer.shards.ranks
         self.micro_batch_tokens, self.recompute = micro_batch_tokens, recompute
@@ -274,7 +273,7 @@ class Learner:
     ) -> Learned:
         """Learn from a batch. `strict`: raise Disagreement for tokens that differ."""
         rate, totals = learning_rate(step, self.optimizer.settings), Totals()
-        needs = self._loss_needs | objective.needs
+        needs = needs_of(self._loss, objective)
         if "kl_baseline" in needs:
             objective = replace(objective, kl_baseline=self.kl_baseline(samples))
         policy = self._forward(objective)

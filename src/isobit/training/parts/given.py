@@ -109,9 +109,10 @@ class GivenParts:
         )
         return Source(answers, learning, () if self.held_out is None else (self.held_out,))
 
-    def result(self, checkpoint: Path) -> str:
-        """Return a line on where the model or the adapter is."""
-        return f"{'model' if self.config.adapter is None else 'adapter'} in {checkpoint}"
+    @property
+    def result(self) -> str:
+        """The word for what the newest checkpoint holds, in the run's last line."""
+        return "model" if self.config.adapter is None else "adapter"
 
 
 @dataclass(frozen=True, eq=False)

@@ -84,7 +84,7 @@ class SampledParts:
     recorded: Path | None = None
     objects: Objects = field(default=NO_OBJECTS)
 
-    kind = ""
+    kind, result = "", None
 
     @property
     def train(self) -> Dataset:
@@ -160,9 +160,6 @@ class SampledParts:
         kind, tokenizer = self.config.run.completions, self.model.tokenizer
         rows = CompletionRows(kind, tokenizer, self.train)
         return LearnedRollouts(rows, context.state, self.trained.replay)
-
-    def result(self, checkpoint: Path) -> None:
-        """Return no line at the end of the run."""
 
     def source(self, context: RunContext) -> Source:
         """Return the source of batches: the recorded groups of another run, the engine of this

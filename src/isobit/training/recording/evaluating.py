@@ -1,16 +1,20 @@
 """The evaluation of the held-out prompts, when it is due, and its records."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from isobit.config import Config, SftConfig
 from isobit.errors import IsobitError
+from isobit.evaluation.periodic import PeriodicEvaluation
 from isobit.evaluation.result import Question
 from isobit.run.completions import conversation
 from isobit.tasks.builtin import Task
 from isobit.training.context import RunContext
 from isobit.training.policy import Policy
 from isobit.training.recording.rows import shortened
+
+if TYPE_CHECKING:
+    from isobit.training.parts.held_out import HeldOutAnswers
 
 
 def require_held_out(config: Config | SftConfig, task: Task) -> None:
@@ -58,23 +62,13 @@ def rows_of(step: int, questions: Sequence[Question]) -> Iterator[dict[str, Any]
             }
 
 
-class HeldOut(Protocol):
-    """The held-out examples with the way of evaluating them."""
-
-    def evaluate(
-        self, trainer_state: Mapping[str, float]
-    ) -> tuple[dict[str, float], str, Sequence[Question]]:
-        """Evaluate the present weights and return (metrics, a line for the reader, the questions
-        with their answers)."""
-
-
 class Evaluating:
     """The evaluations of a run. `held_out`: None where the run evaluates nothing."""
 
     def __init__(
         self,
         config: Config | SftConfig,
-        held_out: HeldOut | None,
+        held_out: "PeriodicEvaluation | HeldOutAnswers | None",
         policy: Policy,
         context: RunContext,
     ) -> None:
