@@ -113,10 +113,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _refuse_to_drop(override: str, earlier: Sequence[str]) -> None:
     """Raise IsobitError where a section is given whole after one of its keys."""
     key = override.partition("=")[0]
-    if dropped := next(
-        (setting for setting in earlier if setting.startswith(f"{key}.")),
-        None,
-    ):
+    if dropped := next((o for o in earlier if o.startswith(f"{key}.")), None):
         raise IsobitError(
             f"override {brief(override)!r} takes the place of {brief(dropped)!r}, which comes before "
             f"it; give {key} first"

@@ -123,9 +123,9 @@ class Config:
     def shares_reference(self) -> bool:
         """Whether the frozen model of a KL penalty is the policy's own storage, with its adapter
         switched off; or the policy is its own teacher."""
-        initial = self.reference.path is None and not self.reference.follows
+        fixed = self.reference.path is None and not self.reference.follows
         return self.reference.weights == "policy" or (
-            initial
+            fixed
             and self.adapter is not None
             and self.reference.precision in (None, self.precision)
         )

@@ -33,11 +33,9 @@ def content_text(content: Any) -> str | None:
     if isinstance(content, str):
         return content
     texts = []
-    for block in content if isinstance(content, list | tuple) else ():
+    for item in content if isinstance(content, list | tuple) else ():
         text = (
-            block.get("text")
-            if isinstance(block, Mapping) and block.get("type") == "text"
-            else None
+            item.get("text") if isinstance(item, Mapping) and item.get("type") == "text" else None
         )
         if not isinstance(text, str):
             return None

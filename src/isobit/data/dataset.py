@@ -127,19 +127,17 @@ class Dataset:
         that it gives in an epoch."""
         datasets = []
         for number, count in enumerate(shared_out(len(self), self.weights)):
-            examples = [example for example in self.examples if example.source == number]
-            if not examples:
+            rows = [example for example in self.examples if example.source == number]
+            if not rows:
                 raise IsobitError(
                     f"task.files.{number}: none of its rows is left to train on; leave the file out"
                 )
             stream = (number + 1) << _STREAMS_OF_A_FILE
-            orders_kept = (
-                count // len(examples) + 2
+            orders = (
+                count // len(rows) + 2
             )  # of a small file with a large weight, an epoch has many
-            dataset = Dataset(
-                examples, self.seed, self.shuffle, stream=stream, orders_kept=orders_kept
-            )
-            datasets.append((dataset, count))
+            data = Dataset(rows, self.seed, self.shuffle, stream=stream, orders_kept=orders)
+            datasets.append((data, count))
         return tuple(datasets)
 
 

@@ -86,10 +86,8 @@ class RecordedEnvironments:
 
     def turn(self, key: int, turn: Turn) -> None:
         episode, contexts = self._episodes[key]
-        observations = episode.observations()
-        messages: Sequence[Message] = (
-            observations[turn.number] if turn.number < len(observations) else ()
-        )
+        replies = episode.observations()
+        messages: Sequence[Message] = replies[turn.number] if turn.number < len(replies) else ()
         done = episode.done and turn.number + 1 >= episode.turns
         context = contexts[turn.number] if turn.number < len(contexts) else None
         self._replies.append(Reply(key, Step(tuple(messages), done=done), context=context))

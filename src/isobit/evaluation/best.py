@@ -68,10 +68,8 @@ class Best:
         """Return the content of best.json: the metric that told the models apart, and its value;
         with several metrics all their values."""
         decisive = _decisive(values)
-        description = {"step": step, "metric": self._metrics[decisive], "value": values[decisive]}
-        return description | (
-            {"values": dict(zip(self._metrics, values))} if len(values) > 1 else {}
-        )
+        best = {"step": step, "metric": self._metrics[decisive], "value": values[decisive]}
+        return best | ({"values": dict(zip(self._metrics, values))} if len(values) > 1 else {})
 
     def to_json(self) -> dict[str, Any] | None:
         """For the state of a checkpoint."""

@@ -116,26 +116,20 @@ def measure_each(
     rows = [(name, position) for name in adapters for position in range(len(examples))]
     own_rows = rows[ranks.rank :: ranks.size]
     mine = [examples[p] for _, p in own_rows]
-    positions = [p for _, p in own_rows]
+    indices = [p for _, p in own_rows]
     named = [name for name, _ in own_rows]
 
     def ask(what: str, sampling: Sampling) -> list[list[Completion]]:
         total = len(mine) * sampling.n
-        on_progress = (
+        report = (
             None
             if progress is None
             else lambda tokens, completions: progress(what, completions, total)
         )
         if dialogue is not None:
-            return Episodes(engine, dialogue).generate(
-                mine, sampling, positions, on_progress, named
-            )
+            return Episodes(engine, dialogue).generate(mine, sampling, indices, report, named)
         return engine.generate(
-            [e.prompt for e in mine],
-            sampling,
-            positions,
-            progress=on_progress,
-            adapters=named,
+            [e.prompt for e in mine], sampling, indices, progress=report, adapters=named
         )
 
     def grade() -> list[Graded]:
@@ -152,11 +146,9 @@ def measure_each(
 
     graded: list[Graded] = ranks.run_on_all(grade)
     outcomes: list[list[Graded]] = [[] for _ in rows]
-    for rank, values in enumerate(
-        ranks.all_gather_json([entry.to_json() for entry in graded])
-    ):
-        for index, entry in enumerate(values):
-            outcomes[rank + index // size * ranks.size].append(Graded(**entry))
+    for rank, values in enumerate(ranks.all_gather_json([g.to_json() for g in graded])):
+        for index, g in enumerate(values):
+            outcomes[rank + index // size * ranks.size].append(Graded(**g))
     questions = [
         Question(examples[p].prompt, tags[p], answers[0], tuple(answers[1:]), examples[p].columns)
         for (_, p), answers in zip(rows, outcomes)

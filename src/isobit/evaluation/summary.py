@@ -89,16 +89,10 @@ def summary_table(result: Result) -> str:
 
 def unscored(result: Result) -> list[str]:
     """Return a line about completions without a reward, if any."""
-    completions = [g for q in result.questions for g in _completions(q) if g.reward is None]
-    why = (
-        f"; the first: {completions[0].error}"
-        if completions and completions[0].error is not None
-        else ""
-    )
+    graded = [g for q in result.questions for g in _completions(q) if g.reward is None]
+    why = f"; the first: {graded[0].error}" if graded and graded[0].error is not None else ""
     return (
-        [f"unscored completions, wrong and in no mean reward: {len(completions)}{why}"]
-        if completions
-        else []
+        [f"unscored completions, wrong and in no mean reward: {len(graded)}{why}"] if graded else []
     )
 
 

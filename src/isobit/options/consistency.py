@@ -18,7 +18,7 @@ _FOR_VDP32 = {"avx512_bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx
 
 
 def resolved(consistency: str) -> str:
-    """A consistency with the order of this processor, where it names none."""
+    """Return a consistency with the order of this processor, where it names none."""
     return f"bitwise-{default_order()}" if consistency == "bitwise" else consistency
 
 
@@ -28,7 +28,7 @@ def level(consistency: str) -> str:
 
 
 def order(consistency: str) -> str | None:
-    """The order of a resolved consistency; None of a level that has none."""
+    """Return the order of a resolved consistency; None of a level that has none."""
     return consistency.partition("-")[2] or None
 
 
@@ -41,7 +41,7 @@ def default_order() -> str:
 
 
 def processor_features() -> frozenset[str]:
-    """The flags that /proc/cpuinfo lists of an x86 processor; nothing where there are none."""
+    """Return the flags that /proc/cpuinfo lists of an x86 processor; an empty set on others."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -113,9 +113,7 @@ async def _completed(gateway: Gateway, request: Request, asked: Asked) -> Result
     for prompt in range(len(asked.prompts)):
         results.fronts[prompt] = await _front(asked, prompt, scores.get(prompt))
         if not asked.sampled:
-            results.answers += [
-                (prompt, completion) for completion in asked.nothing(prompt, results.version)
-            ]
+            results.answers += [(prompt, empty) for empty in asked.nothing(prompt, results.version)]
     results.answers.sort(key=lambda pair: asked.index(pair[0], pair[1].sample_index))
     return results
 

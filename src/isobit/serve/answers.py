@@ -96,9 +96,7 @@ class Asked:
         """Return the answers to a prompt where none are sampled: `n` without tokens."""
         ids = list(self.prompts[prompt])
         samples = range(self.sampling.n)
-        return [
-            Completion(prompt, sample, ids, [], "", [], "length", version) for sample in samples
-        ]
+        return [Completion(prompt, i, ids, [], "", [], "length", version) for i in samples]
 
     def size(self, before: int, token: int) -> int:
         """Return the number of characters that begin in a token that follows another one."""

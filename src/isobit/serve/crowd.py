@@ -113,10 +113,8 @@ class Crowd:
         no such connection, or only one tenant has connections."""
         counts = Counter(self._known.values())
         most = max(counts.values(), default=0)
-        members = (member for member, tenant in self._known.items() if counts[tenant] == most)
-        return (
-            next((member for member in members if member.idle), None) if len(counts) > 1 else None
-        )
+        members = (m for m, tenant in self._known.items() if counts[tenant] == most)
+        return next((m for m in members if m.idle), None) if len(counts) > 1 else None
 
     def _end(self, member: Member) -> None:
         self.leave(member)

@@ -53,9 +53,7 @@ class _Own(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield one family for each counter of the tenant."""
         for family in self._requests.collect():
-            family.samples = [
-                sample for sample in family.samples if sample.labels["tenant"] == self._tenant
-            ]
+            family.samples = [s for s in family.samples if s.labels["tenant"] == self._tenant]
             yield family
         yield from _tokens([self._device.totals.get(self._tenant, Totals())])
 

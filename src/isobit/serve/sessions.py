@@ -86,10 +86,8 @@ def goes_on(turn: Turn | None, messages: Messages, variables: Mapping[str, Any])
     if turn is None or turn.variables != variables:
         return False
     count = len(turn.messages)
-    begins_alike = list(messages[:count]) == list(turn.messages)
-    return (
-        begins_alike and len(messages) > count + 1 and _said(messages[count]) == _said(turn.message)
-    )
+    alike = list(messages[:count]) == list(turn.messages)
+    return alike and len(messages) > count + 1 and _said(messages[count]) == _said(turn.message)
 
 
 def spliced(

@@ -71,9 +71,7 @@ def _of_routes(request: Request, error: HTTPException) -> str:
     if error.status_code != 404:
         return error.detail
     known = [getattr(route, "path", "{") for route in request.app.routes]
-    known = [
-        template for template in known if "{" not in template and not template.startswith("/api/")
-    ]
+    known = [p for p in known if "{" not in p and not p.startswith("/api/")]
     return f"there is no {shown}; {did_you_mean(path[:200], known)}"
 
 

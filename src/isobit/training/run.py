@@ -105,18 +105,14 @@ def open_again(
         began = runs.began_by(runs.rollouts_from(run_dir) or run_dir)
         path = None
         if checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):
-            path = runs.newest_checkpoint(
-                run_dir, lambda checkpoint: problem_of(checkpoint, ranks), ranks
-            )
+            path = runs.newest_checkpoint(run_dir, lambda c: problem_of(c, ranks), ranks)
         else:
             ranks.on_first(lambda: refuse_lost(run_dir))
         ranks.on_first(lambda: len(named_callbacks(config.run.callbacks)))
         run_parts = open_parts(config, ranks, began, path)
         if path is None:
-            config_text, nothing = dump_config(run_parts.config), runs.NOTHING_WRITTEN
-            run = directory(
-                run_dir, ranks, lambda: RunDirectory(run_dir, nothing, config_text, lock)
-            )
+            text, nothing = dump_config(run_parts.config), runs.NOTHING_WRITTEN
+            run = directory(run_dir, ranks, lambda: RunDirectory(run_dir, nothing, text, lock))
             go_on_with(run, inputs, changes, ranks)
             return Run(run_parts, run, State(), quiet, None)
         restored = restore(path, run_dir, config, run_parts.trained, inputs, changes, lock)

@@ -85,11 +85,9 @@ def train(
     Raises IsobitError for a user's mistake, before anything is written, and RunFailed for a run
     that had to stop.
     """
-    user_objects = Given(rewards, data, held_out, callbacks, measures)
-    loaded, objects = user_objects.into(load_config(config, overrides))
-    return _trained(
-        loaded, lambda ranks: open_run(loaded, objects, quiet, ranks), user_objects, quiet
-    )
+    user = Given(rewards, data, held_out, callbacks, measures)
+    loaded, objects = user.into(load_config(config, overrides))
+    return _trained(loaded, lambda ranks: open_run(loaded, objects, quiet, ranks), user, quiet)
 
 
 def train_supervised(config: SftConfig, *, quiet: bool = False) -> TrainResult:
@@ -206,10 +204,8 @@ def open_replay(
     config = replay_config(recorded, out, overrides)
     opener = _opener(config, quiet, recorded=recorded)
     run = open_new(config, opener, quiet=quiet, ranks=ranks, recorded=recorded)
-    if differences := ", ".join(run.parts.unlike):
-        run.display.warn(
-            f"tokens may differ from those of {recorded}: it had another {differences}"
-        )
+    if unlike := ", ".join(run.parts.unlike):
+        run.display.warn(f"tokens may differ from those of {recorded}: it had another {unlike}")
     return run
 
 

@@ -129,19 +129,17 @@ def _sources(precision: Precision) -> list[str]:
     return sources if precision.shared else [*sources, "kernels"]
 
 
-def _variant(precision: Precision, sources: set[str]) -> Precision:
+def _variant(precision: Precision, names: set[str]) -> Precision:
     """Return the learner's flow with the named sources taken from the rollout's."""
     rollout, learner = precision.rollout, precision.learner
 
     taken = {
-        role: getattr(rollout if name in sources else learner, role)
+        role: getattr(rollout if name in names else learner, role)
         for name, roles in _SOURCES.items()
         for role in roles
     }
     flow = replace(learner, **taken)
-    return replace(
-        precision, rollout=flow, engines="separate" if "kernels" in sources else "shared"
-    )
+    return replace(precision, rollout=flow, engines="separate" if "kernels" in names else "shared")
 
 
 def _tail(

@@ -131,11 +131,8 @@ class Appending:
         None where it only writes them behind it."""
         role = dummies[0]["role"]
         try:
-            for answer in self._answers(dummies):
-                last, whole = (
-                    self._encoded([answer], False),
-                    self._encoded([answer, *dummies], True),
-                )
+            for turn in self._answers(dummies):
+                last, whole = (self._encoded([turn], False), self._encoded([turn, *dummies], True))
                 shown = self._text(whole)
                 if dummies[0]["content"] not in shown:
                     return f"leaves out what a message of role {role} says"
@@ -191,10 +188,8 @@ class Appending:
         answer, ends = self._said(dummies), self._before
         closes = self._count(self._encoded([answer], False)) > ends
         whole = self._encoded([answer, *dummies], True)
-        end_indices = [index for index, token in enumerate(whole) if token in self._ends]
-        if len(end_indices) <= ends or dummies[0]["content"] in self._text(
-            whole[: end_indices[ends]]
-        ):
+        ends_at = [index for index, token in enumerate(whole) if token in self._ends]
+        if len(ends_at) <= ends or dummies[0]["content"] in self._text(whole[: ends_at[ends]]):
             raise self._no_end()
         return _Cut(ends, closes)
 
@@ -260,19 +255,17 @@ def _with_ids(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def numbered(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return a conversation whose calls have ids; tools' messages have the ids of the calls that
     they answer, in order."""
-    conversation, ids, calls = list[dict[str, Any]](), list[str](), 0
+    chat, ids, calls = list[dict[str, Any]](), list[str](), 0
     for message in messages:
         if message["role"] == "tool":
-            conversation.append(
-                {"name": "tool", **message, "tool_call_id": (ids or [_ID.format(0)])[0]}
-            )
+            chat.append({"name": "tool", **message, "tool_call_id": (ids or [_ID.format(0)])[0]})
             ids = ids[1:]
             continue
         ids = [_ID.format(calls + index) for index, _ in enumerate(message.get("tool_calls", ()))]
         calls += len(ids)
         made = [{**call, "id": name} for name, call in zip(ids, message.get("tool_calls", ()))]
-        conversation.append({**message, "tool_calls": made} if made else dict(message))
-    return conversation
+        chat.append({**message, "tool_calls": made} if made else dict(message))
+    return chat
 
 
 def _why(last: str, whole: str, prompt: Sequence[Message]) -> str:

@@ -70,9 +70,7 @@ class Conversations:
             for m in made
         ]
         kwargs = {name: value for name, value in arguments.items() if name != TOOLS}
-        key = hash(
-            json.dumps([kinds, answering, bool(arguments.get(TOOLS)), kwargs], default=str)
-        )
+        key = hash(json.dumps([kinds, answering, bool(arguments.get(TOOLS)), kwargs], default=str))
         if key not in self._roles:
             while len(self._roles) >= _MOST_SHAPES:
                 del self._roles[next(iter(self._roles))]

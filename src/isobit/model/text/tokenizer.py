@@ -433,16 +433,10 @@ def _eos_ids(
         return ids, None
     if not ids:
         return (token,), None
-    model_ends, tokenizer_end = (
-        " or ".join(_said(fast, token_id) for token_id in ids),
-        _said(fast, token),
-    )
+    ours, theirs = (" or ".join(_said(fast, t) for t in ids), _said(fast, token))
     return (
-        (
-            *ids,
-            token,
-        ),
-        f"{directory}: a completion ends with {model_ends} of {path.name}, or {tokenizer_end} of the tokenizer",
+        (*ids, token),
+        f"{directory}: a completion ends with {ours} of {path.name}, or {theirs} of the tokenizer",
     )
 
 

@@ -97,14 +97,9 @@ def step_metrics(
         torch.tensor(list(s), dtype=torch.float64).repeat_interleave(counts) * sizes
         for s in (before, after)
     )
-    has_accepted = [
-        bool(mask.any()) for mask in correction.kept.split(list(lengths)) if mask.numel()
-    ]
+    some = [bool(m.any()) for m in correction.kept.split(list(lengths)) if m.numel()]
     left = total(correction.weights.double() * new) / (total(old) or math.nan)
-    return {
-        "correction/kept_fraction": sum(has_accepted) / len(has_accepted),
-        "correction/effective_step": left,
-    }
+    return {"correction/kept_fraction": sum(some) / len(some), "correction/effective_step": left}
 
 
 def small_step(rule: CorrectionRule, metrics: Mapping[str, float]) -> str | None:

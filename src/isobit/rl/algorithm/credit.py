@@ -163,14 +163,10 @@ def _sum(terms: Sequence[tuple[float, Advantage | None]]) -> Advantage:
     """Return the weighted sum of advantages: a number, or, where any part is token by token, one
     number for each token, in which a part that is a number counts for every token. A function that
     did not score the sample adds nothing."""
-    scored = [(weight, advantage) for weight, advantage in terms if advantage is not None]
-    numbers = [
-        weight * advantage for weight, advantage in scored if isinstance(advantage, (int, float))
-    ]
+    scored = [(weight, a) for weight, a in terms if a is not None]
+    numbers = [weight * a for weight, a in scored if isinstance(a, (int, float))]
     rows = [
-        [weight * value for value in advantage]
-        for weight, advantage in scored
-        if not isinstance(advantage, (int, float))
+        [weight * value for value in a] for weight, a in scored if not isinstance(a, (int, float))
     ]
     if rows:
         return tuple(math.fsum((*numbers, *token)) for token in zip(*rows, strict=True))

@@ -246,12 +246,10 @@ def _check_outputs(outputs: object, inputs: LossInputs, what: str) -> None:
             )
     for name in outputs.metrics:
         if not str(name).isidentifier() or f"loss/{name}" in METRICS:
-            taken = [
-                metric.removeprefix("loss/") for metric in METRICS if metric.startswith("loss/")
-            ]
+            taken = [key.removeprefix("loss/") for key in METRICS if key.startswith("loss/")]
             raise IsobitError(
                 f"{what}: metric {name!r}: expected letters, digits and _, and none of "
-                f"{', '.join(metric for metric in taken if metric != '*')}, which isobit itself logs"
+                f"{', '.join(key for key in taken if key != '*')}, which isobit itself logs"
             )
 
 

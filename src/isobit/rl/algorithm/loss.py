@@ -162,15 +162,11 @@ def gmpo(inputs: LossInputs) -> LossOutputs:
     """
     log_ratio = _token_log_ratio(inputs)
     bounded = log_ratio.clamp(-inputs.clip_low, inputs.clip_high)
-    bounded_ratio = torch.where(
-        inputs.advantages > 0,
-        torch.minimum(log_ratio, bounded),
-        torch.maximum(log_ratio, bounded),
+    logs = torch.where(
+        inputs.advantages > 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded)
     )
-    mean = (
-        bounded_ratio - bounded_ratio.detach() + _over_sequence(bounded_ratio.detach(), inputs)
-    ).clamp(max=_SEQUENCE_LIMIT)
-    clipped = (bounded_ratio != log_ratio) & (inputs.advantages != 0)
+    mean = (logs - logs.detach() + _over_sequence(logs.detach(), inputs)).clamp(max=_SEQUENCE_LIMIT)
+    clipped = (logs != log_ratio) & (inputs.advantages != 0)
     return LossOutputs(-torch.exp(mean) * inputs.advantages, clipped)
 
 

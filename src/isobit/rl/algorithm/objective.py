@@ -415,12 +415,10 @@ def with_preset(values: Any) -> Any:
     if not isinstance(values, Mapping):
         return values
     values = _without_shadow_passes(values)
-    settings = {
-        key: value for key, value in values.items() if value is not None or key not in _PARTS
-    }
-    preset = settings.get("preset", "grpo")
+    chosen = {key: value for key, value in values.items() if value is not None or key not in _PARTS}
+    preset = chosen.get("preset", "grpo")
     defaults = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
-    return defaults | settings
+    return defaults | chosen
 
 
 def _without_shadow_passes(values: Mapping[str, Any]) -> dict[str, Any]:

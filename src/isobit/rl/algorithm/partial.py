@@ -73,9 +73,7 @@ def learnable(group: Group, step: int, max_staleness: int) -> Group:
     more than `max_staleness` steps before are context."""
     samples = []
     for sample in group:
-        young = [
-            segment for segment in sample.drawn if step - segment.rollout_step <= max_staleness
-        ]
+        young = [s for s in sample.drawn if step - s.rollout_step <= max_staleness]
         start = young[0].start if young else len(sample.completion_ids)
         samples.append(sample.trained_from(start))
     return samples

@@ -200,9 +200,7 @@ class Sample:
         if arguments.get("completion_mask") is not None:
             arguments["completion_mask"] = tuple(arguments["completion_mask"])
         arguments["forks"] = tuple(arguments.get("forks", ()))
-        arguments["segments"] = tuple(
-            Segment(*segment) for segment in arguments.get("segments", ())
-        )
+        arguments["segments"] = tuple(Segment(*s) for s in arguments.get("segments", ()))
         if (read := arguments.get("teacher_ids")) is not None:
             arguments["teacher_ids"] = tuple(read)
         if arguments.get("episode") is not None:

@@ -74,18 +74,18 @@ class Shown:
             text = demonstration_of(columns, self.demonstration)
             return [composed(prompt, text, self.template)] * len(group)
         solved = [] if self.success is None else self._solved(group, self.success)
-        teacher_prompts: list[Prompt | None] = []
+        shown: list[Prompt | None] = []
         for index, sample in enumerate(group):
             successes = [i for i in solved if i != index]
             if successes:
                 text = group[successes[0]].completion
-                teacher_prompts.append(composed(prompt, text, self.template))
+                shown.append(composed(prompt, text, self.template))
                 continue
             comment = None if feedback is None else self._said(feedback, prompt, sample, columns)
-            teacher_prompts.append(
+            shown.append(
                 None if comment is None else composed(prompt, comment, self.feedback_template)
             )
-        return teacher_prompts
+        return shown
 
     @staticmethod
     def _solved(group: Group, least: float) -> list[int]:
@@ -135,12 +135,8 @@ def demonstration_of(columns: Mapping[str, Any], column: str) -> str:
         raise IsobitError(f"reference.shown.demonstration: no column {column!r}; there are: {have}")
     value = columns[column]
     if isinstance(value, Sequence) and not isinstance(value, str):
-        contents = [m.get("content") if isinstance(m, Mapping) else None for m in value]
-        value = (
-            "\n".join(p for p in contents if p)
-            if all(isinstance(p, str) for p in contents)
-            else None
-        )
+        texts = [m.get("content") if isinstance(m, Mapping) else None for m in value]
+        value = "\n".join(p for p in texts if p) if all(isinstance(p, str) for p in texts) else None
     if not isinstance(value, str) or not value.strip():
         raise IsobitError(
             f"reference.shown.demonstration: column {column!r} must be text or messages, got "

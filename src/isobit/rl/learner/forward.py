@@ -132,8 +132,8 @@ def logprobs_learned(
         unlearned = of(distinct // size, distinct % size, hidden.detach())[inverse]
     results = results.masked_scatter(~learned, unlearned)
     if bool(learned.any()):
-        own = of(packed.rows[learned], packed.targets[learned], hidden)
-        results = results.masked_scatter(learned, own)
+        logprobs = of(packed.rows[learned], packed.targets[learned], hidden)
+        results = results.masked_scatter(learned, logprobs)
     model.ops.raise_faults()
     return results
 

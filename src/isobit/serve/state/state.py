@@ -310,33 +310,27 @@ class State(Store):
     def _check_free(self, run: str, kind: Kind, name: str, overwrite: bool, size: int) -> None:
         """Raise BadRequest unless a run's tenant may save `size` bytes by this name, in the place
         of the checkpoint that has the name."""
-        stored_run = self.run(run)
-        if stored_run is None:
+        entry = self.run(run)
+        if entry is None:
             raise BadRequest(f"no training run {brief(run)}", status=404)
-        replaced = self._first(Checkpoint, "run = ? AND kind = ? AND name = ?", run, kind, name)
-        if replaced is not None and not overwrite:
+        old = self._first(Checkpoint, "run = ? AND kind = ? AND name = ?", run, kind, name)
+        if old is not None and not overwrite:
             raise BadRequest(
                 f"checkpoint {name!r} is there already; choose another name, or set overwrite",
                 "path",
                 409,
             )
-        if replaced is not None:
-            self._check_unpinned(replaced)
-        of_tenant, owner = (
-            "run IN (SELECT id FROM runs WHERE tenant = ?)",
-            self._owner(stored_run.tenant),
-        )
-        if (
-            self._count("checkpoints", of_tenant, owner) - (replaced is not None)
-            >= self._most_checkpoints
-        ):
+        if old is not None:
+            self._check_unpinned(old)
+        owned, owner = ("run IN (SELECT id FROM runs WHERE tenant = ?)", self._owner(entry.tenant))
+        if self._count("checkpoints", owned, owner) - (old is not None) >= self._most_checkpoints:
             raise BadRequest(
                 f"a tenant may have {self._most_checkpoints:,} checkpoints; delete some", status=429
             )
         with self._guard:
-            statement = f"SELECT coalesce(sum(bytes), 0) FROM checkpoints WHERE {of_tenant}"
+            statement = f"SELECT coalesce(sum(bytes), 0) FROM checkpoints WHERE {owned}"
             (held,) = self._run(statement, owner).fetchone()
-        held, share = held - (0 if replaced is None else replaced.bytes), self._most_bytes
+        held, share = held - (0 if old is None else old.bytes), self._most_bytes
         if held + size > share:
             raise BadRequest(
                 f"your checkpoints have {held:,} bytes, what your runs are kept as among them, and "

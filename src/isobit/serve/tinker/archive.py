@@ -197,9 +197,7 @@ class Archive:
         saved, _ = self._state.checkpoints(run.tenant, run.id)
 
         def last(kind: str) -> Any:
-            return next(
-                (_value(checkpoint) for checkpoint in saved if checkpoint.kind == kind), None
-            )
+            return next((_value(c) for c in saved if c.kind == kind), None)
 
         return {
             "training_run_id": run.id,

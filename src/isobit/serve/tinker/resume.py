@@ -190,9 +190,7 @@ class Resume:
             request = await self._request(run.name, number)
             await self._give_again(run, request, applied, number - 1 in there)
         oldest = max(1, last - MOST_ANSWERS)
-        run.line = Line(
-            last + 1, (missing for missing in range(oldest, last + 1) if missing not in there)
-        )
+        run.line = Line(last + 1, (n for n in range(oldest, last + 1) if n not in there))
         for number in later:
             if number > last:
                 request = await self._request(run.name, number)

@@ -371,10 +371,8 @@ class Runs:
         if self._gateway.whole:
             name = sampler.snapshot.rpartition(":")[0]
         else:
-            checkpoint = self.state.by_id(sampler.snapshot)
-            name = (
-                checkpoint.run if checkpoint is not None and checkpoint.kind == "snapshot" else ""
-            )
+            saved = self.state.by_id(sampler.snapshot)
+            name = saved.run if saved is not None and saved.kind == "snapshot" else ""
         if name in self._runs and sampler.id not in self._runs[name].unnamed:
             self._runs[name].unnamed.append(sampler.id)
 

@@ -201,44 +201,42 @@ def _against_chain(
     chain: Chain,
     members: Mapping[int, str],
     last: int | None,
-    records: Records,
+    report: Records,
 ) -> None:
     if chain.first:
-        records.problems.append(f"{CERTIFICATE} begins at step {chain.first}: rows are missing")
+        report.problems.append(f"{CERTIFICATE} begins at step {chain.first}: rows are missing")
     for step in sorted({*members, *chain.rows}):
         if step < chain.first or (last is not None and step > last):
             continue
         recorded, digest = chain.rows.get(step, {}).get("rollouts"), members.get(step)
         if step not in chain.rows:
-            records.problems.append(
+            report.problems.append(
                 f"{COMPLETIONS}: step {step} is not in {CERTIFICATE}; {_whole_again(run)}"
             )
         elif recorded != digest:
             problem = "are missing" if digest is None else "are not those that were recorded"
-            records.problems.append(
-                f"{COMPLETIONS}: completions of step {step} {problem} (SHA-256)"
-            )
+            report.problems.append(f"{COMPLETIONS}: completions of step {step} {problem} (SHA-256)")
     seen: dict[int, str] = {}
-    for row in runs.read_jsonl(run / runs.METRICS, records.problems.append):
+    for row in runs.read_jsonl(run / runs.METRICS, report.problems.append):
         step = int(row["step"])
         if step in seen:
-            records.problems.append(f"{runs.METRICS}: step {step} is there twice")
+            report.problems.append(f"{runs.METRICS}: step {step} is there twice")
         seen[step] = certificate.of_metrics(row)
     for step, held in chain.rows.items():
         if step and step not in seen and (last is None or step <= last):
-            records.problems.append(
+            report.problems.append(
                 f"{runs.METRICS}: the row of step {step} is missing; {_whole_again(run)}"
             )
         elif step and step in seen and seen[step] != held["metrics"]:
-            records.problems.append(
+            report.problems.append(
                 f"{runs.METRICS}: the row of step {step} is not the one that was recorded"
             )
     if extra := [step for step in seen if step > chain.last and last is None]:
-        records.problems.append(
+        report.problems.append(
             f"{runs.METRICS}: step {extra[0]} is not in {CERTIFICATE}; {_whole_again(run)}"
         )
     if of_config(read_source(run / runs.CONFIG, ())[0]) != chain.rows[chain.last]["config"]:
-        records.problems.append(
+        report.problems.append(
             f"{runs.CONFIG} is not the config that step {chain.last} was done with"
         )
 

@@ -395,11 +395,9 @@ def _pairs(ids: Sequence[int], logprobs: Sequence[float]) -> list[tuple[int, int
     return list(zip(ids, np.asarray(logprobs, np.float32).view(np.uint32).tolist()))
 
 
-def _said(ids: Sequence[int], logprobs: Sequence[float], position: int) -> str:
+def _said(ids: Sequence[int], logprobs: Sequence[float], index: int) -> str:
     return (
-        f"id {ids[position]} with log-probability {logprobs[position]!r}"
-        if position < len(ids)
-        else "none"
+        f"id {ids[index]} with log-probability {logprobs[index]!r}" if index < len(ids) else "none"
     )
 
 

@@ -68,19 +68,17 @@ def _of_data(config: Config, task: Task) -> Iterator[str]:
             f"all {prompts:,} training prompts are the same, that of "
             f"{task.train.examples[0].place}: is another column the prompt (task.columns)?"
         )
-    held_out = (
-        task.held_out.examples[: config.evaluation.samples] if config.evaluation.every else ()
-    )
-    if both := [example for example in held_out if same_task(example, by_columns) in known]:
+    tested = task.held_out.examples[: config.evaluation.samples] if config.evaluation.every else ()
+    if both := [example for example in tested if same_task(example, by_columns) in known]:
         noun = "rows" if by_columns else "prompts"
         yield (
-            f"{len(both):,} of {len(held_out):,} held-out {noun} are training {noun} too, the first "
+            f"{len(both):,} of {len(tested):,} held-out {noun} are training {noun} too, the first "
             f"{both[0].place}: accuracy on these does not say what the model makes of {noun} that "
             "it was not trained on"
         )
     samples = config.evaluation.samples
-    if config.evaluation.every and len(held_out) < samples != EvaluationConfig.samples:
-        yield f"evaluation.samples {samples}: there are {len(held_out):,} held-out prompts, and all are asked"
+    if config.evaluation.every and len(tested) < samples != EvaluationConfig.samples:
+        yield f"evaluation.samples {samples}: there are {len(tested):,} held-out prompts, and all are asked"
 
 
 def _of_longrope(config: Config, model: ModelConfig) -> Iterator[str]:

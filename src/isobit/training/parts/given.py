@@ -196,12 +196,8 @@ def open_given(
     weights = config.desirable_weight, config.undesirable_weight
     objective = supervised_objective(config.loss, config.beta, weights)
     trained = trained_by(config, optimizer, model, objective, reference)
-    held_out_questions = lessons.asked
-    held_out = (
-        None
-        if held_out_questions is None
-        else HeldOutAnswers(model, trained.learner, held_out_questions)
-    )
+    answers = lessons.asked
+    held_out = None if answers is None else HeldOutAnswers(model, trained.learner, answers)
     return GivenParts(config, trained, lessons.train, lessons.taught, held_out)
 
 
@@ -254,9 +250,7 @@ def _asked(task: Task, model: Model | Described, config: SftConfig, quiet: bool)
         return None
     chosen = replace(task.held_out, examples=task.held_out.examples[: config.evaluation.samples])
     fitted, taught = _fitted(chosen, "held-out", task, model, config, quiet)
-    samples = [
-        sample for i, e in enumerate(fitted.examples) for sample in given(taught[e.index], i)
-    ]
+    samples = [s for i, e in enumerate(fitted.examples) for s in given(taught[e.index], i)]
     return Asked(fitted.examples, samples, task.rewards, config.max_new_tokens)
 
 

@@ -61,9 +61,7 @@ class HeldOutAnswers:
         line = f"held-out loss {(loss := metrics['loss/held_out']):.4f}"
         if self._asked.rewards:
             answered = self.answers()
-            accuracy = proportion(
-                sum(question.greedy.correct for question in answered), len(answered)
-            )
+            accuracy = proportion(sum(q.greedy.correct for q in answered), len(answered))
             metrics["accuracy/held_out"] = accuracy.value
             line = f"held-out greedy accuracy {accuracy}, loss {loss:.4f}"
         return metrics, line, answered

@@ -80,8 +80,8 @@ def load_trained(
     if checkpoint is not None:  # the template is saved in it
         rules = replace(rules, chat_template=None)
     flow = config.precision, config.backend, config.consistency, ranks
-    adapter_config, masters = config.adapter, config.optimizer.masters
-    if adapter_config is None:
+    lora, masters = config.adapter, config.optimizer.masters
+    if lora is None:
         path = checkpoint or base
         model = Model.load(path, *flow, masters=masters, rules=rules, vocabulary=vocabulary)
         if model.transformer.adapter is not None:
@@ -89,24 +89,18 @@ def load_trained(
                 f"model.path: {base} is an adapter; give its model, and the adapter as adapter.init"
             )
         return model
-    new = NewAdapter(
-        adapter_config.rank,
-        adapter_config.alpha,
-        adapter_config.targets,
-        config.seed,
-        adapter_config.rslora,
-    )
-    init = None if adapter_config.init is None else model_named(adapter_config.init)
+    new = NewAdapter(lora.rank, lora.alpha, lora.targets, config.seed, lora.rslora)
+    init = None if lora.init is None else model_named(lora.init)
     if init is not None and checkpoint is None:
         check_served(model_folder(init, "adapter"), base)
     adapter_source = checkpoint or init or new
     model = Model.load(base, *flow, adapter_source, masters, rules, vocabulary)
-    adapter, wanted = model.transformer.adapter, targeted(model.config, adapter_config.targets)
+    adapter, wanted = model.transformer.adapter, targeted(model.config, lora.targets)
     assert adapter is not None
-    settings = (adapter_config.rank, adapter_config.alpha, adapter_config.rslora, wanted)
+    settings = (lora.rank, lora.alpha, lora.rslora, wanted)
     if (adapter.rank, adapter.alpha, adapter.rslora, adapter.projections) != settings:
         raise IsobitError(
-            f"adapter.init: {adapter_config.init} is an {adapter}; set rank, alpha, rslora and targets to "
+            f"adapter.init: {lora.init} is an {adapter}; set rank, alpha, rslora and targets to "
             "these"
         )
     return model

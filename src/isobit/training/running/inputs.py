@@ -54,17 +54,15 @@ def check_inputs(run: Path, now: Inputs, on_change: str) -> list[str]:
     """Return a warning where files or the config have changed since the run began, or since it was
     made to go on with changed ones, or where the record of them is missing or cannot be read.
     Changes raise IsobitError instead, unless `on_change` is warn."""
-    recorded = _recorded(run)
-    if CONFIG not in recorded:
+    old = _recorded(run)
+    if CONFIG not in old:
         how = "cannot be read" if exists(run / INPUTS) else "is missing"
         return [
             f"warning: {run / INPUTS} {how}: whether data, reward functions and config are what the "
             "run began with is not known"
         ]
-    changed = {
-        key: _changed(recorded.get(key), files) for key, files in now.items() if key != CONFIG
-    }
-    changed[CONFIG] = _edited(recorded.get(CONFIG, {}), now.get(CONFIG, {}))
+    changed = {key: _changed(old.get(key), files) for key, files in now.items() if key != CONFIG}
+    changed[CONFIG] = _edited(old.get(CONFIG, {}), now.get(CONFIG, {}))
     if not any(changed.values()):
         return []
     changes = listed(
@@ -181,15 +179,13 @@ def _of_rollouts(config: Config) -> Iterator[tuple[str, Path, bool]]:
             yield key, file, False
 
 
-def _of_environment(environment: EnvironmentConfig) -> Iterator[tuple[str, str]]:
+def _of_environment(config: EnvironmentConfig) -> Iterator[tuple[str, str]]:
     """Yield (key, reference) of each tool and factory."""
-    for tool in environment.tools:
+    for tool in config.tools:
         yield f"environment.tools: {tool.rpartition(':')[2]}", tool
-    if isinstance(environment.factory, str):
-        yield "environment.factory", environment.factory
-    for name, factory in (
-        environment.factory.items() if isinstance(environment.factory, dict) else ()
-    ):
+    if isinstance(config.factory, str):
+        yield "environment.factory", config.factory
+    for name, factory in config.factory.items() if isinstance(config.factory, dict) else ():
         yield f"environment.factory: {name}", factory
 
 

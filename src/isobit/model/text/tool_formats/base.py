@@ -99,15 +99,13 @@ class ToolFormat:
         calls = self.opens, self.closes
         split = thoughts.apart(pieces, begun, special.values(), self.marks, calls)
         hidden = special.values()
-        visible_text = "".join(
-            ("" if mark in hidden else mark) + text for mark, text in split.pieces
-        )
-        reply = self.read(split.pieces, tools) or Reply(visible_text)
+        visible = "".join(("" if mark in hidden else mark) + text for mark, text in split.pieces)
+        reply = self.read(split.pieces, tools) or Reply(visible)
         problems = reply.problems
         if split.open and any(len(mark) > 1 and mark in split.reasoning for mark in self.opens):
             end = thoughts.CLOSES[split.open]
             problems += (f"a tool call is invalid: expected {end} before it, where thoughts end",)
-        return replace(reply, reasoning=split.reasoning, problems=problems, said=visible_text)
+        return replace(reply, reasoning=split.reasoning, problems=problems, said=visible)
 
 
 def _pieces(answer: Answer, tokenizer: Tokenizer, special: Mapping[int, str]) -> Pieces:

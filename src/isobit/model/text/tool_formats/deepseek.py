@@ -1,4 +1,4 @@
-"""DeepSeek's calls, between marks that are tokens of their own: V3 and R1, and V3.1.
+"""DeepSeek's calls, between marks that are single tokens: V3 and R1, and V3.1.
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add
     ```json

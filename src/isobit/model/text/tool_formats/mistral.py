@@ -28,18 +28,17 @@ _NAME = re.compile(r"[^\s{}\[\]\"]+")
 
 
 def _mistral(pieces: Pieces, tools: Tools) -> Reply | None:
-    (_, text_before), *rest = pieces
+    (_, front), *rest = pieces
     written: list[list[tuple[str, str]]] = []  # pieces of each opened call
     for mark, text in rest:
         if mark == _CALLS:
             written.append([])
         elif not written:
             return Reply(
-                text_before,
-                problems=(f"a tool call is invalid: {mark} without {_CALLS} before it",),
+                front, problems=(f"a tool call is invalid: {mark} without {_CALLS} before it",)
             )
         written[-1].append((mark, text))
-    return calls_in(text_before, written, _calls) if written else None
+    return calls_in(front, written, _calls) if written else None
 
 
 def _calls(pieces: Pieces) -> list[Call]:
