@@ -83,7 +83,7 @@ def load_sft_config(
 
 
 def _with_run_dir(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`out`, the short name of `run.dir`, in its place."""
+    """Return the values with `run.dir` in place of its short name `out`."""
     if "out" not in values:
         return dict(values)
     run = values.get("run") or {}
@@ -161,8 +161,8 @@ def _parse_own(
     given: Mapping[str, Any],
     source: Source,
 ) -> _Schema:
-    """`parse_config`, whose message says where a file is meant for another command. `given`: what
-    stands in it."""
+    """Parse a config as `parse_config`, with a message that says where a file is meant for another
+    command. `given`: the keys and values in the file."""
     try:
         return parse_config(schema, values, where)
     except IsobitError as error:

@@ -189,7 +189,7 @@ def _is_text(kind_: Any) -> bool:
 
 
 def _python_rows(path: Path, batch: Any, rows_before: int) -> list[dict[str, Any]]:
-    """Return the rows of a batch as Python values; `before`: the number of rows before the batch.
+    """Return the rows of a batch as Python values; `rows_before`: the number of rows in front.
     Raises IsobitError with the first row that cannot become Python values, such as text that is not
     UTF-8."""
     try:

@@ -77,8 +77,8 @@ class Curriculum:
         return self._config.chooses
 
     def take(self, cursor: int, count: int) -> tuple[list[int], int]:
-        """(the positions of the next `count` prompts that are taken, from `cursor` on; the position
-        after the last of them)."""
+        """Return (the positions of the next `count` prompts that are taken, from `cursor` on; the
+        position after the last of them)."""
         positions: list[int] = []
         while len(positions) < count:
             if self._takes(cursor):

@@ -2,7 +2,7 @@
 
 A `Dataset` is a sequence of examples plus a seed. `at(cursor)` is example `order(cursor //
 len)[cursor % len]`, where `order(epoch)` is a permutation that depends on (seed, epoch, length)
-only: there is no state to save, so a run that resumes at a cursor sees the same examples as without
+only: no state is saved, so a run that resumes at a cursor sees the same examples as without
 the stop. If the examples are of several files with weights, `order` permutes the epoch's places
 among the files (`mixture.py`), and each file has separate epochs.
 Permutations sort the raw Philox4x64 words of numpy, whose stream is fixed by its specification,
@@ -324,7 +324,7 @@ def _with_variables(
 
 
 def check_variables(where: str, variables: Mapping[str, Any]) -> None:
-    """Raise IsobitError if the `given` variables set one that every chat template is given."""
+    """Raise IsobitError if the variables set one that every chat template is given."""
     for name in variables:
         if name in TEMPLATE_OWN:
             raise IsobitError(f"{where}: {name!r} is not yours to set: every template is given it")

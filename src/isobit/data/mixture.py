@@ -12,8 +12,8 @@ from isobit.errors import IsobitError
 
 
 def shared_out(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """`total` prompts among files of these weights, each above 0: the whole parts of their exact
-    shares, and what is left to those with the largest rest, the first of equal ones."""
+    """Divide `total` prompts among files of these weights, each above 0: the whole parts of their
+    exact shares, and what is left to those with the largest rest, the first of equal ones."""
     exact = [Fraction(weight) for weight in weights]
     shares = [total * weight / sum(exact) for weight in exact]
     counts = [int(share) for share in shares]

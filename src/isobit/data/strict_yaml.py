@@ -79,9 +79,9 @@ def load(text: str) -> Any:
 def _measure(
     node: yaml.Node, sizes_by_node: dict[int, tuple[int, int] | None], depth: int
 ) -> tuple[int, int]:
-    """(values, levels) of a node with aliases written out; a long text counts as several. `found`:
-    of nodes that were measured; None of those that are being measured, to which an alias inside
-    leads back."""
+    """Return (values, levels) of a node with aliases written out; a long text counts as several.
+    `sizes_by_node`: of nodes that were measured; None of those that are being measured, to which an
+    alias inside leads back."""
     if not isinstance(node, yaml.CollectionNode):
         if len(node.value) > MOST_DIGITS and node.tag == "tag:yaml.org,2002:int":
             raise _bad(node, f"a whole number of more than {MOST_DIGITS} digits")

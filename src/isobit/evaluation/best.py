@@ -2,7 +2,7 @@
 next to the weights.
 
 A model replaces it if its value is larger; of equal ones the earlier stays. By `auto` the value is
-the greedy accuracy, and of equal accuracies the greedy reward: rewards that stay below 1 have an
+the greedy accuracy, or for equal accuracies the greedy reward: rewards that stay below 1 have an
 accuracy of 0 throughout.
 
 A run that was killed goes on from a checkpoint that knows the best of its own time, while `best/`

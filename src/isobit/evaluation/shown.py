@@ -46,8 +46,8 @@ def show_adapters(base: Result, adapters: Mapping[str, Result], out: Path | None
 
 
 def show_saved(first: Path, second: Path | None, out: Path | None, changed: bool) -> None:
-    """`show` of saved results. `changed`: whether the command line asks for something of them that
-    only an evaluation can give, which raises IsobitError."""
+    """Print saved results as `show` does. `changed`: whether the command line asks for something of
+    them that only an evaluation can give, which raises IsobitError."""
     if changed:
         raise IsobitError(
             "saved results are not evaluated again: leave every option but --against and --out out"

@@ -23,7 +23,7 @@ def resolved(consistency: str) -> str:
 
 
 def level(consistency: str) -> str:
-    """`exact`, `bitwise` or `fast`."""
+    """Return the level of a consistency: `exact`, `bitwise` or `fast`."""
     return consistency.partition("-")[0]
 
 
@@ -34,7 +34,7 @@ def order(consistency: str) -> str | None:
 
 @cache
 def default_order() -> str:
-    """`vdp32` where the processor has VDPBF16PS and not TDPBF16PS (AMD from Zen 4 on), else
+    """Return `vdp32` where the processor has VDPBF16PS and not TDPBF16PS (AMD from Zen 4 on), else
     `tdp32`."""
     features = processor_features()
     return VDP32 if features >= _FOR_VDP32 and "amx_bf16" not in features else TDP32

@@ -198,7 +198,7 @@ class Asked:
         self, drawn: Iterable[_Shown], likeliest: list[list[_Shown]]
     ) -> dict[str, Any]:
         """Return the log-probabilities of sampled tokens in the form of chat answers, with the
-        likeliest `others` in their places. A token that is named by its id has no bytes."""
+        `likeliest` tokens in their places. A token that is named by its id has no bytes."""
 
         def one(token: int, word: str, logprob: float) -> dict[str, Any]:
             known = (

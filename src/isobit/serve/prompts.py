@@ -61,8 +61,8 @@ def echoed(
 
 
 def likely(tokenizer: Tokenizer, tokens: Sequence[int], scores: Scores, count: int) -> list[Any]:
-    """vLLM's list: by token id the `count` likeliest tokens in each place and the prompt's own, whose
-    rank is only known where it is among them."""
+    """Return vLLM's list: by token id the `count` likeliest tokens in each place and the prompt's
+    own, whose rank is only known where it is among them."""
     tops: list[list[tuple[int, float]]] = [[] for _ in tokens]
     if count:
         tops = _tops(scores, count)

@@ -147,7 +147,7 @@ def _trained(
     quiet: bool = False,
 ) -> TrainResult:
     """Do all steps of the run that is `opened`, and the work that is due after them. A new run was
-    `given` objects: where its ranks were started once more after one had died, it goes on."""
+    given `objects`: where its ranks were started once more after one had died, it goes on."""
     folder = Path(config.run.dir)
     with outlived_stderr(), joined(config.run.rank_timeout_s) as ranks:
         began = restarted() and (folder / CONFIG).is_file()

@@ -75,7 +75,7 @@ def compare_scores(
 
 
 def kendall_tau(left: Sequence[float], right: Sequence[float]) -> float:
-    """(concordant - discordant pairs) / all pairs; 1 for a group of one."""
+    """Return (concordant - discordant pairs) / all pairs; 1 for a group of one."""
     pairs = list(combinations(range(len(left)), 2))
     products = [(left[i] - left[j]) * (right[i] - right[j]) for i, j in pairs]
     return sum((p > 0) - (p < 0) for p in products) / len(pairs) if pairs else 1.0

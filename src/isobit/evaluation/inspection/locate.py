@@ -202,7 +202,8 @@ def _first_difference(
 
 
 def _checksums(result: object, rows: int) -> Tensor:
-    """[rows] int64 on the CPU, over all results that have a part for each row."""
+    """Return [rows] int64 on the CPU: a checksum of each row, over all results with that number of
+    rows."""
     total = torch.zeros(rows, dtype=torch.int64)
     for index, tensor in enumerate(_tensors(result)):
         if not tensor.numel() or tensor.shape[0] % rows:

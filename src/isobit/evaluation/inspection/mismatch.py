@@ -91,8 +91,8 @@ def decompose(
     sampling: Sampling,
     stale: Model | None = None,
 ) -> list[tuple[str, Gap, Gap | None]]:
-    """(source, the gap with it alone, the gap without it) of each source that the flow has; the
-    first is all of them.
+    """Return (source, the gap with it alone, the gap without it) of each source that the flow has;
+    the first is all of them.
 
     The learner's flow is compared with variants of the rollout's, on tokens that the flow itself
     sampled. `stale`: the model some steps before, with the weights that a late sync would leave in

@@ -1,7 +1,7 @@
 """Tokens that a model directory adds to its tokenizer.json: names, ids and flags as `transformers`
 gives them.
 
-Beside tokenizer.json, tokens are named by `added_tokens_decoder` and `extra_special_tokens` (older:
+Besides tokenizer.json, tokens are named by `added_tokens_decoder` and `extra_special_tokens` (older:
 `additional_special_tokens`) of tokenizer_config.json, by its `eos_token` and others of the kind,
 and, where it has no `added_tokens_decoder`, by added_tokens.json and special_tokens_map.json. What
 the vocabulary does not have gets the next ids, in the order of the ids that are given; where those

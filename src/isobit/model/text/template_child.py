@@ -1,6 +1,6 @@
 """The process that renders chat templates: jinja2's sandbox under limits of the operating system.
 
-A template is a program of whoever made the model, and the sandbox bounds neither its time nor its
+A template is a program of the model's maker, and the sandbox bounds neither its time nor its
 memory: so it is compiled and run here, in `MEMORY_BYTES` and the seconds of computing that each
 request may take, after which the kernel ends this process. One JSON object a line comes in and goes
 out (`chat.py` is the other side). Imports nothing of isobit, whose parts load torch.

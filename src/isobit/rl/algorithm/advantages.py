@@ -55,8 +55,8 @@ AdvantageFunction = Callable[[AdvantageInputs], Advantages]
 
 
 def grpo(inputs: AdvantageInputs) -> Advantages:
-    """(r - mean) / (std + 1e-6) (Shao et al. 2024, arXiv 2402.03300, section 4.1.2), with the
-    sample's standard deviation (n - 1), as the field's trainers take it."""
+    """Compute (r - mean) / (std + 1e-6) (Shao et al. 2024, arXiv 2402.03300, section 4.1.2), with
+    the sample's standard deviation (n - 1), as the field's trainers take it."""
 
     def factor(scored: Sequence[float], mean: float) -> float:
         return 1.0 / (_deviation(scored, mean) + _EPS)
@@ -65,8 +65,8 @@ def grpo(inputs: AdvantageInputs) -> Advantages:
 
 
 def grpo_batch(inputs: AdvantageInputs) -> Advantages:
-    """(r - mean of the group) / (std over all groups of the step + 1e-6): easy and hard prompts
-    weigh alike (TRL's `scale_rewards="batch"`; Liu et al. 2025, arXiv 2508.08221)."""
+    """Compute (r - mean of the group) / (std over all groups of the step + 1e-6): easy and hard
+    prompts weigh alike (TRL's `scale_rewards="batch"`; Liu et al. 2025, arXiv 2508.08221)."""
     totals = inputs.totals()
     scored = [reward for row in totals for reward in row if reward is not None]
     if not has_spread(scored):
@@ -76,13 +76,13 @@ def grpo_batch(inputs: AdvantageInputs) -> Advantages:
 
 
 def dr_grpo(inputs: AdvantageInputs) -> Advantages:
-    """r - mean (Liu et al. 2025, arXiv 2503.20783)."""
+    """Compute r - mean (Liu et al. 2025, arXiv 2503.20783)."""
     return [_centred(row, lambda scored, mean: 1.0) for row in inputs.totals()]
 
 
 def rloo(inputs: AdvantageInputs) -> Advantages:
-    """r - mean of the others (Ahmadian et al. 2024, arXiv 2402.14740), which is (r - mean of all) ·
-    n / (n - 1)."""
+    """Compute r - mean of the others (Ahmadian et al. 2024, arXiv 2402.14740), which is (r - mean
+    of all) · n / (n - 1)."""
     return [
         _centred(row, lambda scored, mean: len(scored) / (len(scored) - 1))
         for row in inputs.totals()
@@ -90,8 +90,9 @@ def rloo(inputs: AdvantageInputs) -> Advantages:
 
 
 def opo(inputs: AdvantageInputs) -> Advantages:
-    """r - Σ l·r / Σ l, l the number of trained tokens: the baseline of least variance where the
-    squared gradient of a completion grows with its length (Hao et al. 2025, arXiv 2505.23585)."""
+    """Compute r - Σ l·r / Σ l, l the number of trained tokens: the baseline of least variance where
+    the squared gradient of a completion grows with its length (Hao et al. 2025, arXiv
+    2505.23585)."""
     advantages: list[list[float | None]] = []
     for row, penalties in zip(inputs.totals(), inputs.penalties, strict=True):
         lengths = [len(taken) for taken in penalties]
@@ -106,9 +107,10 @@ def opo(inputs: AdvantageInputs) -> Advantages:
 
 
 def maxrl(inputs: AdvantageInputs) -> Advantages:
-    """(r - mean) / mean, 0 in a group without a success (Tajwar et al. 2026, arXiv 2602.02710): of
-    a group of n rewards 0 and 1 the gradient is, in the mean, that of the log-likelihood of a
-    success to order n - 1 in the chance of failure. Raises IsobitError for a reward below 0."""
+    """Compute (r - mean) / mean, 0 in a group without a success (Tajwar et al. 2026, arXiv
+    2602.02710): of a group of n rewards 0 and 1 the gradient is, in the mean, that of the
+    log-likelihood of a success to order n - 1 in the chance of failure. Raises IsobitError for a
+    reward below 0."""
     totals = inputs.totals()
     least = min((r for row in totals for r in row if r is not None), default=0.0)
     if least < 0:
@@ -126,8 +128,8 @@ def _deviation(values: Sequence[float], mean: float) -> float:
 def _centred(
     rewards: Sequence[float | None], factor: Callable[[Sequence[float], float], float]
 ) -> list[float | None]:
-    """(r - mean) · factor(scored rewards, mean); 0 in a group of one scored completion, or of equal
-    rewards."""
+    """Compute (r - mean) · factor(scored rewards, mean); 0 in a group of one scored completion, or
+    of equal rewards."""
     if not has_spread(rewards):
         return [None if reward is None else 0.0 for reward in rewards]
     scored = [reward for reward in rewards if reward is not None]

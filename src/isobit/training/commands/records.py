@@ -75,7 +75,7 @@ def read_records(run: Path, config: Config | SftConfig, steps: set[int]) -> Reco
 
 def _steps(path: Path, records: Records) -> Iterator[tuple[int, list[bytes]]]:
     """Yield (step, the lines of its completions) for one step after another; problems are added to
-    `found`."""
+    `records`."""
     offset = 0
     for member in completions.members(path):
         offset = member.start + member.length
@@ -91,7 +91,7 @@ def _steps(path: Path, records: Records) -> Iterator[tuple[int, list[bytes]]]:
 def _take(
     step: int, lines: Sequence[bytes], steps: set[int], config: Config, records: Records
 ) -> None:
-    """Check each row of a step, add its problems to `found`, and keep its sample where the step
+    """Check each row of a step, add its problems to `records`, and keep its sample where the step
     that it was sampled after is in `steps`."""
     groups: dict[int, list[int]] = {}
     prompts: dict[int, object] = {}

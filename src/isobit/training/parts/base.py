@@ -71,7 +71,7 @@ def cached_model(
 
 
 def _make(config: SftConfig, target: Path, quiet: bool) -> None:
-    """Make the model at `place` by a run in a directory next to it, of which only the model is
+    """Make the model at `target` by a run in a directory next to it, of which only the model is
     kept. Raises KeyboardInterrupt, after a checkpoint is saved, where a signal ends the run."""
     directory = target.parent / f"{target.name}.run"
     with _opened(_alone(config, directory), quiet) as run:

@@ -218,7 +218,7 @@ def take_place(config: Config) -> Place | None:
 def open_serving(
     config: Config, model: Model, reserved: int, address: Place | None
 ) -> Serving | None:
-    """Return the server of a run at its `place`, or None without one. The server answers once it is
+    """Return the server of a run at its `address`, or None without one. The server answers once it is
     entered as a context manager. `reserved`: bytes of the GPU that the first update will take.
     Raises IsobitError for a precision under which the answer to a request depends on more than the
     weights."""
