@@ -57,8 +57,8 @@ class _Cancel:
 
 @dataclass(eq=False)
 class _Open:
-    """A request in the engine, or on its way to it while its prompt is scored, `parts` by part,
-    until there are `scores`. `drawn`: tokens of each sample since it was begun, of which `told` are
+    """A request in the engine, or on its way to it while its prompt is scored by steps of `scoring`,
+    until there are `scores`. `drawn`: tokens of each sample since it was begun, of which `posted` are
     known to its client; `done`: samples that are complete; `cached`: tokens of the prompt that were
     found in the cache."""
 
@@ -66,9 +66,9 @@ class _Open:
     snapshot: Snapshot
     request: Request | None = None
     drawn: Counter[int] = field(default_factory=Counter)
-    told: Counter[int] = field(default_factory=Counter)
+    posted: Counter[int] = field(default_factory=Counter)
     done: set[int] = field(default_factory=set)
-    parts: Iterator[Scores | None] = field(default_factory=lambda: iter(()))
+    scoring: Iterator[Scores | None] = field(default_factory=lambda: iter(()))
     scores: Scores | None = None
     cached: int = 0
 
@@ -266,7 +266,7 @@ class Device:
             self._open[job] = opened
             if job.scoring is not None:
                 served = opened.snapshot.served
-                opened.parts = scores_in_parts(self.engine.model, job.prompt, served, job.scoring)
+                opened.scoring = scores_in_parts(self.engine.model, job.prompt, served, job.scoring)
                 self._scoring.append(opened)
             elif self._begin(opened):
                 self._post(job.post, Begun(opened.snapshot.version))
@@ -278,7 +278,7 @@ class Device:
         opened = self._scoring.popleft()
         job = opened.job
         try:
-            opened.scores = opened.scores or next(opened.parts)
+            opened.scores = opened.scores or next(opened.scoring)
         except Exception as error:  # a fault of this request, and of no other
             self._close(opened)
             self._post(job.post, _failed(error))
@@ -335,8 +335,8 @@ class Device:
         opened = self._by_request[request]
         self.totals[opened.job.tenant].sampled += 1
         opened.drawn[sample] += 1
-        if opened.job.streamed and opened.drawn[sample] > opened.told[sample]:
-            opened.told[sample] += 1
+        if opened.job.streamed and opened.drawn[sample] > opened.posted[sample]:
+            opened.posted[sample] += 1
             self._post(opened.job.post, Token(sample, token, logprob, top))
 
     def _isolate(self, error: NonFiniteError) -> None:

@@ -1,7 +1,7 @@
 """A device without a thread: the owner of the engine runs it, a step at a time, between its own
 work; for a model whose weights change meanwhile, as those of a training run do.
 
-Nothing of a request is told before it is complete. So one that is open when the weights change can
+Nothing of a request is sent before it is complete. So one that is open when the weights change can
 begin again with the new ones, and every response is of one version of the weights
 (tests/training/test_serve.py). One that was begun `MOST_BEGINNINGS` times fails, since it takes
 longer than the weights last.

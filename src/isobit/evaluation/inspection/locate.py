@@ -40,10 +40,10 @@ _HASHED_ROWS = 256  # at a time: elements become 8 bytes wide
 
 @dataclass(frozen=True)
 class Located:
-    """`found`: the first difference in words, or None. `logprob`: of the token, computed for this
+    """`difference`: the first one in words, or None. `logprob`: of the token, computed for this
     alone."""
 
-    found: str | None
+    difference: str | None
     logprob: float
 
 

@@ -26,12 +26,12 @@ _LEAST_PROBABILITY = 1e-8  # of a token and of its complement, in binary_kl
 class Correction:
     """The result of a correction, per token [tokens]: the `weights`, float32, that multiply the
     loss (0 where rejected); `untruncated`, the ratios before truncation, whose tails say more;
-    `clipped`, which of them were truncated; `kept`, which tokens were not rejected."""
+    `clipped`, which of them were truncated; `accepted`, which tokens were not rejected."""
 
     weights: Tensor
     untruncated: Tensor
     clipped: Tensor
-    kept: Tensor
+    accepted: Tensor
 
 
 def correct(
@@ -67,7 +67,7 @@ def correction_metrics(correction: Correction) -> dict[str, float]:
     ratios; that by the weights is 0 for an entirely rejected batch."""
     weights = correction.weights.double()
     ratio = correction.untruncated.double()
-    accepted = correction.kept
+    accepted = correction.accepted
     return {
         "correction/mean_weight": mean(weights),
         "correction/clipped_fraction": mean(correction.clipped),
@@ -97,7 +97,7 @@ def step_metrics(
         torch.tensor(list(s), dtype=torch.float64).repeat_interleave(counts) * sizes
         for s in (before, after)
     )
-    some = [bool(m.any()) for m in correction.kept.split(list(lengths)) if m.numel()]
+    some = [bool(m.any()) for m in correction.accepted.split(list(lengths)) if m.numel()]
     left = total(correction.weights.double() * new) / (total(old) or math.nan)
     return {"correction/kept_fraction": sum(some) / len(some), "correction/effective_step": left}
 

@@ -314,7 +314,7 @@ class Learner:
             compared |= rows
             if gradient.finite:
                 if strict:
-                    require_agreement([*rows.values()], [samples[i] for i in update.part])
+                    require_agreement([*rows.values()], [samples[i] for i in update.samples])
                 self.optim_step(rate, gradient, objective)
                 totals.add(gradient.totals, gradient.norm)
             else:

@@ -226,8 +226,8 @@ def working_bytes(sizes: Sequence[int]) -> int:
 
 def _assigned(shapes: Mapping[str, tuple[int, ...]], size: int) -> list[list[str]]:
     """Return, by rank, the masters that the rank orthogonalizes: the costliest first, each given to
-    the rank that has the least to do. The result is a function of the shapes and of the number of
-    ranks alone."""
+    the rank that has the least to do. The result depends only on the shapes and the number of
+    ranks."""
 
     def cost(name: str) -> int:
         short, long = sorted(shapes[name])

@@ -73,7 +73,7 @@ class Run:
     learner: StepwiseLearner | None = None
     steps: int = 0
     unkept: bool = False
-    kept: "asyncio.Future[None] | None" = None
+    saving: "asyncio.Future[None] | None" = None
     """Done when the state has the request that began the run."""
     close: Callable[[], Awaitable[None]] | None = None
     """Ends the run with its session."""
@@ -122,7 +122,7 @@ class Runs:
         response = JSONResponse({"request_id": future})
         digest = digest_of(kind)
         if self._futures.knows(session.tenant, future, digest):
-            if name in self._runs and (saving := self._runs[name].kept) is not None:
+            if name in self._runs and (saving := self._runs[name].saving) is not None:
                 await asyncio.wait({saving})
             return response
         if name in self._runs:
@@ -131,7 +131,7 @@ class Runs:
             await self._end_silent()
         run = self.opened(session, row, again=taken_before(request) is not None)
         saving = asyncio.ensure_future(in_thread(self._keep_first, row, kind, body))
-        run.kept = saving
+        run.saving = saving
 
         def first() -> Response:
             learner, response = make(), JSONResponse({**answer, "model_id": name})

@@ -41,15 +41,15 @@ is remembered."""
 @dataclass(eq=False)
 class Sampler:
     """A sampling client: the model's name as it was given, and the weights to which the client is
-    pinned. `snapshot`: None while it rests, its weights not in memory; `kept`: the checkpoint of
-    the weights, None: there is none, and it never rests; `number`: in its session; `open`: its
-    requests that are not answered, by their futures' names."""
+    pinned. `snapshot`: None while it rests, its weights not in memory; `checkpoint`: of the
+    weights, None: there is none, and it never rests; `number`: in its session; `open`: its requests
+    that are not answered, by their futures' names."""
 
     tenant: str
     model: str
     path: str | None
     snapshot: Snapshot | None
-    kept: Checkpoint | None = None
+    checkpoint: Checkpoint | None = None
     number: int = -1
     open: set[str] = field(default_factory=set)
     ended: bool = False
@@ -294,8 +294,8 @@ class Samplers:
         """Read a client's weights. The caller lets this run to its end even where the request is
         cancelled: weights that are read and not registered would never be released."""
         async with sampler.waking:
-            if sampler.snapshot is None and sampler.kept is not None and not sampler.ended:
-                sampler.snapshot = await self._read(sampler.tenant, sampler.kept)
+            if sampler.snapshot is None and sampler.checkpoint is not None and not sampler.ended:
+                sampler.snapshot = await self._read(sampler.tenant, sampler.checkpoint)
             if sampler.ended:
                 await self._release(sampler)
 
@@ -303,7 +303,7 @@ class Samplers:
         """Release the weights of a session's oldest clients of saved weights, except of the newest
         `_MOST_AWAKE` that are in memory."""
         samplers = [self._samplers[name] for name in self._of_session[session.name]]
-        awake = [s for s in samplers if s.kept is not None and s.snapshot is not None]
+        awake = [s for s in samplers if s.checkpoint is not None and s.snapshot is not None]
         for sampler in awake[:-_MOST_AWAKE]:
             if not sampler.open and not sampler.waking.locked():
                 await self._release(sampler)
@@ -340,6 +340,6 @@ class Samplers:
 def _kept_as(sampler: Sampler) -> str | None:
     """Return a state's name of the weights of a sampling client that are kept for it; None: the
     weights are the base's, or an adapter's of the server."""
-    if sampler.kept is not None:
-        return sampler.kept.id
+    if sampler.checkpoint is not None:
+        return sampler.checkpoint.id
     return None if sampler.snapshot is None else sampler.snapshot.weights or None
