@@ -16,7 +16,8 @@ def describe(error: OptionError, schema: type) -> str:
 
 
 def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
-    """Every key with its full path; those of a list's sections stand under the list's own key."""
+    """Yield every key with its full path; those of a list's sections stand under the list's own
+    key."""
     for name, option in options_of(schema).items():
         yield f"{prefix}{name}"
         for section in sections(option.kind):

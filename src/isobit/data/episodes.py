@@ -1,5 +1,4 @@
-"""What happened in an episode apart from its tokens, as a run records it; and environments that say it
-again.
+"""The record of an episode apart from its tokens; and environments that replay it.
 
 A record has no times: a repetition of the run, in which tools take longer, records the same bytes.
 Left out: the tokens, their mask and log-probabilities, which are the completion's
@@ -32,7 +31,7 @@ class EpisodeRecord:
     prompt: Prompt | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for `json.dumps`; a prompt that is the row's is left out."""
+        """Return plain values for `json.dumps`; a prompt that is the row's is left out."""
         values = {
             **vars(self),
             "messages": list(self.messages),

@@ -116,8 +116,8 @@ def _folder_rows(source: Source) -> Iterator[Row]:
 
 
 def _format_of(path: Path) -> str:
-    """By the suffix, else by the first bytes. Raises IsobitError for what is neither known nor
-    JSON."""
+    """Return the format of a file by its suffix, else by its first bytes. Raises IsobitError for a
+    file whose format is not known, unless it is JSON."""
     if suffix_of(path) in _SUFFIXES:
         return _SUFFIXES[suffix_of(path)]
     start = read_text_file(path, 64)

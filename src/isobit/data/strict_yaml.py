@@ -115,8 +115,8 @@ def _bad(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
 
 
 def _check(node: yaml.Node, seen: set[int], prefix: str) -> None:
-    """Before anything is constructed, since construction writes merges out. `seen`: aliases come
-    again; `prefix`: the path to the node."""
+    """Refuse bad keys before anything is constructed, since construction writes merges out. `seen`:
+    aliases come again; `prefix`: the path to the node."""
     if id(node) in seen or not isinstance(node, yaml.CollectionNode):
         return
     seen.add(id(node))

@@ -72,7 +72,7 @@ class Best:
         return best | ({"values": dict(zip(self._metrics, values))} if len(values) > 1 else {})
 
     def to_json(self) -> dict[str, Any] | None:
-        """For the state of a checkpoint."""
+        """Return the best model's description for the state of a checkpoint."""
         return None if self.step is None else self._description(self.step, self.values)
 
     def restore(self, saved: Mapping[str, Any] | None) -> None:

@@ -47,8 +47,8 @@ class PairedDifference:
 
 
 def compare(first: Result, second: Result) -> dict[str, PairedDifference]:
-    """Every measure that both have. Raises IsobitError unless both answer the same prompts by the
-    same rewards."""
+    """Return the paired difference in every measure that both have. Raises IsobitError unless both
+    answer the same prompts by the same rewards."""
     _check_same(first, second)
     columns = [values_per_prompt(result.questions, result.ks) for result in (first, second)]
     differences = {}
@@ -64,7 +64,7 @@ def compare(first: Result, second: Result) -> dict[str, PairedDifference]:
 
 
 def comparison_json(differences: Mapping[str, PairedDifference]) -> dict[str, Any]:
-    """Plain values of a comparison."""
+    """Return plain values of a comparison."""
     return {name: asdict(difference) for name, difference in differences.items()}
 
 

@@ -25,8 +25,8 @@ Values = list[float | None]
 
 
 def values_per_prompt(questions: Sequence[Question], ks: Sequence[int]) -> dict[str, Values]:
-    """Every measure of every prompt: accuracy, reward, and, of samples, mean@N, pass@k and maj@k;
-    then lengths."""
+    """Return every measure of every prompt: accuracy, reward, and, of samples, mean@N, pass@k and
+    maj@k; then lengths."""
     n = len(questions[0].samples)
     columns: dict[str, Values] = {
         "accuracy": [float(q.greedy.correct) for q in questions],
@@ -65,7 +65,7 @@ def summarize(result: Result) -> dict[str, dict[str, Estimate]]:
 
 
 def summary_json(summary: Mapping[str, Mapping[str, Estimate]]) -> dict[str, Any]:
-    """Plain values of a summary."""
+    """Return plain values of a summary."""
     return {
         tag: {name: asdict(estimate) for name, estimate in row.items()}
         for tag, row in summary.items()

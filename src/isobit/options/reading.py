@@ -114,8 +114,9 @@ def say_renamed(old: str, new: str) -> None:
 
 
 def read_own_fields(value: Any, schema: type) -> None:
-    """For `__post_init__` of a frozen dataclass that code makes too: its fields that are options of
-    `schema` become what is read of them. Raises OptionError for the first mistake."""
+    """Read the fields of a frozen dataclass that code makes too, in its `__post_init__`: those that
+    are options of `schema` are replaced by their read values. Raises OptionError for the first
+    mistake."""
     for name, option in options_of(schema).items():
         object.__setattr__(value, name, _value(option.kind, getattr(value, name), (name,)))
 

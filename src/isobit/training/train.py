@@ -91,8 +91,8 @@ def train(
 
 
 def train_supervised(config: SftConfig, *, quiet: bool = False) -> TrainResult:
-    """Supervised training on right answers in a new run directory, by the learner, precision and
-    optimizer of RL, and by the same loop. Ranks and errors: as of `train`."""
+    """Train on right answers in a new run directory, by the learner, precision and optimizer of RL,
+    and by the same loop. Ranks and errors: as of `train`."""
     return _trained(
         config, lambda ranks: open_run(config, NO_OBJECTS, quiet, ranks), NOTHING_GIVEN, quiet
     )

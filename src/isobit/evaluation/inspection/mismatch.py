@@ -60,8 +60,8 @@ class Gap:
 def roll_out(
     model: Model, prompts: Sequence[Prompt], sampling: Sampling
 ) -> tuple[list[Completion], dict[str, float]]:
-    """Completions of the prompts by the model's rollout flow, and the metrics of its cache. Where
-    scales are of the batch that was learned from, that is a first rollout."""
+    """Return completions of the prompts by the model's rollout flow, and the metrics of its cache.
+    Where scales are of the batch that was learned from, that is a first rollout."""
     engine = Engine.sized_for(model, prompts, len(prompts) * sampling.n, sampling.max_new_tokens)
     engine.calibrate(prompts)
     completions = [c for group in engine.generate(prompts, sampling) for c in group]

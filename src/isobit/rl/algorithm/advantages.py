@@ -41,7 +41,7 @@ class AdvantageInputs:
     logit_norms: Sequence[Sequence[Sequence[float]]] | None = None
 
     def totals(self) -> list[list[float | None]]:
-        """Rewards less the penalties of all tokens."""
+        """Return the rewards less the penalties of all tokens."""
         return [
             [
                 None if reward is None else reward - math.fsum(taken)
@@ -149,7 +149,7 @@ def has_spread(rewards: Sequence[float | None]) -> bool:
 
 
 def overlong_penalty(length: int, limit: int, buffer: int, penalty: float = 1.0) -> float:
-    """DAPO's soft penalty (section 3.4, eq. 13), added to the reward.
+    """Compute DAPO's soft penalty (section 3.4, eq. 13), added to the reward.
 
     0 up to `limit - buffer` tokens, falling linearly to -penalty at `limit`.
     """

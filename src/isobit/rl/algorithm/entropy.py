@@ -24,7 +24,7 @@ class EntropyBonus:
 
     @staticmethod
     def of(objective: Objective) -> "EntropyBonus":
-        """At the beginning of a run."""
+        """Return the bonus at the beginning of a run."""
         return EntropyBonus(objective.entropy_coefficient)
 
     def applied(self, objective: Objective) -> float:
@@ -44,5 +44,5 @@ class EntropyBonus:
         self.last = entropy
 
     def state(self) -> Mapping[str, float | None]:
-        """Plain values for a checkpoint."""
+        """Return plain values for a checkpoint."""
         return {"coefficient": self.coefficient, "last": self.last}

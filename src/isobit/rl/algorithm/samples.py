@@ -115,7 +115,7 @@ class Sample:
         )
 
     def trained_from(self, start: int) -> "Sample":
-        """With the tokens in front of `start` as context: no targets any more."""
+        """Return the sample with the tokens in front of `start` as context: no targets any more."""
         if not start:
             return self
         left = [index for index in self.trained if index >= start]
@@ -225,7 +225,7 @@ def given_behind(mask: Sequence[bool]) -> list[int]:
 
 
 def groups_to_json(groups: Sequence[Group]) -> list[list[dict[str, Any]]]:
-    """Plain values for `json.dumps`."""
+    """Return groups as plain values for `json.dumps`."""
     return [[sample.to_json() for sample in group] for group in groups]
 
 

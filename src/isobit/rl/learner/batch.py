@@ -108,8 +108,9 @@ class TrainingBatch:
         return [0.0 if self.masked[i] else weight for i, weight in zip(part, weights)]
 
     def observation_weights_of(self, part: Sequence[int]) -> dict[int, float]:
-        """By the index of a sample of the optimizer batch `part`, the weight of each of its tokens
-        that are learned as what an environment said: one over all of these. Empty: there is none."""
+        """Return, by the index of a sample of the optimizer batch `part`, the weight of each of its
+        tokens that are learned as what an environment said: one over all of these. Empty without
+        such tokens."""
         counts = [self.observed[i] for i in part]
         weights = token_weights(counts, "token_mean", self.objective.max_new_tokens)
         return {i: weight for i, weight, count in zip(part, weights, counts) if count}
@@ -121,8 +122,8 @@ class TrainingBatch:
         return cutting.schedule(self.samples, self.zero, step, unknown, old_zero)
 
     def compared(self, found: Mapping[int, Tensor]) -> dict[int, Compared]:
-        """Samples with fresh tokens, by index, with the rollout's log-probabilities of these and
-        those that were `found`."""
+        """Return samples with fresh tokens, by index, with the rollout's log-probabilities of these
+        and those that were `found`."""
         return {
             i: (fresh_part(self.samples[i], first), self.rollout[i][first:], row[first:])
             for i, row in found.items()
@@ -235,7 +236,8 @@ def _spread(sample: Sample, logprobs: Tensor) -> list[float]:
 
 
 def _mismatch(pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Nothing if no token was compared: that is not agreement."""
+    """Compute the mismatch of learner and rollout; {} if no token was compared, which is not
+    agreement."""
     measured = [pair for pair in pairs if pair[0].numel()]
     if not measured:
         return {}

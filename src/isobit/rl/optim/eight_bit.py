@@ -103,7 +103,7 @@ class Moment:
         return Moment(torch.zeros(like.shape, dtype=torch.uint8, device=like.device), scale, signed)
 
     def read(self, part: slice) -> Tensor:
-        """Elements of whole blocks, [elements] float32."""
+        """Return elements of whole blocks, [elements] float32."""
         values = _values(self.signed, self.codes.device)[self.codes.view(-1)[part].int()].view(
             -1, _BLOCK
         )

@@ -106,7 +106,8 @@ def _check_numbers(values: Tensor, what: str, targets: Tensor) -> None:
 
 
 def micro_batches(data: Sequence[Datum], budget: int) -> Iterator[range]:
-    """Consecutive ranges of data of at most `budget` targets; a datum with more stands alone."""
+    """Yield consecutive ranges of data of at most `budget` targets; a datum with more stands
+    alone."""
     start = total = 0
     for index, datum in enumerate(data):
         size = datum.targets.numel()

@@ -53,7 +53,7 @@ def plan_command(
 
 
 def _counts(gpus: str) -> list[int]:
-    """Numbers of GPUs between commas."""
+    """Return the numbers of GPUs between commas."""
     words = gpus.split(",")
     if not all(word.strip().isdecimal() and 1 <= int(word) <= _MOST_GPUS for word in words):
         raise IsobitError(

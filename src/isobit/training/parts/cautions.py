@@ -140,7 +140,8 @@ def _of_speculation(config: Config, model: Model | Described) -> Iterator[str]:
 
 
 def without_effect(config: Config | SftConfig, example: Example) -> Iterator[str]:
-    """Lines that begin with the key. `example`: one that is trained on."""
+    """Yield a line, which begins with the key, for each option without effect. `example`: one that
+    is trained on."""
     optimizer, model = config.optimizer, config.model
     if optimizer.final_fraction and optimizer.schedule == "constant":
         yield "optimizer.final_fraction has no effect under optimizer.schedule: constant"
@@ -181,7 +182,7 @@ def of_rate(config: Config | SftConfig) -> Iterator[str]:
 
 
 def supervised_cautions(config: SftConfig, train: Dataset) -> list[str]:
-    """Warnings of a supervised run."""
+    """Return the warnings for a supervised run."""
     lines = [*of_rate(config), *without_effect(config, train.examples[0])]
     lines += _of_answers(config, train)
     if len(train) < config.batch_size:

@@ -56,8 +56,8 @@ class Header:
 
 
 def _messages(pieces: Pieces) -> Iterator[tuple[Header, str]]:
-    """Each message of an answer: its header and its text. What an answer that goes on inside a
-    message begins with is of the channel final."""
+    """Yield each message of an answer: its header and its text. What an answer that goes on inside
+    a message begins with is of the channel final."""
     header, inside = Header(), bool(pieces[0][1]) and not pieces[0][1].startswith(" to=")
     body = pieces[0][1] if inside else ""
     if inside:
