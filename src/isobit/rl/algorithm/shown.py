@@ -1,5 +1,5 @@
-"""Text that a teacher is shown after the prompt, and the policy is not: with it the policy can be its
-own teacher (self-distillation).
+"""Text that is shown to a teacher with the prompt, and not to the policy: with it the policy can be
+its own teacher (self-distillation).
 
 Both minimize the reverse KL of each token, KL(π(· | prompt) ‖ π(· | prompt, shown)), where the second
 is a constant. A demonstration of the row: SDFT, Shenfeld et al. 2026, arXiv 2601.19897. Another

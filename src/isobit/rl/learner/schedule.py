@@ -31,9 +31,9 @@ MicroBatches = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """An optimizer step on these `samples`, by index. Those with a trained token are in `micro_batches`;
-    `zero_advantage`: which of these have a gradient of 0; `measured`: micro-batches of a few of
-    their samples, on which the mismatch is measured all the same."""
+    """An optimizer step on these `samples`, by index. Those with a trained token are in
+    `micro_batches`; `zero_advantage`: which of these have a gradient of 0; `measured`:
+    micro-batches of a few of their samples, on which the mismatch is measured all the same."""
 
     samples: Sequence[int]
     micro_batches: MicroBatches
