@@ -205,6 +205,6 @@ async def _pieces(
         yield event(error_value(error)[1])
         return
     if usage:
-        counts = asked.usage(sampled.total(), sum(cached.values()))
-        yield event(asked.head(kind, version) | {"choices": [], "usage": counts})
+        tokens_used = asked.usage(sampled.total(), sum(cached.values()))
+        yield event(asked.head(kind, version) | {"choices": [], "usage": tokens_used})
     yield event("[DONE]")
