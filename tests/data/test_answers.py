@@ -190,8 +190,14 @@ KNOWN = {
     "data/answers.py": {"str(value)"},  # numbers, of a right answer
     "data/arrow_rows.py": {"str(value)"},  # a decimal number
     "data/episodes.py": {"str(name)"},  # of a function in an episode, which is text
-    "tasks/rewards/built.py": {"{place}"},  # of a row, whose name is text
+    "tasks/rewards/built.py": {"{where}"},  # of a row, whose name is text
     "tasks/rewards/own_options.py": {"{name}"},  # of an option, which is text
+    "training/commands/generate.py": {  # of an episode's messages, which are text
+        "{name}",
+        "{('' if name is None else f' {name}')}",
+        "{message['role']}",
+        "{message['content']}",
+    },
     # what is searched for addresses of memory, and shown nowhere
     "training/rollouts/problems.py": {"str(episode.prompt[-1].get('content', ''))"},
     "training/running/inputs.py": {"{name}"},  # of a key of a config

@@ -34,7 +34,7 @@ def of_ratios(rule: CorrectionRule, *sequences: list[float]) -> Correction:
 
 
 def kept(rejection: Rejection, *sequences: list[float]) -> list[bool]:
-    return of_ratios(CorrectionRule(rejection=rejection), *sequences).kept.tolist()
+    return of_ratios(CorrectionRule(rejection=rejection), *sequences).accepted.tolist()
 
 
 def close(found: Tensor, expected: list[float]) -> None:

@@ -75,11 +75,11 @@ def test_normalized_weights_are_verls(kind: str) -> None:
     found = correct(
         CorrectionRule(kind, cap=2.0, normalize=True, rejection=rejection), old, rollout, LENGTHS
     )
-    assert 0 < int(found.kept.sum()) < sum(LENGTHS)
+    assert 0 < int(found.accepted.sum()) < sum(LENGTHS)
     torch.testing.assert_close(
-        found.weights, torch.where(found.kept, theirs, 0).float(), rtol=1e-5, atol=0
+        found.weights, torch.where(found.accepted, theirs, 0).float(), rtol=1e-5, atol=0
     )
-    over_kept = torch.where(found.kept, theirs / theirs[found.kept].mean(), 0).float()
+    over_kept = torch.where(found.accepted, theirs / theirs[found.accepted].mean(), 0).float()
     assert not torch.allclose(found.weights, over_kept, rtol=1e-2)
 
 
@@ -101,7 +101,7 @@ def test_bounds_of_the_inverse_ratio_are_those_of_verls_k1_modes(level: str) -> 
 
     def kept(measure: str) -> Tensor:
         rule = CorrectionRule(rejection=Rejection(measure, level, 0.6, 1.4))
-        return correct(rule, old, rollout, LENGTHS).kept
+        return correct(rule, old, rollout, LENGTHS).accepted
 
     assert 0 < int(theirs.sum()) < sum(LENGTHS)
     assert torch.equal(kept("inverse_ratio"), theirs)
@@ -127,18 +127,18 @@ def test_kpop_keeps_what_both_divergences_keep(bound: float) -> None:
     larger = torch.maximum(areal_binary_kl(old, rollout), areal_binary_kl(rollout, old))
     rule = CorrectionRule(rejection=Rejection("binary_kl", "token", high=bound))
     found = correct(rule, old, rollout, [*LENGTHS, 2])
-    assert torch.equal(found.kept, larger <= bound)
+    assert torch.equal(found.accepted, larger <= bound)
     assert torch.isfinite(larger).all()
-    assert not found.kept[-2:].any()
+    assert not found.accepted[-2:].any()
     one_way = areal_binary_kl(old, rollout) <= bound  # the control: one direction keeps more
-    assert int(one_way.sum()) > int(found.kept.sum()) or bound > 1
+    assert int(one_way.sum()) > int(found.accepted.sum()) or bound > 1
 
 
 def test_kpop_depends_on_the_probability_and_not_on_the_ratio_alone() -> None:
     """The ratio 1.5 moves a rare token by little, and a likely one by much."""
     rule = CorrectionRule(rejection=Rejection("binary_kl", "token", high=0.1))
     rollout = torch.tensor([0.01, 0.6]).log()
-    assert correct(rule, rollout + math.log(1.5), rollout, [2]).kept.tolist() == [True, False]
+    assert correct(rule, rollout + math.log(1.5), rollout, [2]).accepted.tolist() == [True, False]
 
 
 def clamped_k3(policy: Tensor, reference: Tensor) -> Tensor:

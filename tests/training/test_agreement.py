@@ -231,5 +231,5 @@ def test_a_difference_that_does_not_repeat_is_said_to_be_none() -> None:
     (sample, *_) = roll_out(model)
     tokens = [*sample.prompt_ids, *sample.completion_ids]
     found = locate(model, tokens[:-1], tokens[-1], [tokens[:-1], tokens[:3]], 0, 1.0)
-    assert found.found is None
+    assert found.difference is None
     assert found.logprob == sample.rollout_logprobs[-1]

@@ -41,8 +41,8 @@ def markdown() -> str:
         for name, (_, schema) in TASKS.items()
     )
     precision = "\n".join(_section(PrecisionChanges, "", "Options of `precision`", {FlowChanges}))
-    parts = _HEAD, train, sft, compare, evaluation, commands, tasks, precision
-    return "\n".join(parts)
+    page = _HEAD, train, sft, compare, evaluation, commands, tasks, precision
+    return "\n".join(page)
 
 
 def _differing(schema: type, title: str, known: Sequence[str]) -> list[str]:

@@ -191,8 +191,8 @@ _KEYS = {name: key for key, names in _NAMES.items() for name in names.split()} |
 
 
 def counterpart(name: str) -> tuple[bool, str | None]:
-    """(whether other trainers know such a name, the key that it is here or None where nothing
-    corresponds to it)."""
-    parts = name.split(".")
-    ends = [".".join(parts[i:]) for i in range(len(parts))]
+    """Return (whether other trainers know such a name, the key that it is here or None where
+    nothing corresponds to it)."""
+    names = name.split(".")
+    ends = [".".join(names[i:]) for i in range(len(names))]
     return next(((True, _KEYS[end]) for end in ends if end in _KEYS), (False, None))

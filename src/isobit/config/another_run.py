@@ -15,13 +15,14 @@ _OBJECT = "<python>:"
 
 
 def command(run: Path, overrides: Sequence[str]) -> str | None:
-    """As it is typed; None where the run has no checkpoint, or was given objects of Python."""
+    """Return the command line, as it is typed; None where the run has no checkpoint, or was given
+    objects of Python."""
     if not any((run / CHECKPOINTS).glob("step-*")):
         return None
     config = load_any_run_config(run)
     if _OBJECT in str(plain(config)):
         return None
-    changed = {each.partition("=")[0] for each in overrides}
+    changed = {override.partition("=")[0] for override in overrides}
     begins = [f"model.path={run}"]
     if config.adapter is not None:
         begins = [f"adapter.init={run}"]
@@ -31,15 +32,15 @@ def command(run: Path, overrides: Sequence[str]) -> str | None:
             begins.append(f"reference.path={config.model.path}")
     elif config.model.init is not None:
         begins.append("model.init=null")
-    kept = [each for each in begins if each.partition("=")[0] not in changed]
+    settings = [change for change in begins if change.partition("=")[0] not in changed]
     verb = "train" if isinstance(config, Config) else "sft"
-    words = ["isobit", verb, str(run / CONFIG), *kept, *overrides, "--out", str(_free(run))]
+    words = ["isobit", verb, str(run / CONFIG), *settings, *overrides, "--out", str(_free(run))]
     return shlex.join(words)
 
 
 def _free(run: Path) -> Path:
-    """A directory beside the run that is not there yet."""
+    """Return a new directory name next to the run."""
     number = 2
-    while (found := run.with_name(f"{run.name}-{number}")).exists():
+    while (path := run.with_name(f"{run.name}-{number}")).exists():
         number += 1
-    return found
+    return path

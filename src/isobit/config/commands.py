@@ -54,7 +54,7 @@ class NamedModel:
 
 @dataclass(frozen=True)
 class GenerateSampling(SamplingConfig):
-    """How completions are sampled."""
+    """The settings by which completions are sampled."""
 
     group_size: Annotated[int, at_least(1), "completions per prompt"] = 1
     temperature: Annotated[float, at_least(0), "how varied completions are; 0: greedy"] = 1.0
@@ -62,7 +62,7 @@ class GenerateSampling(SamplingConfig):
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """What completions depend on, besides their prompts."""
+    """The settings on which completions depend, besides their prompts."""
 
     model: NamedModel
     sampling: GenerateSampling = GenerateSampling()
@@ -88,7 +88,7 @@ class GenerateConfig:
 
 @dataclass(frozen=True)
 class ServedTools:
-    """How the served model calls tools."""
+    """The format in which the served model calls tools."""
 
     parser: Annotated[
         str,
@@ -99,7 +99,7 @@ class ServedTools:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Where the server listens, and how it ends."""
+    """The address of the server, and its end."""
 
     port: Annotated[int, at_least(0), at_most(65535), "where it listens; 0: any that is free"] = (
         8000
@@ -138,7 +138,7 @@ class ServerSize(EngineSize):
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What a server depends on, besides its files."""
+    """The settings on which a server depends, besides its files."""
 
     model: NamedModel
     serve: ServerSettings = ServerSettings()

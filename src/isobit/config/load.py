@@ -30,9 +30,9 @@ _COMMANDS: dict[type, str] = {Config: "train", SftConfig: "sft", CompareConfig: 
 
 
 def load_config(source: Source, overrides: Sequence[str] = ()) -> Config:
-    """The config of a training run: of a YAML file, or of a mapping of settings such as `{"model":
-    {"path": ...}}`, in which `"sampling.group_size"` is a key too; then the overrides
-    `key.sub=value`, whose values are YAML and of which a later one wins.
+    """Return the config of a training run: of a YAML file, or of a mapping of settings such as
+    `{"model": {"path": ...}}`, in which `"sampling.group_size"` is a key too; then the overrides
+    `key.sub=value`, whose values are YAML; a later one wins.
 
     Raises IsobitError, in one line, for a missing or malformed file and for every key or value that
     is not right.
@@ -41,8 +41,9 @@ def load_config(source: Source, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_run_config(directory: Path, overrides: Sequence[str] = ()) -> Config:
-    """The config of a run directory, with the order of sums that it began with. Raises IsobitError
-    as `load_config`, and for what is no run of this version, or a supervised one."""
+    """Return the config of a run directory, with the order of sums that it began with. Raises
+    IsobitError as `load_config`, and for a directory that is not a run of this version, or a
+    supervised one."""
     config = load_any_run_config(directory, overrides)
     if isinstance(config, SftConfig):
         raise IsobitError(
@@ -53,7 +54,7 @@ def load_run_config(directory: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def load_any_run_config(directory: Path, overrides: Sequence[str] = ()) -> Config | SftConfig:
-    """As `load_run_config`, of a supervised run too."""
+    """Return the config of a run directory as `load_run_config`, of a supervised run too."""
     require_run(directory)
     values, where = read_source(directory / CONFIG, ())
     values, _ = read_source(in_its_order(values, began_by(directory)), overrides)
@@ -63,7 +64,8 @@ def load_any_run_config(directory: Path, overrides: Sequence[str] = ()) -> Confi
 
 
 def is_supervised(directory: Path) -> bool:
-    """Whether a run directory is one of `isobit sft`, whose config has a key that no other has."""
+    """Return whether a run directory is one of `isobit sft`, whose config has a key that no other
+    has."""
     values, _ = read_source(directory / CONFIG, ())
     return "batch_size" in values
 
@@ -71,17 +73,17 @@ def is_supervised(directory: Path) -> bool:
 def load_sft_config(
     source: Source, overrides: Sequence[str] = (), began: Mapping[str, Any] = MappingProxyType({})
 ) -> SftConfig:
-    """The config of `isobit sft`; as `load_config`. `began`: the facts of a run whose base model it
-    made."""
-    found, where = read_source(source, ())
-    given = _with_run_dir(found)
+    """Return the config of `isobit sft`; as `load_config`. `began`: the facts of a run whose base
+    model it made."""
+    file_values, where = read_source(source, ())
+    settings = _with_run_dir(file_values)
     changes = [f"run.dir={o[4:]}" if o.startswith("out=") else o for o in overrides]
-    values, _ = read_source(in_its_order(given, began), changes)
-    return _parse_own(SftConfig, values, where, found, source)
+    values, _ = read_source(in_its_order(settings, began), changes)
+    return _parse_own(SftConfig, values, where, file_values, source)
 
 
 def _with_run_dir(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`out`, the short name of `run.dir`, in its place."""
+    """Return the values with `run.dir` in place of its short name `out`."""
     if "out" not in values:
         return dict(values)
     run = values.get("run") or {}
@@ -92,9 +94,9 @@ def _with_run_dir(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_its_order(values: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """A config, of a run or of the base model that it begins with, on any processor as on the one
-    where it began: `consistency: bitwise` leaves the order of sums to the processor, and the
-    `facts` that the run recorded there (`machine.json`) say which it was."""
+    """Return a config, of a run or of the base model that it begins with, on any processor as on
+    the one where it began: `consistency: bitwise` leaves the order of sums to the processor, and
+    the `facts` that the run recorded there (`machine.json`) say which it was."""
     named, began = values.get("backend", "auto"), facts.get("bitwise")
     on_a_cpu = (facts.get("backend") if named == "auto" else named) in ("native", "reference")
     by_default = values.get("consistency", "bitwise") == "bitwise"
@@ -110,8 +112,8 @@ def load_compare_config(
     out: str | None,
     changes: Sequence[str] = (),
 ) -> CompareConfig:
-    """Read a config of `isobit compare`, or take a training config with what the command line gives
-    beside it."""
+    """Read a config of `isobit compare`, or take a training config with the settings of the command
+    line."""
     values, _ = read_source(path, ())
     if "presets" not in values and "train" not in values:
         _refuse_other(Config, values, str(path))
@@ -120,16 +122,16 @@ def load_compare_config(
                 f"{path} is a training config: say what to compare with --presets bf16,fp8"
             )
         values = {"train": str(path)}
-    given = {"presets": list(presets) or None, "seeds": seeds, "out": out}
-    values |= {key: value for key, value in given.items() if value is not None}
+    options = {"presets": list(presets) or None, "seeds": seeds, "out": out}
+    values |= {key: value for key, value in options.items() if value is not None}
     if changes:
-        before = values.get("changes") or []
-        values["changes"] = [*(before if isinstance(before, list) else [before]), *changes]
+        present = values.get("changes") or []
+        values["changes"] = [*(present if isinstance(present, list) else [present]), *changes]
     return _parse_own(CompareConfig, values, str(path), values, path)
 
 
 def dump_config(config: Config | SftConfig | CompareConfig) -> str:
-    """The resolved config as YAML; reading it again gives an equal value."""
+    """Return the resolved config as YAML; reading it again gives an equal value."""
     return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
 
 
@@ -159,8 +161,8 @@ def _parse_own(
     given: Mapping[str, Any],
     source: Source,
 ) -> _Schema:
-    """`parse_config`, whose message says where a file is meant for another command. `given`: what
-    stands in it."""
+    """Parse a config as `parse_config`, with a message that says where a file is meant for another
+    command. `given`: the keys and values in the file."""
     try:
         return parse_config(schema, values, where)
     except IsobitError as error:
@@ -174,22 +176,22 @@ def _refuse_other(schema: type, given: Mapping[str, Any], where: str, reason: st
     and this one has not. `reason`: what is wrong with it as one of this command, which is said too
     where a single key decides."""
     unknown = _unknown(given, schema)
-    left = {other: _unknown(given, other) for other in _COMMANDS}
-    other = min(left, key=lambda each: len(left[each]))
-    if left[other] < unknown:
-        own, command = sorted(unknown - left[other]), _COMMANDS[other]
+    left = {nearest: _unknown(given, nearest) for nearest in _COMMANDS}
+    nearest = min(left, key=lambda each: len(left[each]))
+    if left[nearest] < unknown:
+        keys, command = sorted(unknown - left[nearest]), _COMMANDS[nearest]
         text = (
             f"{where}: a config of `isobit {command}`, and not of `isobit "
-            f"{_COMMANDS[schema]}`: it has {listed(own)}"
+            f"{_COMMANDS[schema]}`: it has {listed(keys)}"
         )
         meant = (
-            f", or else: {reason.removeprefix(f'{where}: ')}" if reason and len(own) == 1 else ""
+            f", or else: {reason.removeprefix(f'{where}: ')}" if reason and len(keys) == 1 else ""
         )
         raise IsobitError(f"{text}; run isobit {command} {where}{meant}") from None
 
 
 def _unknown(given: Mapping[str, Any], schema: type) -> set[str]:
-    """The keys of a file that a command does not know."""
+    """Return the keys of a file that a command does not know."""
     if schema is not SftConfig or "out" not in given:
         return unknown_keys(given, schema)
     return unknown_keys({key: value for key, value in given.items() if key != "out"}, schema)

@@ -11,12 +11,13 @@ from isobit.options.reading import OptionError, UnknownOption
 
 
 def describe(error: OptionError, schema: type) -> str:
-    """The mistake in one line."""
+    """Describe the mistake in one line."""
     return _unknown(error, schema) if isinstance(error, UnknownOption) else str(error)
 
 
 def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
-    """Every key with its full path; those of a list's sections stand under the list's own key."""
+    """Yield every key with its full path; those of a list's sections stand under the list's own
+    key."""
     for name, option in options_of(schema).items():
         yield f"{prefix}{name}"
         for section in sections(option.kind):
@@ -24,22 +25,22 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
 
 
 def unknown_keys(values: Mapping[str, Any], schema: type, prefix: str = "") -> set[str]:
-    """The full paths of all keys that the schema does not have."""
-    found, options = set(), options_of(schema)
+    """Return the full paths of all keys that the schema does not have."""
+    unknown, options = set(), options_of(schema)
     for name, value in values.items():
         if name not in options:
-            found.add(f"{prefix}{name}")
+            unknown.add(f"{prefix}{name}")
         elif isinstance(value, Mapping) and (known := list(sections(options[name].kind))):
-            found |= set.intersection(
+            unknown |= set.intersection(
                 *(unknown_keys(value, section, f"{prefix}{name}.") for section in known)
             )
-    return found
+    return unknown
 
 
 def _unknown(error: UnknownOption, schema: type) -> str:
     *above, last = map(str, error.path)
     key, everywhere = ".".join((*above, last)), list(keys_of(schema))
-    given = brief(key)
+    shown = brief(key)
     for name in _leaves(key, error.value):
         known, theirs = counterpart(name)
         if theirs in everywhere:
@@ -53,21 +54,21 @@ def _unknown(error: UnknownOption, schema: type) -> str:
     if not above and "." in last and last in everywhere:
         section, _, inner = last.partition(".")
         return (
-            f"unknown key {given!r}: a key of a section stands in it: {section}: {{{inner}: ...}}"
+            f"unknown key {shown!r}: a key of a section stands in it: {section}: {{{inner}: ...}}"
         )
     if close := get_close_matches(last.lower(), error.known, 1):
-        meant = ".".join((*(part for part in above if not part.isdigit()), close[0]))
-        return f"unknown key {given!r} (did you mean {meant!r}?)"
+        meant = ".".join((*(segment for segment in above if not segment.isdigit()), close[0]))
+        return f"unknown key {shown!r} (did you mean {meant!r}?)"
     if same := [path for path in everywhere if path.rpartition(".")[2] == last]:
-        return f"unknown key {given!r} (did you mean {' or '.join(map(repr, same[:3]))}?)"
+        return f"unknown key {shown!r} (did you mean {' or '.join(map(repr, same[:3]))}?)"
     ends = [path.rpartition(".")[2] for path in everywhere]
     if close := get_close_matches(last, ends, 1, cutoff=0.8):
-        return f"unknown key {given!r} (did you mean {everywhere[ends.index(close[0])]!r}?)"
-    return f"unknown key {given!r}; known here: {listed(error.known)}"
+        return f"unknown key {shown!r} (did you mean {everywhere[ends.index(close[0])]!r}?)"
+    return f"unknown key {shown!r}; known here: {listed(error.known)}"
 
 
 def _leaves(key: str, value: object) -> Iterator[str]:
-    """The key, and where it holds a section of another trainer's, the keys in that."""
+    """Yield the key, and where it holds a section of another trainer's, the keys in that."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _leaves(f"{key}.{name}", inner)

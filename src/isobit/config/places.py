@@ -44,25 +44,25 @@ def _placed(kind: Any, value: Any, config: Path) -> Any:
                 whole = mark.change(whole)
             except IsobitError:  # the reader of options reports it
                 return value
-    found = whole
+    rewritten = whole
     for mark in marks:
         if isinstance(mark, FileName) and isinstance(whole, str):
-            found = _beside(whole, config, mark.functions)
-    found = _inside(kind, found, config)
-    return value if found == whole else found
+            rewritten = _beside(whole, config, mark.functions)
+    rewritten = _inside(kind, rewritten, config)
+    return value if rewritten == whole else rewritten
 
 
 def _inside(kind: Any, value: Any, config: Path) -> Any:
-    origin, parts = get_origin(kind), get_args(kind)
+    origin, arguments = get_origin(kind), get_args(kind)
     if is_union(kind):
-        for part in parts:
-            value = _placed(part, value, config)
+        for member in arguments:
+            value = _placed(member, value, config)
     elif origin is tuple and isinstance(value, (list, tuple)):
-        value = [_placed(parts[0], inner, config) for inner in value]
+        value = [_placed(arguments[0], inner, config) for inner in value]
     elif origin is tuple and value is not None:
-        value = _placed(parts[0], value, config)
+        value = _placed(arguments[0], value, config)
     elif isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
-        value = {name: _placed(parts[1], inner, config) for name, inner in value.items()}
+        value = {name: _placed(arguments[1], inner, config) for name, inner in value.items()}
     elif isinstance(kind, type) and hasattr(kind, "__dataclass_fields__"):
         options = options_of(kind) if isinstance(value, Mapping) else {}
         if options:

@@ -51,24 +51,24 @@ def read_source(source: Source, overrides: Sequence[str]) -> tuple[dict[str, Any
             f"config: expected the path of a YAML file or a mapping of settings, got {source!r:.80}"
         )
     if isinstance(overrides, (str, Mapping)) or not all(
-        isinstance(each, str) for each in overrides
+        isinstance(override, str) for override in overrides
     ):
         raise IsobitError(
             f'overrides: expected a list of texts, such as ["steps=10"], got {overrides!r:.80}'
         )
     algorithm = values.get("algorithm")
     whole = isinstance(algorithm, Mapping) and set(options_of(Objective)) <= set(algorithm)
-    if whole and any(each.startswith("algorithm.preset=") for each in overrides):
+    if whole and any(override.startswith("algorithm.preset=") for override in overrides):
         values["algorithm"] = without_preset(
             algorithm
         )  # a run's own config, which says every part of its preset
-    changed = {each.partition("=")[0] for each in overrides} & {"steps", "epochs"}
-    before = {key: values.pop(key, None) for key in _OTHER if changed == {_OTHER[key]}}
-    for place, each in enumerate(overrides):
-        _refuse_to_drop(each, overrides[:place])
-        _override(values, each)
-    if "epochs" in changed and values["epochs"] is None and before.get("steps") is not None:
-        values["steps"] = before["steps"]
+    changed = {override.partition("=")[0] for override in overrides} & {"steps", "epochs"}
+    earlier = {key: values.pop(key, None) for key in _OTHER if changed == {_OTHER[key]}}
+    for index, override in enumerate(overrides):
+        _refuse_to_drop(override, overrides[:index])
+        _override(values, override)
+    if "epochs" in changed and values["epochs"] is None and earlier.get("steps") is not None:
+        values["steps"] = earlier["steps"]
     if isinstance(source, (Config, SftConfig)) and not changed and values["epochs"] is not None:
         del values["steps"]  # a loaded config always has it
     return values, where
@@ -110,27 +110,27 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return values
 
 
-def _refuse_to_drop(given: str, before: Sequence[str]) -> None:
+def _refuse_to_drop(override: str, earlier: Sequence[str]) -> None:
     """Raise IsobitError where a section is given whole after one of its keys."""
-    key = given.partition("=")[0]
-    if dropped := next((each for each in before if each.startswith(f"{key}.")), None):
+    key = override.partition("=")[0]
+    if dropped := next((o for o in earlier if o.startswith(f"{key}.")), None):
         raise IsobitError(
-            f"override {brief(given)!r} takes the place of {brief(dropped)!r}, which comes before "
+            f"override {brief(override)!r} takes the place of {brief(dropped)!r}, which comes before "
             f"it; give {key} first"
         )
 
 
-def _override(values: dict[str, Any], given: str) -> None:
-    key, sign, text = given.partition("=")
+def _override(values: dict[str, Any], override: str) -> None:
+    key, sign, text = override.partition("=")
     if not sign or not _KEY.fullmatch(key):
         raise IsobitError(
-            f"override {brief(given)!r}: expected key.sub=value, such as sampling.temperature=0.8"
+            f"override {brief(override)!r}: expected key.sub=value, such as sampling.temperature=0.8"
         )
     try:
         value = _yaml(text)
     except strict_yaml.DuplicateKey as error:
         raise IsobitError(
-            f"override {brief(given)!r}: key {brief(error.key)!r} comes twice; leave one"
+            f"override {brief(override)!r}: key {brief(error.key)!r} comes twice; leave one"
         ) from None
     if (
         key.rpartition(".")[2] == "precision"
@@ -139,13 +139,13 @@ def _override(values: dict[str, Any], given: str) -> None:
         and not value.endswith("]")
     ):
         raise IsobitError(
-            f"override {brief(given)!r}: its [ is not closed; expected {key}=PRESET[option=value, "
+            f"override {brief(override)!r}: its [ is not closed; expected {key}=PRESET[option=value, "
             "option=value], in quotes where a shell would cut it at a space"
         )
     section = key.partition(".")[0]
     if section != key:
         _expand(values, section)
-    _set(values, key, value, f"override {brief(given)!r}")
+    _set(values, key, value, f"override {brief(override)!r}")
 
 
 def _yaml(text: str) -> Any:
@@ -179,10 +179,10 @@ def _with_quotes(text: str) -> str:
 def _closing(text: str, start: int) -> int:
     """Return where the bracket at `start` has been closed; 0 where it never is."""
     depth = 0
-    for place in range(start, len(text)):
-        depth += (text[place] in "[{") - (text[place] in "]}")
+    for index in range(start, len(text)):
+        depth += (text[index] in "[{") - (text[index] in "]}")
         if not depth:
-            return place + 1
+            return index + 1
     return 0
 
 
@@ -201,14 +201,14 @@ def _set(values: dict[str, Any], key: str, value: Any, what: str) -> None:
     not change."""
     *parents, last = key.split(".")
     node: Any = values
-    for place, parent in enumerate(parents):
+    for depth, parent in enumerate(parents):
         child = node.get(parent) if isinstance(node, dict) else None
         if parent == "precision" and isinstance(child, str):
             child = {"preset": child}
         if isinstance(child, (list, tuple)) or (
-            not child and (*parents, last)[place + 1].isdigit()
+            not child and (*parents, last)[depth + 1].isdigit()
         ):
-            named = ".".join(parents[: place + 1])
+            named = ".".join(parents[: depth + 1])
             raise IsobitError(f"{what}: {named} is a list, which is given whole: {named}=[...]")
         if child is None:
             child = {}
@@ -219,11 +219,11 @@ def _set(values: dict[str, Any], key: str, value: Any, what: str) -> None:
     node[last] = value
 
 
-def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a mapping that was written in Python, in which `section.key` names a key
     of a section."""
     values: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, value in settings.items():
         if not isinstance(key, str):
             raise IsobitError(f"settings: a key must be text, got {key!r:.80}")
         _set(values, key, _plain(value, key), f"settings: {brief(key)!r}")

@@ -1,4 +1,4 @@
-"""What a run that goes on may change of its own config: declared once, for the check, its message,
+"""The keys of its config that a run which goes on may change: declared once, for the check, its message,
 `--help`, docs."""
 
 from collections.abc import Mapping, Sequence, Set
@@ -42,10 +42,10 @@ def check_resumed(overrides: Sequence[str], run: Path | None = None) -> None:
 
 
 def repeated(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain values of a config that a run which goes on repeats; the order of sums, which
-    `bitwise` may leave open, is not among them."""
-    kept = _without(values, {*_KEYS, *_SECTIONS}, "")
-    return {**kept, "consistency": level(str(kept.get("consistency")))}
+    """Return the plain values of a config that a run which goes on repeats; the order of sums,
+    which `bitwise` may leave open, is not among them."""
+    settings = _without(values, {*_KEYS, *_SECTIONS}, "")
+    return {**settings, "consistency": level(str(settings.get("consistency")))}
 
 
 def _without(values: Mapping[str, Any], free: Set[str], prefix: str) -> dict[str, Any]:

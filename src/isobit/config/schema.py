@@ -70,7 +70,7 @@ def _name_or_path(text: str) -> str:
 
 @dataclass(frozen=True)
 class Config:
-    """One training run."""
+    """The config of a training run."""
 
     model: Annotated[ModelSource, text_as("path")]
     task: Annotated[TaskSettings, text_as(_name_or_path)] = TaskSettings()
@@ -123,9 +123,11 @@ class Config:
     def shares_reference(self) -> bool:
         """Whether the frozen model of a KL penalty is the policy's own storage, with its adapter
         switched off; or the policy is its own teacher."""
-        own = self.reference.path is None and not self.reference.follows
+        fixed = self.reference.path is None and not self.reference.follows
         return self.reference.weights == "policy" or (
-            own and self.adapter is not None and self.reference.precision in (None, self.precision)
+            fixed
+            and self.adapter is not None
+            and self.reference.precision in (None, self.precision)
         )
 
     @property
@@ -303,7 +305,7 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
-    """One training config under several precision flows, each with several seeds."""
+    """A training config under several precision flows, each with several seeds."""
 
     train: Annotated[str, FileName(), "the training config that all runs share"]
     changes: Annotated[tuple[str, ...], "key.sub=value, for all runs"] = ()
@@ -326,7 +328,7 @@ class CompareConfig:
 
 @dataclass(frozen=True)
 class SftModelConfig:
-    """Where supervised training starts: a checkpoint, or random weights. `model: DIR` is
+    """The start of supervised training: a checkpoint, or random weights. `model: DIR` is
     `model.path`."""
 
     path: Annotated[str | None, FileName(), "a Hugging Face directory, or a run"] = None
@@ -346,8 +348,8 @@ class SftModelConfig:
 
 @dataclass(frozen=True)
 class SftConfig:
-    """One supervised run: on prompts and completions, conversations, texts, or pairs of which one
-    answer is preferred. `out: DIR` is `run.dir`."""
+    """The config of a supervised run: on prompts and completions, conversations, texts, or pairs of
+    which one answer is preferred. `out: DIR` is `run.dir`."""
 
     model: Annotated[SftModelConfig, text_as("path")]
     task: Annotated[TaskSettings, text_as(_name_or_path)] = TaskSettings()
@@ -434,8 +436,8 @@ class SftConfig:
                 f"{self.loss}: leave them out"
             )
         if self.loss == "kto" and (self.batch_size < 2 or not any(weights)):
-            what = "batch_size of 2 or more: it estimates a KL from answers to other prompts"
-            raise IsobitError(f"loss: kto needs a {what}, and a weight above 0")
+            need = "batch_size of 2 or more: it estimates a KL from answers to other prompts"
+            raise IsobitError(f"loss: kto needs a {need}, and a weight above 0")
         if self.adapter is not None and self.model.path is None:
             raise IsobitError(
                 "adapter: random weights (model.init) are no model to adapt; give model.path"

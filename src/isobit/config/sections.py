@@ -73,7 +73,7 @@ BACKEND = (
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where the initial weights come from: `path`, or `sft`. `model: DIR` is `model.path`."""
+    """The source of the initial weights: `path`, or `sft`. `model: DIR` is `model.path`."""
 
     path: Annotated[
         str | None,
@@ -99,7 +99,7 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """LoRA: only factors of low rank beside the model's matrices are trained. Rollout and learner
+    """LoRA: only factors of low rank next to the model's matrices are trained. Rollout and learner
     keep them unmerged; the model itself is frozen, and quantized once."""
 
     rank: Annotated[
@@ -140,7 +140,7 @@ class RewardModelConfig:
 
 @dataclass(frozen=True)
 class RewardsConfig:
-    """How rewards are computed: functions in worker processes, with a deadline for each call, and
+    """The computation of rewards: functions in worker processes, with a deadline for each call, and
     reward models. `rewards: FUNCTION` is `rewards.functions`."""
 
     functions: Annotated[
@@ -169,7 +169,7 @@ class RewardsConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig(Sampling):
-    """How completions are sampled: the engine's settings, and the size of a group."""
+    """The settings of sampling: those of the engine, and the size of a group."""
 
     group_size: Annotated[int, at_least(1), "completions per prompt"] = 8
     temperature: Annotated[
@@ -217,7 +217,7 @@ class ServeConfig:
 
 @dataclass(frozen=True)
 class ReferenceSync:
-    """Whether the reference follows the policy. It may move towards the policy every so many steps
+    """Whether the reference follows the policy. It may move towards the policy every few steps
     (TR-DPO: Gorbatovski et al. 2024, arXiv 2404.09656), or a little in every step, as an EMA
     teacher does."""
 
@@ -244,8 +244,8 @@ class ReferenceSync:
 
 @dataclass(frozen=True)
 class ReferenceConfig(ReferenceSync):
-    """The frozen model of the KL penalty, or the teacher of a distillation: a model of its own, or
-    the initial weights, with their own precision; with an adapter the model without it."""
+    """The frozen model of the KL penalty, or the teacher of a distillation: another model, or the
+    initial weights, with their own precision; with an adapter the model without it."""
 
     path: Annotated[
         str | None,
@@ -266,8 +266,8 @@ class ReferenceConfig(ReferenceSync):
     ] = None
 
     def check(self, objective: Objective, *, adapted: bool) -> None:
-        """Raise IsobitError for a teacher that is shown something and taught by nobody, a policy
-        that would be compared with itself, or a reference that cannot follow a policy, of which an
+        """Raise IsobitError for a text to show to a teacher without a distillation, a policy that
+        would be compared with itself, or a reference that cannot follow a policy, of which an
         adapter is all that is trained where it is `adapted`."""
         if self.shown is not None and not objective.distills:
             raise IsobitError(
@@ -403,7 +403,7 @@ class EvaluationConfig(StopConfig):
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Where a run is kept, and what it leaves there."""
+    """The directory of a run, and the files that it leaves there."""
 
     dir: Annotated[str, "directory of the run; must not exist yet, or be empty"] = "runs/train"
     checkpoint_every: Annotated[
@@ -459,7 +459,7 @@ class RunFiles:
 
 @dataclass(frozen=True)
 class RunConfig(RunFiles):
-    """Where a run is kept."""
+    """The directory of a training run, and the files that it leaves there."""
 
     completions: Annotated[
         Literal["all", "sample", "none"],
@@ -471,6 +471,7 @@ class RunConfig(RunFiles):
 
 @dataclass(frozen=True)
 class SftRunConfig(RunFiles):
-    """Where a supervised run is kept. `out: DIR` is `run.dir`."""
+    """The directory of a supervised run, and the files that it leaves there. `out: DIR` is
+    `run.dir`."""
 
     dir: Annotated[str, "directory of the run; must not exist yet, or be empty"] = "runs/sft"

@@ -1,7 +1,7 @@
 """What an answer is, wherever a row of data has one: text, or the messages of an assistant.
 
 It is read here alone, so that null, a list of texts or a tool call is nowhere taken for the text
-that Python writes of it. Left out: numbers, which are no completion; `gold_text` takes them for a
+that Python writes of it. Left out: numbers, which are not completions; `gold_text` takes them for a
 right answer, which is compared.
 """
 
@@ -20,7 +20,7 @@ GOLD = "text, a number or the messages of an assistant"
 
 
 class NoAnswer(ValueError):
-    """A value that is no answer; `found` is what it is instead."""
+    """A value that is not an answer; `found` is what it is instead."""
 
     def __init__(self, found: str, wanted: str = ANSWER) -> None:
         super().__init__(f"expected {wanted}, got {found}")
@@ -28,14 +28,14 @@ class NoAnswer(ValueError):
 
 
 def content_text(content: Any) -> str | None:
-    """The text of a message's content: text, or parts that are text, such as [{"type": "text",
-    "text": ...}]; None where it is something else."""
+    """Return the text of a message's content: text, or parts that are text, such as [{"type":
+    "text", "text": ...}]; None where it is something else."""
     if isinstance(content, str):
         return content
     texts = []
-    for part in content if isinstance(content, list | tuple) else ():
+    for item in content if isinstance(content, list | tuple) else ():
         text = (
-            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+            item.get("text") if isinstance(item, Mapping) and item.get("type") == "text" else None
         )
         if not isinstance(text, str):
             return None
@@ -55,8 +55,8 @@ def answer_messages(value: Any, *, learned: bool = False) -> list[dict[str, Any]
         raise NoAnswer("an empty list")
     last = len(value) - 1
     return [
-        _answer_message(message, calls=learned, any_role=learned and 0 < place < last)
-        for place, message in enumerate(value)
+        _answer_message(message, calls=learned, any_role=learned and 0 < index < last)
+        for index, message in enumerate(value)
     ]
 
 
@@ -79,7 +79,8 @@ def _answer_message(message: Any, calls: bool, any_role: bool) -> dict[str, Any]
 
 
 def answer_text(value: Any) -> str:
-    """The text of an answer, as reward functions and evaluations take it. Raises NoAnswer."""
+    """Return the text of an answer, as reward functions and evaluations take it. Raises
+    NoAnswer."""
     return (
         value
         if isinstance(value, str)
@@ -88,29 +89,31 @@ def answer_text(value: Any) -> str:
 
 
 def after_thoughts(text: str) -> str:
-    """Return a text that somebody wrote without the thoughts that `</think>` ends."""
+    """Return a text of a person or a model without the thoughts that `</think>` ends."""
     return text.rpartition("</think>")[2].lstrip("\n")
 
 
 def completion_text(value: Any) -> str:
-    """The text of what a model answered: of a conversation in which tools or users have answered it
-    what it said last, and nothing where that only calls tools. Raises NoAnswer."""
+    """Return the text of a model's answer: of a conversation in which tools or users have answered
+    it, its last message, and "" where that only calls tools. Raises NoAnswer."""
     if not _is_conversation(value):
         return answer_text(value)
-    last = max(place for place, each in enumerate(value) if each["role"] == "assistant")
+    last = max(index for index, message in enumerate(value) if message["role"] == "assistant")
     return content_text(value[last].get("content")) or ""
 
 
 def _is_conversation(value: Any) -> bool:
-    """Whether it begins with the assistant's turn, and others answer it."""
-    if not isinstance(value, list | tuple) or not all(isinstance(each, Mapping) for each in value):
+    """Return whether a value begins with the assistant's turn, and others answer it."""
+    if not isinstance(value, list | tuple) or not all(
+        isinstance(message, Mapping) for message in value
+    ):
         return False
-    roles = [each.get("role") for each in value]
+    roles = [message.get("role") for message in value]
     return roles[:1] == ["assistant"] and bool({"tool", "user"} & set(roles))
 
 
 def gold_text(value: Any) -> str:
-    """The text of a right answer, which may be a number. Raises NoAnswer."""
+    """Return the text of a right answer, which may be a number. Raises NoAnswer."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         if not math.isfinite(value):
             raise NoAnswer(f"{value}, which is no number", GOLD)
@@ -122,7 +125,7 @@ def gold_text(value: Any) -> str:
 
 
 def answer_in(columns: Mapping[str, Any], column: str, place: str, *, gold: bool = False) -> str:
-    """The text of the answer in a row's column. Raises IsobitError with the row's place."""
+    """Return the text of the answer in a row's column. Raises IsobitError with the row's place."""
     try:
         return (gold_text if gold else answer_text)(columns[column])
     except NoAnswer as error:

@@ -168,7 +168,7 @@ def _unpacked_bytes(array: Any) -> int:
         return len(array) * _VALUE + sum(map(_unpacked_bytes, array.flatten()))
     if types.is_map(kind_):
         first, last = array.offsets[0].as_py(), array.offsets[-1].as_py()
-        pairs = (each.slice(first, last - first) for each in (array.keys, array.items))
+        pairs = (side.slice(first, last - first) for side in (array.keys, array.items))
         return len(array) * _VALUE + sum(map(_unpacked_bytes, pairs))
     if types.is_nested(kind_):
         return len(array) * _VALUE + _unpacked_bytes(array.flatten())
@@ -188,8 +188,8 @@ def _is_text(kind_: Any) -> bool:
     )
 
 
-def _python_rows(path: Path, batch: Any, before: int) -> list[dict[str, Any]]:
-    """Return the rows of a batch as Python values; `before`: the number of rows before the batch.
+def _python_rows(path: Path, batch: Any, rows_before: int) -> list[dict[str, Any]]:
+    """Return the rows of a batch as Python values; `rows_before`: the number of rows in front.
     Raises IsobitError with the first row that cannot become Python values, such as text that is not
     UTF-8."""
     try:
@@ -204,7 +204,7 @@ def _python_rows(path: Path, batch: Any, before: int) -> list[dict[str, Any]]:
                     if isinstance(error, UnicodeDecodeError)
                     else _first_line(error)
                 )
-                raise IsobitError(f"{path}: row {before + i + 1}: {reason}") from None
+                raise IsobitError(f"{path}: row {rows_before + i + 1}: {reason}") from None
         raise
 
 

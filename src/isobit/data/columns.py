@@ -34,7 +34,7 @@ _REST = {
 
 
 class Row(Protocol):
-    """What this module needs of an example."""
+    """The fields of an example that this module reads."""
 
     @property
     def sources(self) -> Mapping[str, str]: ...

@@ -1,7 +1,7 @@
 """Which prompts come again in later epochs, by how many of their completions were solved when they
 were last sampled.
 
-The order of the data stays as it is (`dataset.py`): a prompt whose turn has come is taken or passed
+The order of the data does not change (`dataset.py`): a prompt whose turn has come is taken or passed
 over. It is passed over by a random word of (seed, epoch, position), so what a run takes next is a
 function of the cursor and of the fractions that it has seen, and a checkpoint holds both. Left out:
 prompts that are dropped after they were sampled (dynamic sampling, `rl/algorithm/credit.py`).
@@ -21,8 +21,8 @@ _WORDS = 2**64
 
 @dataclass(frozen=True)
 class CurriculumConfig:
-    """Which prompts are taken again in later epochs, by the fraction p of their completions that
-    were solved when they were last sampled."""
+    """The choice of prompts that are taken again in later epochs, by the fraction p of their
+    completions that were solved when they were last sampled."""
 
     mode: Annotated[
         Literal["none", "skip", "weighted"],
@@ -41,7 +41,7 @@ class CurriculumConfig:
         return self.mode != "none"
 
     def check(self, *, distills: bool, engines: int) -> None:
-        """Raise IsobitError in a run where nothing is solved, or nobody says here what is."""
+        """Raise IsobitError in a run where nothing is solved, or where it is not known here."""
         if self.chooses and distills:
             raise IsobitError(
                 "curriculum: a distillation has no rewards, so nothing is solved: leave it out"
@@ -53,7 +53,8 @@ class CurriculumConfig:
             )
 
     def chance(self, solved: float | None) -> float:
-        """Of a prompt of which this fraction was solved; None: it has not been sampled."""
+        """Return the chance to take a prompt of which this fraction was solved; None: it has not
+        been sampled."""
         if not self.chooses or solved is None:
             return 1.0
         if self.mode == "skip":
@@ -62,8 +63,8 @@ class CurriculumConfig:
 
 
 class Curriculum:
-    """Of the prompts of `train`. `solved`: the fraction by the example's index, which is changed
-    here and kept in a run's state."""
+    """The choice among the prompts of `train`. `solved`: the fraction by the example's index, which
+    is changed here and kept in a run's state."""
 
     def __init__(
         self, config: CurriculumConfig, train: Dataset, solved: MutableMapping[int, float]
@@ -76,14 +77,14 @@ class Curriculum:
         return self._config.chooses
 
     def take(self, cursor: int, count: int) -> tuple[list[int], int]:
-        """(the positions of the next `count` prompts that are taken, from `cursor` on; the position
-        after the last of them)."""
-        found: list[int] = []
-        while len(found) < count:
+        """Return (the positions of the next `count` prompts that are taken, from `cursor` on; the
+        position after the last of them)."""
+        positions: list[int] = []
+        while len(positions) < count:
             if self._takes(cursor):
-                found.append(cursor)
+                positions.append(cursor)
             cursor += 1
-        return found, cursor
+        return positions, cursor
 
     def _takes(self, cursor: int) -> bool:
         chance = self._config.chance(self._solved.get(self._train.at(cursor).index))
@@ -94,7 +95,8 @@ class Curriculum:
         return int(words[position]) < int(chance * _WORDS)
 
     def see(self, position: int, rewards: Sequence[float | None]) -> None:
-        """The rewards of the completions of the prompt at a position; None is no reward."""
+        """Record the rewards of the completions of the prompt at a position; None where
+        unscored."""
         scored = [reward for reward in rewards if reward is not None]
         if self.chooses and scored:
             solved = sum(reward >= self._config.solved_at for reward in scored)
@@ -103,5 +105,6 @@ class Curriculum:
 
 @lru_cache(maxsize=4)
 def _words(seed: int, epoch: int, size: int) -> Any:
-    """A random word for each position of an epoch, of streams that no order of the data has."""
+    """Return a random word for each position of an epoch, of streams that no order of the data
+    has."""
     return random_words(seed, SPLIT_STREAM - 1 - epoch, size)

@@ -2,7 +2,7 @@
 
 A `Dataset` is a sequence of examples plus a seed. `at(cursor)` is example `order(cursor //
 len)[cursor % len]`, where `order(epoch)` is a permutation that depends on (seed, epoch, length)
-only: there is no state to save, so a run that resumes at a cursor sees the same examples as without
+only: no state is saved, so a run that resumes at a cursor sees the same examples as without
 the stop. If the examples are of several files with weights, `order` permutes the epoch's places
 among the files (`mixture.py`), and each file has separate epochs.
 Permutations sort the raw Philox4x64 words of numpy, whose stream is fixed by its specification,
@@ -103,40 +103,42 @@ class Dataset:
                 first = min(self._orders)
                 del self._orders[first if epoch > first else max(self._orders)]
             self._orders[epoch] = _shuffled(len(self), self.seed, self.stream + epoch)
-        found: Sequence[int] = self._orders[epoch]
-        return found
+        permutation: Sequence[int] = self._orders[epoch]
+        return permutation
 
     def at(self, cursor: int) -> Example:
         """Return the example at absolute position `cursor` >= 0 of the run. Raises IsobitError if
-        there are no examples."""
+        the dataset is empty."""
         if not len(self):
             raise IsobitError("the training data has no examples")
         epoch, position = divmod(cursor, len(self))
-        place = int(self.order(epoch)[position])
+        index = int(self.order(epoch)[position])
         if not self.weights:
-            return self.examples[place]
-        for own, count in self._files:
-            if place < count:
-                return own.at(epoch * count + place)
-            place -= count
+            return self.examples[index]
+        for dataset, count in self._files:
+            if index < count:
+                return dataset.at(epoch * count + index)
+            index -= count
         raise AssertionError("the files' shares are the epoch")
 
     @cached_property
     def _files(self) -> tuple[tuple["Dataset", int], ...]:
         """For each file a dataset of its examples, with a separate order, and the number of prompts
         that it gives in an epoch."""
-        found = []
+        datasets = []
         for number, count in enumerate(shared_out(len(self), self.weights)):
-            own = [example for example in self.examples if example.source == number]
-            if not own:
+            rows = [example for example in self.examples if example.source == number]
+            if not rows:
                 raise IsobitError(
                     f"task.files.{number}: none of its rows is left to train on; leave the file out"
                 )
             stream = (number + 1) << _STREAMS_OF_A_FILE
-            kept = count // len(own) + 2  # of a small file with a large weight, an epoch has many
-            one = Dataset(own, self.seed, self.shuffle, stream=stream, orders_kept=kept)
-            found.append((one, count))
-        return tuple(found)
+            orders = (
+                count // len(rows) + 2
+            )  # of a small file with a large weight, an epoch has many
+            data = Dataset(rows, self.seed, self.shuffle, stream=stream, orders_kept=orders)
+            datasets.append((data, count))
+        return tuple(datasets)
 
 
 def permutation(size: int, seed: int, stream: int) -> tuple[int, ...]:
@@ -150,8 +152,8 @@ def _shuffled(size: int, seed: int, stream: int) -> Any:
     # here: a reward worker never shuffles, and starts in a third of the time without numpy
     import numpy as np
 
-    found = np.argsort(random_words(seed, stream, size), kind="stable")
-    return found.astype(np.int32 if size < 2**31 else np.int64)
+    order = np.argsort(random_words(seed, stream, size), kind="stable")
+    return order.astype(np.int32 if size < 2**31 else np.int64)
 
 
 def random_words(seed: int, stream: int, count: int) -> Any:
@@ -164,8 +166,8 @@ def random_words(seed: int, stream: int, count: int) -> Any:
 def same_task(example: Example, by_columns: bool) -> str:
     """Return a text that two examples share if they ask the same: by their prompts, and where an
     environment begins with them by their columns too."""
-    asked = [example.prompt, example.columns] if by_columns else example.prompt
-    return json.dumps(asked, sort_keys=True, default=str)
+    question = [example.prompt, example.columns] if by_columns else example.prompt
+    return json.dumps(question, sort_keys=True, default=str)
 
 
 def split(
@@ -301,29 +303,29 @@ def _with_variables(
     with its tools. Keys that are null, with which Parquet fills up, are left out. Raises
     IsobitError for variables that are not a mapping or may not be set, for tools that are none, and
     for either of a text."""
-    given = columns.get(TEMPLATE_KWARGS)
-    if given is not None and not isinstance(given, Mapping):
-        raise IsobitError(f"{where}: {TEMPLATE_KWARGS} must be a mapping, got {kind(given)}")
-    own = {key: value for key, value in (given or {}).items() if value is not None}
-    check_variables(f"{where}: {TEMPLATE_KWARGS}", own)
+    column = columns.get(TEMPLATE_KWARGS)
+    if column is not None and not isinstance(column, Mapping):
+        raise IsobitError(f"{where}: {TEMPLATE_KWARGS} must be a mapping, got {kind(column)}")
+    variables = {key: value for key, value in (column or {}).items() if value is not None}
+    check_variables(f"{where}: {TEMPLATE_KWARGS}", variables)
     try:
         tools = tools_of(columns.get(TOOLS)) if with_tools else []
     except ValueError as error:
         raise IsobitError(f"{where}: column {TOOLS!r}: {error}") from None
-    if isinstance(prompt, str) and (tools or given is not None):
+    if isinstance(prompt, str) and (tools or column is not None):
         raise IsobitError(
             f"{where}: {TOOLS if tools else TEMPLATE_KWARGS} is for the chat template, and the "
             "prompt is text; set task.chat: true"
         )
-    own |= {TOOLS: tools} if tools else {}
-    if not own or isinstance(prompt, str):
+    variables |= {TOOLS: tools} if tools else {}
+    if not variables or isinstance(prompt, str):
         return prompt
-    return [{**prompt[0], TEMPLATE_KWARGS: own}, *prompt[1:]]
+    return [{**prompt[0], TEMPLATE_KWARGS: variables}, *prompt[1:]]
 
 
-def check_variables(where: str, given: Mapping[str, Any]) -> None:
-    """Raise IsobitError if the `given` variables set one that every chat template is given."""
-    for name in given:
+def check_variables(where: str, variables: Mapping[str, Any]) -> None:
+    """Raise IsobitError if the variables set one that every chat template is given."""
+    for name in variables:
         if name in TEMPLATE_OWN:
             raise IsobitError(f"{where}: {name!r} is not yours to set: every template is given it")
 
@@ -377,12 +379,12 @@ def _check_filled(where: str, row: Mapping[str, Any], template: str | None) -> N
 def _difference(first: dict[str, Any], row: dict[str, Any]) -> str:
     missing = [repr(brief(column)) for column in first if column not in row]
     more = [repr(brief(column)) for column in row if column not in first]
-    parts = [
+    changes = [
         f"{word} {listed(columns)}"
         for word, columns in (("lacks", missing), ("adds", more))
         if columns
     ]
-    return "; ".join(parts)
+    return "; ".join(changes)
 
 
 def _prompt(where: str, column: str, value: Any) -> Prompt:

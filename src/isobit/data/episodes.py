@@ -1,5 +1,4 @@
-"""What happened in an episode beside its tokens, as a run records it; and environments that say it
-again.
+"""The record of an episode apart from its tokens; and environments that replay it.
 
 A record has no times: a repetition of the run, in which tools take longer, records the same bytes.
 Left out: the tokens, their mask and log-probabilities, which are the completion's
@@ -32,7 +31,7 @@ class EpisodeRecord:
     prompt: Prompt | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for `json.dumps`; a prompt that is the row's is left out."""
+        """Return plain values for `json.dumps`; a prompt that is the row's is left out."""
         values = {
             **vars(self),
             "messages": list(self.messages),
@@ -43,26 +42,26 @@ class EpisodeRecord:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "EpisodeRecord":
-        """The inverse of `to_json`."""
+        """Return a record of the values that `to_json` returned."""
         uses = tuple((str(name), error) for name, error in values["uses"])
         return EpisodeRecord(**{**values, "messages": tuple(values["messages"]), "uses": uses})
 
     def said(self) -> list[Message]:
-        """The conversation up to the model's last answer."""
-        found = list(self.messages)
-        while found and found[-1].get("role") != "assistant":
-            found.pop()
-        return found
+        """Return the conversation up to the model's last answer."""
+        messages = list(self.messages)
+        while messages and messages[-1].get("role") != "assistant":
+            messages.pop()
+        return messages
 
     def observations(self) -> list[Sequence[Message]]:
-        """The environment's messages after each turn."""
-        found: list[list[Message]] = []
+        """Return the environment's messages after each turn."""
+        by_turn: list[list[Message]] = []
         for message in self.messages:
             if message.get("role") == "assistant":
-                found.append([])
+                by_turn.append([])
             else:
-                found[-1].append(message)
-        return list(found)
+                by_turn[-1].append(message)
+        return list(by_turn)
 
 
 @dataclass(eq=False)
@@ -86,8 +85,8 @@ class RecordedEnvironments:
 
     def turn(self, key: int, turn: Turn) -> None:
         episode, contexts = self._episodes[key]
-        said = episode.observations()
-        messages: Sequence[Message] = said[turn.number] if turn.number < len(said) else ()
+        replies = episode.observations()
+        messages: Sequence[Message] = replies[turn.number] if turn.number < len(replies) else ()
         done = episode.done and turn.number + 1 >= episode.turns
         context = contexts[turn.number] if turn.number < len(contexts) else None
         self._replies.append(Reply(key, Step(tuple(messages), done=done), context=context))
@@ -100,5 +99,5 @@ class RecordedEnvironments:
         self._replies = [reply for reply in self._replies if reply.key != key]
 
     def poll(self, wait_s: float) -> list[Reply]:
-        found, self._replies = self._replies, []
-        return found
+        replies, self._replies = self._replies, []
+        return replies

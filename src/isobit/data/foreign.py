@@ -56,14 +56,14 @@ def exists(path: Path) -> bool:
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        for each in (path, *path.parents):
-            if each.is_symlink() and not each.exists():
-                target = brief(os.readlink(each), 300)
+        for ancestor in (path, *path.parents):
+            if ancestor.is_symlink() and not ancestor.exists():
+                target = brief(os.readlink(ancestor), 300)
                 blob = "; copy a snapshot of the Hub's cache with its links followed (cp -rL)" * (
                     "blobs/" in target
                 )
                 raise IsobitError(
-                    f"{brief(each, 300)}: a link to {target}, which is not there{blob}"
+                    f"{brief(ancestor, 300)}: a link to {target}, which is not there{blob}"
                 ) from None
         return False
     except (OSError, ValueError) as error:
@@ -75,20 +75,20 @@ def check_readable(path: Path) -> int:
     """Return the size in bytes of a regular file that may be read. Raises OSError for another file;
     its `strerror` says why."""
     try:
-        found = path.stat()
+        status = path.stat()
     except ValueError:  # a null character in the name
         raise OSError(0, "not a file name") from None
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(21, "Is a directory")
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(0, "not a regular file; expected no pipe, socket or device")
     with path.open("rb") as file:
-        if found.st_size <= _LONGEST_POINTER:
+        if status.st_size <= _LONGEST_POINTER:
             begins = file.read(max(map(len, _POINTERS)))
-            for mark, what in _POINTERS.items():
+            for mark, problem in _POINTERS.items():
                 if begins.startswith(mark):
-                    raise OSError(0, what)
-        return found.st_size
+                    raise OSError(0, problem)
+        return status.st_size
 
 
 def read_bytes(path: Path, most: int) -> bytes:
@@ -118,19 +118,19 @@ class _Patient(json.JSONDecoder):
     """A decoder that reads lists and objects in Python, so that other threads run meanwhile, and
     strings as the library does. Raises BadJson for more than MOST_CONTAINERS lists and objects."""
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
         self._left = MOST_CONTAINERS
         self.parse_array: Any = self._counted(self.parse_array)
         self.parse_object: Any = self._counted(self.parse_object)
         self.scan_once = py_make_scanner(self)
 
     def _counted(self, parse: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*given: Any) -> Any:
+        def counted(*arguments: Any) -> Any:
             self._left -= 1
             if self._left < 0:
                 raise BadJson(f"more than {MOST_CONTAINERS:,} lists and objects")
-            return parse(*given)
+            return parse(*arguments)
 
         return counted
 
@@ -164,12 +164,12 @@ def parse_json(text: str, patient: bool = False, finite: bool = False) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         seen = set[str]()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise BadJson(f"key {brief(twice)!r} comes twice in one object")
-    return found
+    return mapping
 
 
 def _whole(digits: str) -> int:
@@ -187,13 +187,13 @@ def _finite(number: str) -> float:
 def _deeper(value: Any) -> bool:
     level = [value]
     for _ in range(MOST_DEPTH):
-        containers = [each for each in level if isinstance(each, (dict, list))]
+        containers = [item for item in level if isinstance(item, (dict, list))]
         level = [
             inner
-            for each in containers
-            for inner in (each.values() if isinstance(each, dict) else each)
+            for item in containers
+            for inner in (item.values() if isinstance(item, dict) else item)
         ]
-    return any(isinstance(each, (dict, list)) for each in level)
+    return any(isinstance(item, (dict, list)) for item in level)
 
 
 def _is_unicode(value: Any) -> bool:

@@ -48,21 +48,21 @@ def _alpaca(where: str, row: dict[str, Any]) -> dict[str, Any]:
 def _messages(where: str, row: dict[str, Any]) -> dict[str, Any]:
     """Return a row of ShareGPT, or of messages under another name, with `messages`."""
     value = row["conversations"]
-    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise IsobitError(f"{where}: 'conversations' must be a list of messages")
     messages = [
-        {key: part for key, part in each.items() if key not in ("from", "value")}
-        | {"role": _ROLES.get(each["from"], each["from"]), "content": each["value"]}
-        if isinstance(each.get("from"), str) and "value" in each
-        else each
-        for each in value
+        {key: field for key, field in message.items() if key not in ("from", "value")}
+        | {"role": _ROLES.get(message["from"], message["from"]), "content": message["value"]}
+        if isinstance(message.get("from"), str) and "value" in message
+        else message
+        for message in value
     ]
-    rest = {key: each for key, each in row.items() if key != "conversations"}
+    rest = {key: column for key, column in row.items() if key != "conversations"}
     return {**rest, "messages": messages}
 
 
 def _whole_pair(row: Mapping[str, Any]) -> bool:
-    """Return whether the prompt is in both answers: there is none beside them, or a text beside
+    """Return whether the prompt is in both answers: the row has no prompt, or a text next to
     conversations, as TRL's sets have it."""
     if not {"chosen", "rejected"} <= row.keys():
         return False

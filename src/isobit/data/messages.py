@@ -40,7 +40,7 @@ def standard_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def arguments_of(value: Any) -> Any:
     """Return the arguments of a call as an object: {} for null and empty text, a JSON text parsed.
-    A value that is none of these stays as it is."""
+    Another value is returned unchanged."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return {}
     if isinstance(value, str):
@@ -78,8 +78,8 @@ def is_learned(message: Mapping[str, Any]) -> bool:
 def without_nulls(value: Any) -> Any:
     """Return a value without the keys of its mappings that are null."""
     if isinstance(value, Mapping):
-        return {key: without_nulls(part) for key, part in value.items() if part is not None}
-    return [without_nulls(part) for part in value] if isinstance(value, list | tuple) else value
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _calls_in(content: Any) -> list[Any]:
@@ -92,9 +92,9 @@ def _standard_call(call: Any) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError("a call of a tool: expected an object with a name and arguments")
-    own = {key: value for key, value in call.items() if key not in ("name", "arguments")}
+    fields = {key: value for key, value in call.items() if key not in ("name", "arguments")}
     arguments = arguments_of(function.get("arguments"))
-    return {"type": "function", **own, "function": {**function, "arguments": arguments}}
+    return {"type": "function", **fields, "function": {**function, "arguments": arguments}}
 
 
 def _tool(tool: Any) -> dict[str, Any]:

@@ -12,15 +12,15 @@ from isobit.errors import IsobitError
 
 
 def shared_out(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """`total` prompts among files of these weights, each above 0: the whole parts of their exact
-    shares, and what is left to those with the largest rest, the first of equal ones."""
+    """Divide `total` prompts among files of these weights, each above 0: the whole parts of their
+    exact shares, and what is left to those with the largest rest, the first of equal ones."""
     exact = [Fraction(weight) for weight in weights]
     shares = [total * weight / sum(exact) for weight in exact]
-    found = [int(share) for share in shares]
-    by_rest = sorted(range(len(found)), key=lambda i: (found[i] - shares[i], i))
-    for i in by_rest[: total - sum(found)]:
-        found[i] += 1
-    return tuple(found)
+    counts = [int(share) for share in shares]
+    by_rest = sorted(range(len(counts)), key=lambda i: (counts[i] - shares[i], i))
+    for i in by_rest[: total - sum(counts)]:
+        counts[i] += 1
+    return tuple(counts)
 
 
 def check_shares(total: int, weights: Sequence[float]) -> None:

@@ -66,12 +66,12 @@ class Source:
 
     @property
     def label(self) -> str:
-        """What it is called in messages."""
+        """The name of the source in messages."""
         return str(self.path) if self.rows is None else "held_out" if self.held_out else "data"
 
 
 def read_rows(source: Source) -> Iterator[Row]:
-    """The rows of a source, in the order of its files. Raises IsobitError for what cannot be
+    """Return the rows of a source, in the order of its files. Raises IsobitError for what cannot be
     read."""
     path = source.path
     if source.rows is not None:
@@ -116,8 +116,8 @@ def _folder_rows(source: Source) -> Iterator[Row]:
 
 
 def _format_of(path: Path) -> str:
-    """By the suffix, else by the first bytes. Raises IsobitError for what is neither known nor
-    JSON."""
+    """Return the format of a file by its suffix, else by its first bytes. Raises IsobitError for a
+    file whose format is not known, unless it is JSON."""
     if suffix_of(path) in _SUFFIXES:
         return _SUFFIXES[suffix_of(path)]
     start = read_text_file(path, 64)
@@ -125,10 +125,10 @@ def _format_of(path: Path) -> str:
         return "parquet"
     if start.lstrip().startswith((b"{", b"[")) or not start.strip():
         return "jsonl"
-    for mark, what in _PACKED.items():
+    for mark, program in _PACKED.items():
         if start.startswith(mark):
             raise IsobitError(
-                f"{path}: packed by {what}, which is not read; unpack it, or use gzip"
+                f"{path}: packed by {program}, which is not read; unpack it, or use gzip"
             )
     raise IsobitError(
         f"{path}: cannot tell its format from name or content; set task.format to one of "
@@ -154,11 +154,11 @@ def _splits_of_dict(folder: Path) -> list[str]:
 
 
 def _data_files(source: Source) -> dict[str, list[Path]]:
-    """The files of each split: of the folder, else of its `data`, else of folders named as
+    """Return the files of each split: of the folder, else of its `data`, else of folders named as
     splits."""
     folder = source.path
-    for place in (folder, folder / "data"):
-        files = _files_in(place, source)
+    for directory in (folder, folder / "data"):
+        files = _files_in(directory, source)
         if files:
             return _by_split({file: _split_of(stem_of(file)) for file in files})
     folders = [entry for entry in _entries(folder) if entry.is_dir()]
@@ -186,8 +186,8 @@ def _data_files(source: Source) -> dict[str, list[Path]]:
 
 
 def _files_in(folder: Path, source: Source) -> list[Path]:
-    """The data files directly in a folder. JSON documents (.json) are none: a dataset's description
-    is one too."""
+    """Return the data files directly in a folder. JSON documents (.json) do not count: a dataset's
+    description is one too."""
     files = [
         f for f in _entries(folder) if f.is_file() and suffix_of(f) in _SUFFIXES.keys() - {".json"}
     ]
@@ -209,8 +209,8 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _by_split(files: Mapping[Path, str | None]) -> dict[str, list[Path]]:
-    """Files without a split among others that have one are a split of their own name, so that none
-    is passed over."""
+    """Return the files by split. A file without a split among others that have one becomes a split
+    named after itself, so that none is passed over."""
     if not any(files.values()):
         return {_UNNAMED: list(files)}
     splits: dict[str, list[Path]] = {}
@@ -220,7 +220,7 @@ def _by_split(files: Mapping[Path, str | None]) -> dict[str, list[Path]]:
 
 
 def _split_of(name: str) -> str | None:
-    """The split that the name of a file or folder speaks of: `train_sft-00000-of-00002`,
+    """Return the split that the name of a file or folder speaks of: `train_sft-00000-of-00002`,
     `gsm8k-test`."""
     shard = _SHARD.fullmatch(name)
     words = re.split(r"[^a-zA-Z0-9]+", name.lower())

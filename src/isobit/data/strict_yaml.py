@@ -39,7 +39,7 @@ class _Loader(yaml.SafeLoader):
         self._depth, self._count = 0, 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """The next node, and what is in it."""
+        """Compose the next node and its children. Raises yaml.MarkedYAMLError beyond the limits."""
         self._depth, self._count = self._depth + 1, self._count + 1
         wrong = (
             _TOO_DEEP
@@ -56,8 +56,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def load(text: str) -> Any:
-    """The values of a YAML document. Raises yaml.YAMLError; `DuplicateKey` for a key that comes
-    twice."""
+    """Return the values of a YAML document. Raises yaml.YAMLError; `DuplicateKey` for a key that
+    comes twice."""
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -77,36 +77,36 @@ def load(text: str) -> Any:
 
 
 def _measure(
-    node: yaml.Node, found: dict[int, tuple[int, int] | None], depth: int
+    node: yaml.Node, sizes_by_node: dict[int, tuple[int, int] | None], depth: int
 ) -> tuple[int, int]:
-    """(values, levels) of a node with aliases written out; a long text counts as several. `found`:
-    of nodes that were measured; None of those that are being measured, to which an alias inside
-    leads back."""
+    """Return (values, levels) of a node with aliases written out; a long text counts as several.
+    `sizes_by_node`: of nodes that were measured; None of those that are being measured, to which an
+    alias inside leads back."""
     if not isinstance(node, yaml.CollectionNode):
         if len(node.value) > MOST_DIGITS and node.tag == "tag:yaml.org,2002:int":
             raise _bad(node, f"a whole number of more than {MOST_DIGITS} digits")
         if node.tag in _NUMBERS and _SURPRISING.fullmatch(node.value):
-            what = f"{node.value} is a number of base {60 if ':' in node.value else 8} in YAML"
-            raise _bad(node, f"{what}; write it in decimals, or in quotes")
+            problem = f"{node.value} is a number of base {60 if ':' in node.value else 8} in YAML"
+            raise _bad(node, f"{problem}; write it in decimals, or in quotes")
         return 1 + len(node.value) // _TEXT, 0
-    if id(node) in found:
-        known = found[id(node)]
+    if id(node) in sizes_by_node:
+        known = sizes_by_node[id(node)]
         if known is None:
             raise _bad(node, "an alias to what it is inside of")
         return known
     if depth > MOST_DEPTH:
         raise _bad(node, _TOO_DEEP)
-    found[id(node)] = None
+    sizes_by_node[id(node)] = None
     pairs = isinstance(node, yaml.MappingNode)
-    inner = [part for pair in node.value for part in pair] if pairs else node.value
-    sizes = [_measure(part, found, depth + 1) for part in inner]
+    inner = [child for pair in node.value for child in pair] if pairs else node.value
+    sizes = [_measure(child, sizes_by_node, depth + 1) for child in inner]
     total = 1 + sum(size for size, _ in sizes)
     levels = 1 + max((height for _, height in sizes), default=0)
     if levels > MOST_DEPTH:
         raise _bad(node, _TOO_DEEP)
     if total > MOST_VALUES:
         raise _bad(node, _TOO_MANY)
-    found[id(node)] = total, levels
+    sizes_by_node[id(node)] = total, levels
     return total, levels
 
 
@@ -115,8 +115,8 @@ def _bad(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
 
 
 def _check(node: yaml.Node, seen: set[int], prefix: str) -> None:
-    """Before anything is constructed, since construction writes merges out. `seen`: aliases come
-    again; `prefix`: the path to the node."""
+    """Refuse bad keys before anything is constructed, since construction writes merges out. `seen`:
+    aliases come again; `prefix`: the path to the node."""
     if id(node) in seen or not isinstance(node, yaml.CollectionNode):
         return
     seen.add(id(node))
@@ -124,13 +124,13 @@ def _check(node: yaml.Node, seen: set[int], prefix: str) -> None:
         for item in node.value:
             _check(item, seen, prefix)
         return
-    places: dict[str, int] = {}  # `1` and `"1"` are one key to who reads names
+    line_of: dict[str, int] = {}  # `1` and `"1"` are one key to who reads names
     for key, value in node.value:
         inner = prefix
         if isinstance(key, yaml.ScalarNode):
             name, line = key.value, key.start_mark.line + 1
-            if name in places:
-                raise DuplicateKey(f"{prefix}{name}", places[name], line)
-            places[name] = line
+            if name in line_of:
+                raise DuplicateKey(f"{prefix}{name}", line_of[name], line)
+            line_of[name] = line
             inner = f"{prefix}{name}."
         _check(value, seen, inner)

@@ -98,8 +98,8 @@ class Reply:
 
 
 class Environments(Protocol):
-    """All environments of a rollout, as the rollout sees them. Every method but `poll` returns at
-    once.
+    """The environments of a rollout together, as the rollout sees them. Every method but `poll`
+    returns at once.
 
     `tools`: JSON schemas of all tools, empty where there are none; an episode's own come with its
     `begin`, since a row may choose among several environments. `max_turns`: turns of the model in

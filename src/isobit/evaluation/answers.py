@@ -19,17 +19,17 @@ Extract = Callable[[str], str | None]
 
 
 def answer_extractor(task: str, pattern: str | None = None) -> Extract:
-    """How the answer is taken from a completion of a task, or by a regular expression: its last
-    match, and of that the first group where it has one. Raises IsobitError for a pattern that is no
-    regular expression."""
+    """Return how the answer is taken from a completion of a task, or by a regular expression: its
+    last match, and of that the first group where it has one. Raises IsobitError for a pattern that
+    is not a regular expression."""
     if pattern is not None:
         return _by_pattern(pattern)
     return _final_number if task == "gsm8k" else marked_answer
 
 
 def marked_answer(text: str) -> str | None:
-    """The content of the last \\boxed{}, else the line after the last ####, else the text; None if
-    that is empty."""
+    r"""Return the content of the last \boxed{}, else the line after the last ####, else the text;
+    None if that is empty."""
     answer = marked(text)
     return (text if answer is None else answer).strip() or None
 

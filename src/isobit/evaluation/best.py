@@ -1,8 +1,8 @@
 """The best model of a run, by a held-out metric: `best/`, a Hugging Face directory with `best.json`
-beside the weights.
+next to the weights.
 
 A model replaces it if its value is larger; of equal ones the earlier stays. By `auto` the value is
-the greedy accuracy, and of equal accuracies the greedy reward: rewards that stay below 1 have an
+the greedy accuracy, or for equal accuracies the greedy reward: rewards that stay below 1 have an
 accuracy of 0 throughout.
 
 A run that was killed goes on from a checkpoint that knows the best of its own time, while `best/`
@@ -65,14 +65,14 @@ class Best:
         self.step, self.values = step, values
 
     def _description(self, step: int, values: Sequence[float]) -> dict[str, Any]:
-        """What best.json says: the metric that told the models apart, and its value; and those
-        before it."""
+        """Return the content of best.json: the metric that told the models apart, and its value;
+        with several metrics all their values."""
         decisive = _decisive(values)
-        found = {"step": step, "metric": self._metrics[decisive], "value": values[decisive]}
-        return found | ({"values": dict(zip(self._metrics, values))} if len(values) > 1 else {})
+        best = {"step": step, "metric": self._metrics[decisive], "value": values[decisive]}
+        return best | ({"values": dict(zip(self._metrics, values))} if len(values) > 1 else {})
 
     def to_json(self) -> dict[str, Any] | None:
-        """For the state of a checkpoint."""
+        """Return the best model's description for the state of a checkpoint."""
         return None if self.step is None else self._description(self.step, self.values)
 
     def restore(self, saved: Mapping[str, Any] | None) -> None:
@@ -90,20 +90,20 @@ class Best:
         checkpoints.remove_leftovers(self.directory.parent)
 
     def stay(self) -> None:
-        """A run that is at its end: `best/` is what it is, and what stands by stays, for a longer
-        run."""
-        if (found := _description(self.directory)) is not None:
-            self._know(found)
+        """Keep `best/` and its predecessor as they are at the end of a run, for a longer run."""
+        if (description := _description(self.directory)) is not None:
+            self._know(description)
 
     def problem(self, saved: Mapping[str, Any] | None) -> str | None:
-        """A warning where `best/` is not whole, or not what a checkpoint has `saved` of it."""
+        """Return a warning where `best/` is not whole, or differs from what a checkpoint has
+        `saved` of it."""
         if not self._metrics or (saved is None and not self.directory.exists()):
             return None
-        found = checkpoints.damage(self.directory)
-        if found is None and saved is not None and _description(self.directory) != saved:
-            found = f"its {DESCRIPTION} is not the checkpoint's"
-        return found and (
-            f"warning: {self.directory} is damaged ({found}): the best model so far is lost, and a "
+        damage = checkpoints.damage(self.directory)
+        if damage is None and saved is not None and _description(self.directory) != saved:
+            damage = f"its {DESCRIPTION} is not the checkpoint's"
+        return damage and (
+            f"warning: {self.directory} is damaged ({damage}): the best model so far is lost, and a "
             "better one takes its place"
         )
 
@@ -113,53 +113,53 @@ class Best:
         self.values = [values.get(name, -math.inf) for name in self._metrics]
 
     def settle(self) -> None:
-        """A checkpoint knows the present best: what stood by is no longer needed."""
+        """Delete the predecessor: a checkpoint has recorded the present best."""
         self._ranks.on_first(lambda: shutil.rmtree(self._previous, ignore_errors=True))
 
     def line(self, newest_step: int) -> str | None:
-        """What the end of a run says if the best model is of an earlier step than its newest
+        """Return the last line of a run if the best model is of an earlier step than its newest
         checkpoint."""
         if self.step is None or self.step >= newest_step:
             return None
-        found = self._description(self.step, self.values)
+        description = self._description(self.step, self.values)
         why = ""
         if len(self.values) > 1:
             first, second = self._metrics
-            said = (
+            comparison = (
                 f"{first} is 0 throughout"
-                if found["metric"] == second
+                if description["metric"] == second
                 else f"{second} {self.values[1]:.4f}"
             )
-            why = f" ({said})"
+            why = f" ({comparison})"
         return (
-            f"best {found['metric']} {found['value']:.4f}{why} at step {self.step}, in "
+            f"best {description['metric']} {description['value']:.4f}{why} at step {self.step}, in "
             f"{self.directory}; the newest checkpoint is of step {newest_step}"
         )
 
 
 def _decisive(values: Sequence[float]) -> int:
-    """The last of two values where the first is 0, which of the largest means that it never was
-    more."""
+    """Return the index of the value that decides: the second where the first is 0, which of the
+    largest means that it never was more."""
     return -1 if values[0] == 0 else 0
 
 
-def is_description(found: object) -> bool:
-    """Whether this is what best.json says: a step, a metric and its value, and where there are
-    several their values."""
+def is_description(value: object) -> bool:
+    """Return whether a value has the form of best.json: a step, a metric and its value, and where
+    there are several their values."""
     if (
-        not isinstance(found, dict)
-        or type(found.get("step")) is not int
-        or not isinstance(found.get("metric"), str)
+        not isinstance(value, dict)
+        or type(value.get("step")) is not int
+        or not isinstance(value.get("metric"), str)
     ):
         return False
-    values = found.get("values", {})
-    numbers = [found.get("value"), *(values.values() if isinstance(values, dict) else [None])]
+    values = value.get("values", {})
+    numbers = [value.get("value"), *(values.values() if isinstance(values, dict) else [None])]
     return all(
         isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers
     )
 
 
 def _description(directory: Path) -> dict[str, Any] | None:
-    """What a best model's file says; None where there is none, or something else in its place."""
-    found = object_in(directory / DESCRIPTION)
-    return found if is_description(found) else None
+    """Read the best.json of a directory; None where it is missing or malformed."""
+    content = object_in(directory / DESCRIPTION)
+    return content if is_description(content) else None

@@ -47,11 +47,11 @@ class PairedDifference:
 
 
 def compare(first: Result, second: Result) -> dict[str, PairedDifference]:
-    """Every measure that both have. Raises IsobitError unless both answer the same prompts by the
-    same rewards."""
+    """Return the paired difference in every measure that both have. Raises IsobitError unless both
+    answer the same prompts by the same rewards."""
     _check_same(first, second)
     columns = [values_per_prompt(result.questions, result.ks) for result in (first, second)]
-    found = {}
+    differences = {}
     for name in [name for name in columns[0] if name in columns[1]]:
         pairs = [
             (a, b)
@@ -59,27 +59,27 @@ def compare(first: Result, second: Result) -> dict[str, PairedDifference]:
             if a is not None and b is not None
         ]
         if pairs:
-            found[name] = _difference(name, pairs)
-    return found
+            differences[name] = _difference(name, pairs)
+    return differences
 
 
 def comparison_json(differences: Mapping[str, PairedDifference]) -> dict[str, Any]:
-    """Plain values of a comparison."""
+    """Return plain values of a comparison."""
     return {name: asdict(difference) for name, difference in differences.items()}
 
 
 def comparison_table(first: Result, second: Result) -> str:
-    """The comparison as plain text, the sentence included."""
+    """Return the comparison as plain text, the sentence included."""
     differences = compare(first, second)
     rows = [["", "A", "B", "A - B", "95 % interval", "p"]]
-    for name, found in differences.items():
-        low, high = (_signed(x, name) for x in (found.difference.low, found.difference.high))
+    for name, result in differences.items():
+        low, high = (_signed(x, name) for x in (result.difference.low, result.difference.high))
         values = [
-            number(found.first, name),
-            number(found.second, name),
-            _signed(found.difference.value, name),
+            number(result.first, name),
+            number(result.second, name),
+            _signed(result.difference.value, name),
         ]
-        rows.append([name, *values, f"{low} to {high}", f"{found.p:.2g}"])
+        rows.append([name, *values, f"{low} to {high}", f"{result.p:.2g}"])
     accuracy = differences["accuracy"]
     count = len(first.questions)
     both = sum(
@@ -97,19 +97,19 @@ def comparison_table(first: Result, second: Result) -> str:
 
 
 def adapters_table(base: Result, adapters: Mapping[str, Result]) -> str:
-    """Of a model alone and with each of several adapters: a line for each, then each paired with
-    the model alone, and a sentence for each."""
+    """Return a table of a model alone and with each of several adapters: a line for each, then each
+    paired with the model alone, and a sentence for each."""
     differences = {name: compare(result, base) for name, result in adapters.items()}
     rows = [["adapter - none", "measure", "difference", "95 % interval", "p"]]
-    for name, found in differences.items():
-        for measure in (measure for measure in beside_each_other(base.ks) if measure in found):
-            one = found[measure]
+    for name, paired in differences.items():
+        for measure in (measure for measure in beside_each_other(base.ks) if measure in paired):
+            pair = paired[measure]
             value, low, high = (
                 _signed(x, measure)
-                for x in (one.difference.value, one.difference.low, one.difference.high)
+                for x in (pair.difference.value, pair.difference.low, pair.difference.high)
             )
-            rows.append([name, measure, value, f"{low} to {high}", f"{one.p:.2g}"])
-    sentences = [conclusion(found, name, ALONE) for name, found in differences.items()]
+            rows.append([name, measure, value, f"{low} to {high}", f"{pair.p:.2g}"])
+    sentences = [conclusion(paired, name, ALONE) for name, paired in differences.items()]
     lines = [
         f"{base.model}, with {len(adapters)} adapters and alone",
         results_table("adapter", {ALONE: base, **adapters}),
@@ -120,8 +120,8 @@ def adapters_table(base: Result, adapters: Mapping[str, Result]) -> str:
     ]
     notes = [
         f"{name}: {note}"
-        for name, one in ({ALONE: base} | dict(adapters)).items()
-        for note in unscored(one)
+        for name, result in ({ALONE: base} | dict(adapters)).items()
+        for note in unscored(result)
     ]
     return "\n\n".join([*lines, *notes])
 
@@ -129,10 +129,11 @@ def adapters_table(base: Result, adapters: Mapping[str, Result]) -> str:
 def conclusion(
     differences: Mapping[str, PairedDifference], first: str = "A", second: str = "B"
 ) -> str:
-    """What follows, in a sentence: of accuracy; of the measure after it where no prompt tells the
-    two apart; and so on. `first` and `second` are what the sentence calls the two."""
-    scores = {name: found for name, found in differences.items() if name not in LENGTHS}
-    count = max(found.difference.prompts for found in scores.values())
+    """Return the conclusion in a sentence: on accuracy; on the measure after it where both score
+    the same on every prompt; and so on. `first` and `second` are what the sentence calls the
+    two."""
+    scores = {name: pair for name, pair in differences.items() if name not in LENGTHS}
+    count = max(pair.difference.prompts for pair in scores.values())
     if (smallest := 2 * 0.5**count) > LEVEL:
         return (
             f"Too few prompts to tell: of {count}, p is {smallest:.2g} even if {first} is "
@@ -141,23 +142,22 @@ def conclusion(
         )
     telling = [
         name
-        for name, found in scores.items()
-        if (found.difference.low, found.difference.high) != (0, 0)
+        for name, pair in scores.items()
+        if (pair.difference.low, pair.difference.high) != (0, 0)
     ]
     if not telling:
         return "No difference is shown: the two score the same on every prompt."
-    name, found = telling[0], differences[telling[0]]
-    low, high = (_signed(x, name) for x in (found.difference.low, found.difference.high))
+    name, pair = telling[0], differences[telling[0]]
+    low, high = (_signed(x, name) for x in (pair.difference.low, pair.difference.high))
     size = (
-        f"{_signed(found.difference.value, name)} (95 % interval {low} to {high}), p = "
-        f"{found.p:.2g}"
+        f"{_signed(pair.difference.value, name)} (95 % interval {low} to {high}), p = {pair.p:.2g}"
     )
-    if found.p > LEVEL:
+    if pair.p > LEVEL:
         return (
             f"No difference is shown in {name}: {first} - {second} is {size}; a difference inside "
             "the interval is not ruled out."
         )
-    better, worse = (first, second) if found.difference.value > 0 else (second, first)
+    better, worse = (first, second) if pair.difference.value > 0 else (second, first)
     return f"{better} is better than {worse} in {name}: {first} - {second} is {size}."
 
 
@@ -193,9 +193,9 @@ def check_same_prompts(
 def _check_same(first: Result, second: Result) -> None:
     check_same_prompts(first.model, first.prompts, second.model, second.prompts)
     if first.rewards != second.rewards:
-        found = " and ".join(listed(result.rewards) or "none" for result in (first, second))
+        names = " and ".join(listed(result.rewards) or "none" for result in (first, second))
         raise IsobitError(
-            f"{first.model} and {second.model} cannot be compared: their rewards differ: {found}"
+            f"{first.model} and {second.model} cannot be compared: their rewards differ: {names}"
         )
 
 

@@ -1,7 +1,7 @@
 """When a run ends before its last step: a held-out metric has reached a value, or was not better for
 some evaluations in a row.
 
-It knows only the evaluations of the run, which metrics.jsonl keeps: a run that goes on is told them
+It knows only the evaluations of the run, which metrics.jsonl keeps: a run that goes on reads them
 again, and ends where it would have ended. Losses are better when they are smaller, all else when it
 is larger. Left out: which model is kept (`best.py`).
 """
@@ -73,8 +73,8 @@ class EarlyStop:
         self.reason: str | None = None
 
     def consider(self, step: int, metrics: Mapping[str, float | None]) -> bool:
-        """An evaluation after `step`; whether it ends the run. The one before the first step is a
-        value to be better than, and ends nothing."""
+        """Count an evaluation after `step`, and return whether it ends the run. The one before the
+        first step is a value to be better than, and ends nothing."""
         config, value = self._config, metrics.get(self._config.stop_by)
         if not config.stops or self.reason is not None or config.stop_by not in metrics:
             return False
@@ -82,14 +82,14 @@ class EarlyStop:
         better = score > self._best
         self._best = max(self._best, score)
         self._worse = 0 if better else self._worse + 1
-        said = f"step {step}: {config.stop_by} is {math.nan if value is None else value:.4g}"
+        summary = f"step {step}: {config.stop_by} is {math.nan if value is None else value:.4g}"
         if step == 0:
             self._worse = 0
         elif config.stop_at is not None and score >= self._sign * config.stop_at:
-            self.reason = f"{said}, which reaches evaluation.stop_at {config.stop_at:g}"
+            self.reason = f"{summary}, which reaches evaluation.stop_at {config.stop_at:g}"
         elif config.patience is not None and self._worse >= config.patience:
             self.reason = (
-                f"{said}, and the best was {self._sign * self._best:.4g}: not better for "
+                f"{summary}, and the best was {self._sign * self._best:.4g}: not better for "
                 f"{self._worse} evaluations (evaluation.patience)"
             )
         return self.reason is not None

@@ -31,8 +31,8 @@ LARGEST_GROUP = 1000
 def majority_at_k(
     answers: Sequence[str | None], correct: Sequence[bool], ks: Sequence[int]
 ) -> dict[int, float]:
-    """maj@k for every k, from one prompt's samples: their answers (None: no vote) and whether each
-    is right.
+    """Return maj@k for every k, from one prompt's samples: their answers (None: no vote) and
+    whether each is right.
 
     Each 1 <= k <= the number of samples <= LARGEST_GROUP.
     """
@@ -48,8 +48,8 @@ def majority_at_k(
 
 @lru_cache(maxsize=4096)  # many prompts share their counts, such as 8 of 8
 def _expected(votes: tuple[tuple[int, int], ...], n: int, ks: tuple[int, ...]) -> list[float]:
-    """maj@k of answers with (completions, right completions), of `n` samples, those without an
-    answer included."""
+    """Return maj@k of answers with (completions, right completions), of `n` samples, those without
+    an answer included."""
     sums = dict.fromkeys(ks, 0.0)
     for top in range(1, min(max(ks), max((count for count, _ in votes), default=0)) + 1):
         rights = _subsets_with_top_vote(votes, n - sum(count for count, _ in votes), top, max(ks))
@@ -62,8 +62,8 @@ def _expected(votes: tuple[tuple[int, int], ...], n: int, ks: tuple[int, ...]) -
 def _subsets_with_top_vote(
     votes: Sequence[tuple[int, int]], silent: int, top: int, largest: int
 ) -> np.ndarray:
-    """[i, t]: over the subsets of i samples whose largest vote is `top`, given to t answers, the
-    sum over these answers of the fraction that is right."""
+    """Return [i, t]: over the subsets of i samples whose largest vote is `top`, given to t answers,
+    the sum over these answers of the fraction that is right."""
     ways = np.zeros(
         (largest + 1, largest // top + 1)
     )  # subsets; t * top samples at least, so t has this bound

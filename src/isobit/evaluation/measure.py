@@ -113,48 +113,50 @@ def measure_each(
     """Measure each of several adapters that the engine's model serves as `measure` does, in one
     pass, and return their questions in order; None in `adapters` is the base model alone."""
     tags, size = tags_of(examples, plan.tag), 1 + plan.num_samples
-    rows = [(name, place) for name in adapters for place in range(len(examples))]
+    rows = [(name, position) for name in adapters for position in range(len(examples))]
     own_rows = rows[ranks.rank :: ranks.size]
-    own = [examples[p] for _, p in own_rows]
-    places = [p for _, p in own_rows]
+    mine = [examples[p] for _, p in own_rows]
+    indices = [p for _, p in own_rows]
     named = [name for name, _ in own_rows]
 
     def ask(what: str, sampling: Sampling) -> list[list[Completion]]:
-        asked = len(own) * sampling.n
-        told = (
+        total = len(mine) * sampling.n
+        report = (
             None
             if progress is None
-            else lambda tokens, completions: progress(what, completions, asked)
+            else lambda tokens, completions: progress(what, completions, total)
         )
         if dialogue is not None:
-            return Episodes(engine, dialogue).generate(own, sampling, places, told, named)
+            return Episodes(engine, dialogue).generate(mine, sampling, indices, report, named)
         return engine.generate(
-            [e.prompt for e in own], sampling, places, progress=told, adapters=named
+            [e.prompt for e in mine], sampling, indices, progress=report, adapters=named
         )
 
     def grade() -> list[Graded]:
-        if not own:
+        if not mine:
             return []
         groups = ask("greedy", plan.greedy)
         if plan.num_samples:
             groups = [
                 [*first, *more] for first, more in zip(groups, ask("sampling", plan.sampling))
             ]
-        repeated = [example for example in own for _ in range(size)]
+        repeated = [example for example in mine for _ in range(size)]
         completions = [completion for group in groups for completion in group]
         return _grade(repeated, completions, scorer, plan, engine.model.tokenizer)
 
     graded: list[Graded] = ranks.run_on_all(grade)
-    parts: list[list[Graded]] = [[] for _ in rows]
-    for rank, values in enumerate(ranks.all_gather_json([one.to_json() for one in graded])):
-        for index, one in enumerate(values):
-            parts[rank + index // size * ranks.size].append(Graded(**one))
-    found = [
-        Question(examples[p].prompt, tags[p], part[0], tuple(part[1:]), examples[p].columns)
-        for (_, p), part in zip(rows, parts)
+    outcomes: list[list[Graded]] = [[] for _ in rows]
+    for rank, values in enumerate(ranks.all_gather_json([g.to_json() for g in graded])):
+        for index, g in enumerate(values):
+            outcomes[rank + index // size * ranks.size].append(Graded(**g))
+    questions = [
+        Question(examples[p].prompt, tags[p], answers[0], tuple(answers[1:]), examples[p].columns)
+        for (_, p), answers in zip(rows, outcomes)
     ]
     count = len(examples)
-    return [tuple(found[number * count : (number + 1) * count]) for number in range(len(adapters))]
+    return [
+        tuple(questions[number * count : (number + 1) * count]) for number in range(len(adapters))
+    ]
 
 
 def grade_given(

@@ -17,9 +17,9 @@ _ROWS_AT_ONCE = 1 << 22
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Two-sided p value of McNemar's exact test (McNemar 1947, with the binomial in place of
-    chi-squared): the chance that `only_first` + `only_second` tosses of a coin are split at least
-    as unevenly."""
+    """Return the two-sided p value of McNemar's exact test (McNemar 1947, with the binomial in
+    place of chi-squared): the chance that `only_first` + `only_second` tosses of a coin are split
+    at least as unevenly."""
     pairs, fewer = only_first + only_second, min(only_first, only_second)
     term = total = 1  # binomial coefficients, as whole numbers
     for i in range(fewer):
@@ -29,7 +29,8 @@ def mcnemar(only_first: int, only_second: int) -> float:
 
 
 def sign_flip(differences: Sequence[float]) -> float:
-    """Two-sided p value of the sign-flip permutation test of a mean difference of 0 (Fisher 1935).
+    """Return the two-sided p value of the sign-flip permutation test of a mean difference of 0
+    (Fisher 1935).
 
     All assignments of signs where at most EXACT_PAIRS differences are not 0, else DRAWS random ones
     under a fixed seed, with the observed one counted among them, so that p is never 0 (Phipson &

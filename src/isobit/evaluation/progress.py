@@ -23,7 +23,7 @@ class ProgressLine:
         if self._status is not None:
             self._status.stop()
 
-    def update(self, what: str, done: int, asked: int) -> None:
-        """Show another state."""
+    def update(self, what: str, done: int, total: int) -> None:
+        """Show how many of the completions are done."""
         if self._status is not None:
-            self._status.update(f"{self._title}: {what}, {done} of {asked} completions")
+            self._status.update(f"{self._title}: {what}, {done} of {total} completions")

@@ -133,8 +133,8 @@ def read_result(path: Path) -> Result:
         rewards = tuple(_text(name) for name in content["rewards"])
         result = Result(_text(content["model"]), questions, ks, rewards, dict(content["settings"]))
     except (KeyError, TypeError, ValueError) as error:
-        what = f"no key {error}" if isinstance(error, KeyError) else brief(error, 200)
-        raise IsobitError(f"{path}: not a result of isobit eval --out: {what}") from None
+        problem = f"no key {error}" if isinstance(error, KeyError) else brief(error, 200)
+        raise IsobitError(f"{path}: not a result of isobit eval --out: {problem}") from None
     counts = {len(question.samples) for question in questions}
     if not questions or len(counts) > 1 or any(not 1 <= k <= min(counts) for k in ks):
         raise IsobitError(

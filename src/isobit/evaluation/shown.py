@@ -15,7 +15,7 @@ _SAVED = ".json"
 
 
 def is_saved(path: Path) -> bool:
-    """Whether a side is a result that was written before."""
+    """Return whether a side is a result that was written before."""
     return path.suffix == _SAVED
 
 
@@ -33,8 +33,9 @@ def show(result: Result, against: Result | None, out: Path | None) -> None:
 
 
 def show_adapters(base: Result, adapters: Mapping[str, Result], out: Path | None) -> None:
-    """Print a model alone and with each of several adapters; write each result to a file of its
-    own: the model's to `out`, an adapter's beside it, with the adapter's name after a hyphen."""
+    """Print a model alone and with each of several adapters; write each result to a separate file:
+    the model's to `out`, an adapter's to the same folder, with the adapter's name after a
+    hyphen."""
     try:
         if out is not None:
             write_result(out, _content(base))
@@ -45,8 +46,8 @@ def show_adapters(base: Result, adapters: Mapping[str, Result], out: Path | None
 
 
 def show_saved(first: Path, second: Path | None, out: Path | None, changed: bool) -> None:
-    """`show` of saved results. `changed`: whether the command line asks for something of them that
-    only an evaluation can give, which raises IsobitError."""
+    """Print saved results as `show` does. `changed`: whether the command line asks for something of
+    them that only an evaluation can give, which raises IsobitError."""
     if changed:
         raise IsobitError(
             "saved results are not evaluated again: leave every option but --against and --out out"

@@ -25,8 +25,8 @@ Values = list[float | None]
 
 
 def values_per_prompt(questions: Sequence[Question], ks: Sequence[int]) -> dict[str, Values]:
-    """Every measure of every prompt: accuracy, reward, and, of samples, mean@N, pass@k and maj@k;
-    then lengths."""
+    """Return every measure of every prompt: accuracy, reward, and, of samples, mean@N, pass@k and
+    maj@k; then lengths."""
     n = len(questions[0].samples)
     columns: dict[str, Values] = {
         "accuracy": [float(q.greedy.correct) for q in questions],
@@ -65,7 +65,7 @@ def summarize(result: Result) -> dict[str, dict[str, Estimate]]:
 
 
 def summary_json(summary: Mapping[str, Mapping[str, Estimate]]) -> dict[str, Any]:
-    """Plain values of a summary."""
+    """Return plain values of a summary."""
     return {
         tag: {name: asdict(estimate) for name, estimate in row.items()}
         for tag, row in summary.items()
@@ -73,8 +73,8 @@ def summary_json(summary: Mapping[str, Mapping[str, Estimate]]) -> dict[str, Any
 
 
 def summary_table(result: Result) -> str:
-    """The summary as plain text: a line for each measure, and below it, where there is a tag, a
-    line for each of its values, with the measures that fit beside each other."""
+    """Return the summary as plain text: a line for each measure, and below it, where there is a
+    tag, a line for each of its values, with as many measures as fit in a line."""
     summary = summarize(result)
     rows = [["", "value", "95 % interval", "prompts"]]
     for name, estimate in summary[ALL].items():
@@ -88,32 +88,32 @@ def summary_table(result: Result) -> str:
 
 
 def unscored(result: Result) -> list[str]:
-    """A line about completions without a reward, where there are any."""
-    found = [g for q in result.questions for g in _completions(q) if g.reward is None]
-    why = f"; the first: {found[0].error}" if found and found[0].error is not None else ""
+    """Return a line about completions without a reward, if any."""
+    graded = [g for q in result.questions for g in _completions(q) if g.reward is None]
+    why = f"; the first: {graded[0].error}" if graded and graded[0].error is not None else ""
     return (
-        [f"unscored completions, wrong and in no mean reward: {len(found)}{why}"] if found else []
+        [f"unscored completions, wrong and in no mean reward: {len(graded)}{why}"] if graded else []
     )
 
 
 def cut_off(result: Result) -> list[str]:
-    """A line where no completion ended by itself."""
-    found = [g.truncated for q in result.questions for g in _completions(q)]
-    if not all(found):
+    """Return a line that says that no completion ended by itself, if so."""
+    truncated = [g.truncated for q in result.questions for g in _completions(q)]
+    if not all(truncated):
         return []
     most = result.settings.get("max_new_tokens", "its limit")
-    return [f"all {len(found)} completions ran to max_new_tokens {most} and were cut off there"]
+    return [f"all {len(truncated)} completions ran to max_new_tokens {most} and were cut off there"]
 
 
 def results_table(head: str, results: Mapping[str, Result]) -> str:
-    """A line for each of several results by the same measures, with those that fit beside each
-    other."""
+    """Return a line for each of several results by the same measures, with as many as fit in a
+    line."""
     ks = next(iter(results.values())).ks
     return _rows(head, ks, {name: summarize(result)[ALL] for name, result in results.items()})
 
 
 def beside_each_other(ks: Sequence[int]) -> list[str]:
-    """The measures that a line shows."""
+    """Return the measures that a line shows."""
     ends = [f"pass@{k}" for k in sorted({*ks[:1], *ks[-1:]})]
     return ["accuracy", *(ends if ends else ["reward"]), *(f"maj@{k}" for k in ks[-1:] if k > 1)]
 
@@ -128,19 +128,19 @@ def _rows(head: str, ks: Sequence[int], rows: Mapping[str, Mapping[str, Estimate
 
 
 def number(value: float, name: str) -> str:
-    """A value of a measure, with as many digits as it is worth."""
+    """Return a value of a measure as text, with as many digits as are significant."""
     return f"{value:.1f}" if name == "tokens" else f"{value:.4f}"
 
 
 def _estimates(values: Mapping[str, Values]) -> dict[str, Estimate]:
-    found = {}
+    estimates = {}
     for name, column in values.items():
         present = [value for value in column if value is not None]
         if name == "accuracy":
-            found[name] = proportion(round(sum(present)), len(present))
+            estimates[name] = proportion(round(sum(present)), len(present))
         elif present:
-            found[name] = bootstrap_mean(present)
-    return found
+            estimates[name] = bootstrap_mean(present)
+    return estimates
 
 
 def _cell(row: Mapping[str, Estimate], name: str) -> str:

@@ -18,30 +18,30 @@ _FOR_VDP32 = {"avx512_bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx
 
 
 def resolved(consistency: str) -> str:
-    """A consistency with the order of this processor, where it names none."""
+    """Return a consistency with the order of this processor, where it names none."""
     return f"bitwise-{default_order()}" if consistency == "bitwise" else consistency
 
 
 def level(consistency: str) -> str:
-    """`exact`, `bitwise` or `fast`."""
+    """Return the level of a consistency: `exact`, `bitwise` or `fast`."""
     return consistency.partition("-")[0]
 
 
 def order(consistency: str) -> str | None:
-    """The order of a resolved consistency; None of a level that has none."""
+    """Return the order of a resolved consistency; None of a level that has none."""
     return consistency.partition("-")[2] or None
 
 
 @cache
 def default_order() -> str:
-    """`vdp32` where the processor has VDPBF16PS and not TDPBF16PS (AMD from Zen 4 on), else
+    """Return `vdp32` where the processor has VDPBF16PS and not TDPBF16PS (AMD from Zen 4 on), else
     `tdp32`."""
     features = processor_features()
     return VDP32 if features >= _FOR_VDP32 and "amx_bf16" not in features else TDP32
 
 
 def processor_features() -> frozenset[str]:
-    """The flags that /proc/cpuinfo lists of an x86 processor; nothing where there are none."""
+    """Return the flags that /proc/cpuinfo lists of an x86 processor; an empty set on others."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

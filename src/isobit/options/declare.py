@@ -158,14 +158,12 @@ class Option:
 def options_of(schema: Any) -> Mapping[str, Option]:
     """Return the options of a dataclass by name, in their order."""
     hints = get_type_hints(schema, include_extras=True)
-    found = {}
-    for each in fields(schema):
-        if _NOT_AN_OPTION not in unwrapped(hints[each.name])[1]:
-            made = each.default_factory() if each.default_factory is not MISSING else each.default
-            found[each.name] = Option(
-                each.name, hints[each.name], REQUIRED if made is MISSING else made
-            )
-    return found
+    declared = {}
+    for f in fields(schema):
+        if _NOT_AN_OPTION not in unwrapped(hints[f.name])[1]:
+            made = f.default_factory() if f.default_factory is not MISSING else f.default
+            declared[f.name] = Option(f.name, hints[f.name], REQUIRED if made is MISSING else made)
+    return declared
 
 
 def unwrapped(kind: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -185,15 +183,15 @@ def sections(kind: Any) -> Iterator[type]:
     """Yield the dataclasses in a type, however deep in unions, lists and marks."""
     if is_dataclass(kind) and isinstance(kind, type):
         yield kind
-    for part in get_args(kind):
-        yield from sections(part)
+    for member in get_args(kind):
+        yield from sections(member)
 
 
 def members(kind: Any) -> tuple[Any, ...]:
     """Return the types that a value may have: the members of a union, without their marks."""
     kind = unwrapped(kind)[0]
     return (
-        tuple(inner for part in get_args(kind) for inner in members(part))
+        tuple(inner for member in get_args(kind) for inner in members(member))
         if is_union(kind)
         else (kind,)
     )
@@ -209,21 +207,21 @@ def choices(kind: Any) -> tuple[str, ...]:
     if get_origin(kind) is Literal:
         return tuple(map(str, get_args(kind)))
     if is_union(kind):
-        return tuple(name for part in get_args(kind) for name in choices(part))
+        return tuple(name for member in get_args(kind) for name in choices(member))
     return ("true", "false") if kind is bool else ()
 
 
 def type_text(kind: Any) -> str:
     """Return a type in the words of a reference: `whole number`, `a | b`, `list of text`."""
     kind, marks = unwrapped(kind)
-    origin, parts = get_origin(kind), get_args(kind)
+    origin, arguments = get_origin(kind), get_args(kind)
     names = [name for mark in marks if isinstance(mark, OneOf) for name in mark.names]
     if names or origin is Literal:
-        return " | ".join(map(str, names or parts))
+        return " | ".join(map(str, names or arguments))
     if is_union(kind):
-        return " | ".join(type_text(part) for part in parts if part is not type(None))
+        return " | ".join(type_text(member) for member in arguments if member is not type(None))
     if origin is tuple:
-        return f"list of {type_text(parts[0])}"
+        return f"list of {type_text(arguments[0])}"
     if is_dataclass(kind):
         return "section"
     if isinstance(origin, type) and issubclass(origin, Mapping):

@@ -52,7 +52,7 @@ UNREAD = {
 
 
 def nearest(name: object) -> str:
-    """What to say of a family that is not read: in brackets, or nothing."""
+    """Return a remark on a family that is not read: in brackets, or ""."""
     if isinstance(name, str) and name in UNREAD:
         why, near = UNREAD[name]
         return f" ({why}; the nearest that is read is {near})"

@@ -38,10 +38,12 @@ class KVMargins:
 
 @dataclass(frozen=True)
 class FlowChanges:
-    """What may differ from a preset in the rollout, in the learner, or in both. None: nothing.
+    """The options that change a preset in the rollout, in the learner, or in both. None: as the
+    preset has it.
 
     The first four are of the rollout alone where it has its own engine and the preset's learner
-    quantizes nothing in attention: no learner of the field has such a cache."""
+    quantizes nothing in attention: no learner of the field has such a cache.
+    """
 
     kv_cache: Annotated[
         Literal["bf16", "e4m3", "e4m3-calibrated", "int8"] | None,
@@ -90,9 +92,9 @@ class FlowChanges:
 
 @dataclass(frozen=True)
 class PrecisionChanges(FlowChanges):
-    """What may differ from a preset: `precision: {preset: fp8, kv_cache: bf16}`, or
-    `fp8[kv_cache=bf16]`. What is not given is the preset's. A combination that cannot work is
-    refused with the reason."""
+    """The options that change a preset: `precision: {preset: fp8, kv_cache: bf16}`, or
+    `fp8[kv_cache=bf16]`. An option that is left out is the preset's. A combination that cannot work
+    is refused with the reason."""
 
     preset: Annotated[str, "the preset that is changed"] = "fp8"
     rollout: Annotated[

@@ -51,7 +51,7 @@ class Expected(OptionError):
 
 
 class UnknownOption(OptionError):
-    """A key that is no option of its section, which has those that are `known`."""
+    """A key that its section does not have; `known`: the keys that it has."""
 
     def __init__(self, path: KeyPath, value: object, known: Sequence[str]) -> None:
         super().__init__(
@@ -62,8 +62,8 @@ class UnknownOption(OptionError):
 
 
 def read(schema: type[_Schema], values: object, path: KeyPath = ()) -> _Schema:
-    """The dataclass `schema` with these options. Raises OptionError for the first mistake; `path`
-    is where it is."""
+    """Return the dataclass `schema` with these options. Raises OptionError for the first mistake;
+    `path` is where it is."""
     if not isinstance(values, Mapping):
         raise Expected(path, f"a section of keys{_example(schema)}", values)
     options: Mapping[str, Option] = options_of(schema)  # type: ignore[arg-type]
@@ -71,14 +71,14 @@ def read(schema: type[_Schema], values: object, path: KeyPath = ()) -> _Schema:
     for key, value in values.items():
         if key not in options:
             raise UnknownOption((*path, str(key)), value, list(options))
-    found = {}
+    chosen = {}
     for name, option in options.items():
         if name in values:
-            found[name] = _value(option.kind, values[name], (*path, name))
+            chosen[name] = _value(option.kind, values[name], (*path, name))
         elif option.default is REQUIRED:
             raise OptionError((*path, name), "required, but not given")
     try:
-        return schema(**found)
+        return schema(**chosen)
     except OptionError as error:
         raise OptionError((*path, *error.path), error.text) from None
     except IsobitError as error:
@@ -114,14 +114,15 @@ def say_renamed(old: str, new: str) -> None:
 
 
 def read_own_fields(value: Any, schema: type) -> None:
-    """For `__post_init__` of a frozen dataclass that code makes too: its fields that are options of
-    `schema` become what is read of them. Raises OptionError for the first mistake."""
+    """Read the fields of a frozen dataclass that code makes too, in its `__post_init__`: those that
+    are options of `schema` are replaced by their read values. Raises OptionError for the first
+    mistake."""
     for name, option in options_of(schema).items():
         object.__setattr__(value, name, _value(option.kind, getattr(value, name), (name,)))
 
 
 def shown(value: object) -> str:
-    """A value in a message."""
+    """Return a value as text for a message."""
     if isinstance(value, bool):
         return str(value).lower()
     return "nothing" if value is None else brief(repr(value), 200)
@@ -133,24 +134,24 @@ def _value(kind: Any, value: Any, path: KeyPath) -> Any:
         value = _asked(mark.change, value, path) if isinstance(mark, Preprocess) else value
     example = next((mark.example for mark in marks if isinstance(mark, Example)), "{name: value}")
     try:
-        found = _typed(kind, value, path, example)
+        typed = _typed(kind, value, path, example)
     except Expected as error:
         for mark in marks:
             if error.path == path and isinstance(mark, (OneOf, Pattern)):
                 raise Expected(path, _wanted(mark), value) from None
         raise
     for mark in marks:
-        if isinstance(mark, Limit) and isinstance(found, (int, float)) and not mark.holds(found):
+        if isinstance(mark, Limit) and isinstance(typed, (int, float)) and not mark.holds(typed):
             raise Expected(path, mark.words, value)
-        if isinstance(mark, OneOf) and found is not None and found not in mark.names:
+        if isinstance(mark, OneOf) and typed is not None and typed not in mark.names:
             raise Expected(path, _wanted(mark), value)
         if (
             isinstance(mark, Pattern)
-            and isinstance(found, str)
-            and not _asked(mark.fits, found, path)
+            and isinstance(typed, str)
+            and not _asked(mark.fits, typed, path)
         ):
             raise Expected(path, _wanted(mark), value)
-    return found
+    return typed
 
 
 def _wanted(mark: OneOf | Pattern) -> str:
@@ -158,7 +159,7 @@ def _wanted(mark: OneOf | Pattern) -> str:
 
 
 def _asked(function: Callable[[Any], Any], value: Any, path: KeyPath) -> Any:
-    """What a declaration's own function says of a value; its error is of this path."""
+    """Call a declaration's own function on a value; its error is reported at this path."""
     try:
         return function(value)
     except IsobitError as error:
@@ -166,38 +167,38 @@ def _asked(function: Callable[[Any], Any], value: Any, path: KeyPath) -> Any:
 
 
 def _typed(kind: Any, value: Any, path: KeyPath, example: str) -> Any:
-    origin, parts = get_origin(kind), get_args(kind)
+    origin, kinds = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
     if is_union(kind):
-        return _of_union(parts, value, path)
+        return _of_union(kinds, value, path)
     if origin is Literal:
-        if value not in parts or isinstance(value, bool):
-            raise Expected(path, _or([str(part) for part in parts]), value)
+        if value not in kinds or isinstance(value, bool):
+            raise Expected(path, _or([str(choice) for choice in kinds]), value)
         return value
     if origin is tuple:
-        return _list(parts, value, path)
+        return _list(kinds, value, path)
     if isinstance(origin, type) and issubclass(origin, Mapping):
         if not isinstance(value, Mapping):
             raise Expected(path, f"a mapping, such as {example}", value)
         return {
-            str(name): _value(parts[1], inner, (*path, str(name))) for name, inner in value.items()
+            str(name): _value(kinds[1], inner, (*path, str(name))) for name, inner in value.items()
         }
     if is_dataclass(kind) and isinstance(kind, type):
         return read(kind, value, path)
     return _SCALARS[kind](value, path)
 
 
-def _of_union(parts: tuple[Any, ...], value: Any, path: KeyPath) -> Any:
-    """The first type that the value fits. Else the mistake that is deepest in it, or all that could
-    be there."""
-    if value is None and type(None) in parts:
+def _of_union(members: tuple[Any, ...], value: Any, path: KeyPath) -> Any:
+    """Return the value as the first type that it fits. Raises the mistake that is deepest in it, or
+    one that names all types."""
+    if value is None and type(None) in members:
         return None
     mistakes: list[OptionError] = []
-    for part in parts:
-        if part is not type(None):
+    for member in members:
+        if member is not type(None):
             try:
-                return _value(part, value, path)
+                return _value(member, value, path)
             except OptionError as error:
                 mistakes.append(error)
     deepest = max(
@@ -213,16 +214,16 @@ def _of_union(parts: tuple[Any, ...], value: Any, path: KeyPath) -> Any:
     raise Expected(path, " or ".join(wanted), value)
 
 
-def _list(parts: tuple[Any, ...], value: Any, path: KeyPath) -> tuple[Any, ...]:
-    several = parts[1:] == (Ellipsis,)
+def _list(members: tuple[Any, ...], value: Any, path: KeyPath) -> tuple[Any, ...]:
+    several = members[1:] == (Ellipsis,)
     if several and value is not None and not isinstance(value, (list, tuple)):
         value = [value]
     if not isinstance(value, (list, tuple)):
-        raise Expected(path, f"a list, such as [{next(iter(choices(parts[0])), 'a, b')}]", value)
-    kinds = parts[:1] * len(value) if several else parts
+        raise Expected(path, f"a list, such as [{next(iter(choices(members[0])), 'a, b')}]", value)
+    kinds = members[:1] * len(value) if several else members
     if len(value) != len(kinds):
         raise Expected(path, f"a list of {len(kinds)}", value)
-    return tuple(_value(kind, each, (*path, i)) for i, (kind, each) in enumerate(zip(kinds, value)))
+    return tuple(_value(kind, item, (*path, i)) for i, (kind, item) in enumerate(zip(kinds, value)))
 
 
 def _whole(value: Any, path: KeyPath) -> int:
@@ -236,23 +237,23 @@ def _whole(value: Any, path: KeyPath) -> int:
 
 def _number(value: Any, path: KeyPath) -> float:
     try:
-        found = (
+        number = (
             float(value)
             if isinstance(value, (int, float, str)) and not isinstance(value, bool)
             else None
         )
     except (ValueError, OverflowError):
-        found = None
-    if found is None or not math.isfinite(found):
-        raise Expected(path, "a number" if found is None else "a finite number", value)
-    return found
+        number = None
+    if number is None or not math.isfinite(number):
+        raise Expected(path, "a number" if number is None else "a finite number", value)
+    return number
 
 
 def _switch(value: Any, path: KeyPath) -> bool:
-    found = {"true": True, "false": False}.get(value) if isinstance(value, str) else value
-    if not isinstance(found, bool):
+    switch = {"true": True, "false": False}.get(value) if isinstance(value, str) else value
+    if not isinstance(switch, bool):
         raise Expected(path, "true or false", value)
-    return found
+    return switch
 
 
 def _text(value: Any, path: KeyPath) -> str:

@@ -113,19 +113,19 @@ async def _completed(gateway: Gateway, request: Request, asked: Asked) -> Result
     for prompt in range(len(asked.prompts)):
         results.fronts[prompt] = await _front(asked, prompt, scores.get(prompt))
         if not asked.sampled:
-            results.answers += [(prompt, one) for one in asked.nothing(prompt, results.version)]
+            results.answers += [(prompt, empty) for empty in asked.nothing(prompt, results.version)]
     results.answers.sort(key=lambda pair: asked.index(pair[0], pair[1].sample_index))
     return results
 
 
 def _ask(gateway: Gateway, request: Request, asked: Asked) -> AbstractAsyncContextManager[Events]:
     scorings = asked.scorings()
-    total = sum(one.last for one in scorings if one is not None)
-    top = max((one.top for one in scorings if one is not None), default=0)
+    total = sum(scoring.last for scoring in scorings if scoring is not None)
+    top = max((scoring.top for scoring in scorings if scoring is not None), default=0)
     check_top(total, top, KEY, "ask for fewer, or of shorter prompts")
-    given = request.state.tenant, asked.prompts, asked.sampling, asked.adapter
+    arguments = request.state.tenant, asked.prompts, asked.sampling, asked.adapter
     salt = salt_of(asked.keys.cache_salt)
-    return gateway.ask(*given, asked.keys.stream, scorings, asked.sampled, salt=salt)
+    return gateway.ask(*arguments, asked.keys.stream, scorings, asked.sampled, salt=salt)
 
 
 async def _front(asked: Asked, prompt: int, scores: Scores | None) -> Front:
@@ -165,13 +165,13 @@ async def _pieces(
         if piece is None:
             return b""
         value = asked.head(kind, version) | {"choices": [piece]} | more
-        told = asked.usage(sampled.total(), None) if continuous else None
-        return event(value | ({"usage": told} if usage else {}))
+        tokens_used = asked.usage(sampled.total(), None) if continuous else None
+        return event(value | ({"usage": tokens_used} if usage else {}))
 
     async def all_events() -> AsyncIterator[Indexed]:
         yield first
-        async for each in events:
-            yield each
+        async for item in events:
+            yield item
 
     try:
         async for prompt, happened in all_events():
@@ -187,17 +187,17 @@ async def _pieces(
                 for nothing in () if asked.sampled else asked.nothing(prompt, version):
                     yield chunk(choices[prompt, nothing.sample_index].end(nothing))
             elif isinstance(happened, Token):
-                place = prompt, happened.sample_index
-                heard[place] = choices[place]
-                heard[place].feed(happened.token, happened.logprob, happened.top)
-                sampled[place] += 1
+                choice = prompt, happened.sample_index
+                heard[choice] = choices[choice]
+                heard[choice].feed(happened.token, happened.logprob, happened.top)
+                sampled[choice] += 1
             elif isinstance(happened, Done):
-                completion, place = happened.completion, (prompt, happened.completion.sample_index)
-                sampled[place], cached[prompt] = len(completion.token_ids), happened.cached
+                completion, choice = happened.completion, (prompt, happened.completion.sample_index)
+                sampled[choice], cached[prompt] = len(completion.token_ids), happened.cached
                 if keep is not None:
                     keep(completion)
-                heard.pop(place, None)
-                yield chunk(choices[place].end(completion))
+                heard.pop(choice, None)
+                yield chunk(choices[choice].end(completion))
             if not events.waiting:
                 yield b"".join(chunk(stream.take()) for stream in heard.values())
                 heard.clear()
@@ -205,6 +205,6 @@ async def _pieces(
         yield event(error_value(error)[1])
         return
     if usage:
-        told = asked.usage(sampled.total(), sum(cached.values()))
-        yield event(asked.head(kind, version) | {"choices": [], "usage": told})
+        tokens_used = asked.usage(sampled.total(), sum(cached.values()))
+        yield event(asked.head(kind, version) | {"choices": [], "usage": tokens_used})
     yield event("[DONE]")

@@ -67,8 +67,8 @@ class Asked:
 
     def scorings(self) -> list[Scoring | None]:
         """Return the scores to compute of each prompt itself; None: none."""
-        told = [self.keys.prompt_logprobs, self._tops if self.keys.echo else None]
-        top = max((count for count in told if count is not None), default=None)
+        counts = [self.keys.prompt_logprobs, self._tops if self.keys.echo else None]
+        top = max((count for count in counts if count is not None), default=None)
         if top is None:
             return [None if self.sampled else Scoring(0, 0)] * len(self.prompts)
         return [Scoring(len(prompt), top) for prompt in self.prompts]
@@ -79,8 +79,8 @@ class Asked:
         tokens, keys = self.prompts[prompt], self.keys
         text, logprobs, beside = "", None, dict[str, Any]()
         if keys.echo:
-            given = self.texts[prompt]
-            text = self.tokenizer.decode(tokens) if given is None else given
+            text_given = self.texts[prompt]
+            text = self.tokenizer.decode(tokens) if text_given is None else text_given
             if self._tops is not None:
                 assert scores is not None
                 by_id = keys.return_tokens_as_token_ids
@@ -96,7 +96,7 @@ class Asked:
         """Return the answers to a prompt where none are sampled: `n` without tokens."""
         ids = list(self.prompts[prompt])
         samples = range(self.sampling.n)
-        return [Completion(prompt, each, ids, [], "", [], "length", version) for each in samples]
+        return [Completion(prompt, i, ids, [], "", [], "length", version) for i in samples]
 
     def size(self, before: int, token: int) -> int:
         """Return the number of characters that begin in a token that follows another one."""
@@ -121,18 +121,18 @@ class Asked:
 
     def choice(self, prompt: int, completion: Completion, front: Front) -> dict[str, Any]:
         """Return the choice of a complete answer."""
-        found: dict[str, Any] = {"index": self.index(prompt, completion.sample_index)}
+        entry: dict[str, Any] = {"index": self.index(prompt, completion.sample_index)}
         reason, message = self.message(completion)
-        found |= {"message": message} if self.chat else {"text": front.text + completion.text}
-        found["logprobs"] = None
+        entry |= {"message": message} if self.chat else {"text": front.text + completion.text}
+        entry["logprobs"] = None
         if self.logprobs:
-            before = self.prompts[prompt][-1]
+            last_token = self.prompts[prompt][-1]
             drawn = completion.token_ids, completion.logprobs, completion.top_logprobs or ()
-            found["logprobs"] = front.before(self.shown(before, *drawn, len(front.text)))
-        found["finish_reason"] = reason
+            entry["logprobs"] = front.before(self.shown(last_token, *drawn, len(front.text)))
+        entry["finish_reason"] = reason
         if self.keys.return_token_ids:
-            found["token_ids"] = completion.token_ids
-        return found if self.chat else found | front.beside
+            entry["token_ids"] = completion.token_ids
+        return entry if self.chat else entry | front.beside
 
     def message(self, completion: Completion) -> tuple[str, dict[str, Any]]:
         """Return (finish reason, the answer as a message), with its thoughts, and the calls of
@@ -143,8 +143,8 @@ class Asked:
             message[REASONING] = reply.reasoning
         if not reply.calls:
             return completion.finish_reason, message
-        told = reply.calls[:1] if self.one_call else reply.calls
-        calls = {"content": reply.content or None, "tool_calls": as_openai(told)}
+        calls_made = reply.calls[:1] if self.one_call else reply.calls
+        calls = {"content": reply.content or None, "tool_calls": as_openai(calls_made)}
         return "tool_calls", message | calls
 
     def _reply(self, completion: Completion) -> Reply:
@@ -153,11 +153,11 @@ class Asked:
             return Reply(completion.text)
         reply = form.of(completion, self.tokenizer, self.tools)
         if not form.channels:
-            told = self.tools and not reply.problems
-            return reply if told else Reply(reply.said, reasoning=reply.reasoning)
+            is_tool_reply = self.tools and not reply.problems
+            return reply if is_tool_reply else Reply(reply.said, reasoning=reply.reasoning)
         if not self.tools and reply.calls:  # of no tool that the client has
-            said = [reply.content, *(call.arguments for call in reply.calls)]
-            return replace(reply, content="".join(said), calls=())
+            texts = [reply.content, *(call.arguments for call in reply.calls)]
+            return replace(reply, content="".join(texts), calls=())
         return reply
 
     def shown(
@@ -173,7 +173,7 @@ class Asked:
         by_id, tokenizer = self.keys.return_tokens_as_token_ids, self.tokenizer
         words = token_words(tokenizer, before, tokens, by_id)
         tops = tops if self.sampling.top_logprobs else ()
-        others = [
+        likeliest = [
             [
                 (token, token_words(tokenizer, last, [token], by_id)[0], value)
                 for token, value in top
@@ -181,12 +181,12 @@ class Asked:
             for last, top in zip((before, *tokens), tops)
         ]
         if self.own_top:
-            others = [[one] for one in zip(tokens, words, logprobs)]
+            likeliest = [[entry] for entry in zip(tokens, words, logprobs)]
         if self.chat:
-            return self._chat_logprobs(zip(tokens, words, logprobs), others)
+            return self._chat_logprobs(zip(tokens, words, logprobs), likeliest)
         texts = token_words(tokenizer, before, tokens, False) if by_id else words
         sizes = text_sizes(tokenizer, tokens, texts)
-        by_word = [{word: value for _, word, value in reversed(top)} for top in others]
+        by_word = [{word: value for _, word, value in reversed(top)} for top in likeliest]
         return {
             "tokens": words,
             "token_logprobs": list(logprobs),
@@ -194,9 +194,11 @@ class Asked:
             "text_offset": list(accumulate(sizes, initial=start))[:-1],
         }
 
-    def _chat_logprobs(self, drawn: Iterable[_Shown], others: list[list[_Shown]]) -> dict[str, Any]:
+    def _chat_logprobs(
+        self, drawn: Iterable[_Shown], likeliest: list[list[_Shown]]
+    ) -> dict[str, Any]:
         """Return the log-probabilities of sampled tokens in the form of chat answers, with the
-        likeliest `others` in their places. A token that is named by its id has no bytes."""
+        `likeliest` tokens in their places. A token that is named by its id has no bytes."""
 
         def one(token: int, word: str, logprob: float) -> dict[str, Any]:
             known = (
@@ -210,11 +212,11 @@ class Asked:
                 "bytes": None if known is None else list(known),
             }
 
-        tops = chain(others, repeat([]))
+        tops = chain(likeliest, repeat([]))
         return {
             "content": [
-                {**one(*each), "top_logprobs": [one(*other) for other in top]}
-                for each, top in zip(drawn, tops)
+                {**one(*sampled), "top_logprobs": [one(*entry) for entry in top]}
+                for sampled, top in zip(drawn, tops)
             ]
         }
 
@@ -273,7 +275,7 @@ class ChoiceStream:
             return self._piece(self._certain.get("content", ""), reason)
         delta: dict[str, Any] = dict(self._certain)
         if calls := message.get("tool_calls"):
-            delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
+            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
         return self._piece(delta, reason)
 
     def _add(self, kind: str, text: str) -> None:
@@ -282,20 +284,20 @@ class ChoiceStream:
 
     def _piece(self, delta: Any, reason: str | None = None) -> dict[str, Any]:
         asked = self._asked
-        found: dict[str, Any] = {"index": self._index, ("delta" if asked.chat else "text"): delta}
-        found["logprobs"] = None
+        piece: dict[str, Any] = {"index": self._index, ("delta" if asked.chat else "text"): delta}
+        piece["logprobs"] = None
         if asked.logprobs and self._tokens:
             drawn = self._tokens, self._logprobs, self._tops
-            found["logprobs"] = asked.shown(self._before, *drawn, self._offset)
+            piece["logprobs"] = asked.shown(self._before, *drawn, self._offset)
             if not asked.chat:
                 last = asked.size((self._before, *self._tokens)[-2], self._tokens[-1])
-                self._offset = found["logprobs"]["text_offset"][-1] + last
+                self._offset = piece["logprobs"]["text_offset"][-1] + last
             self._before = self._tokens[-1]
-        found["finish_reason"] = reason
+        piece["finish_reason"] = reason
         if asked.keys.return_token_ids:
-            found["token_ids"] = self._tokens
+            piece["token_ids"] = self._tokens
         self._tokens, self._logprobs, self._tops = [], [], []
-        return found
+        return piece
 
 
 def _text_of(asked: Asked, prompt: int) -> Callable[[int], Certain]:
@@ -304,10 +306,10 @@ def _text_of(asked: Asked, prompt: int) -> Callable[[int], Certain]:
     if form is not None and form.channels:
         return ChannelStream(tokenizer, sampling.stop).feed
     ends = (*sampling.stop_tokens, *(() if sampling.ignore_eos else tokenizer.eos_ids))
-    given = tokenizer, asked.prompts[prompt], sampling.stop
+    arguments = tokenizer, asked.prompts[prompt], sampling.stop
     if form is not None:
-        return ThoughtStream(*given, form, bool(asked.tools), ends).feed
-    stream = TextStream(*given, ends)
+        return ThoughtStream(*arguments, form, bool(asked.tools), ends).feed
+    stream = TextStream(*arguments, ends)
     return lambda token: [(CONTENT, text)] if (text := stream.feed(token)) else []
 
 

@@ -12,10 +12,10 @@ from isobit.serve.thinking import CONTENT, REASONING, Certain
 
 
 class ChannelStream:
-    """What of an answer in channels is certain with each token. Joined, the texts of a kind are a
-    beginning of what `_harmony` reads. A call, and what follows it, is held back until the end; so
-    is all of an answer with `stop` strings, which reach from one message into the next, and of a
-    model whose marks are no special tokens."""
+    """The text of an answer in channels that is certain with each token. Joined, the texts of a
+    kind are a beginning of what `_harmony` reads. A call, and what follows it, is held back until
+    the end; so is all of an answer with `stop` strings, which reach from one message into the next,
+    and of a model whose marks are not special tokens."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
@@ -27,7 +27,7 @@ class ChannelStream:
 
     @property
     def _kind(self) -> str:
-        """The kind of what is told."""
+        """The kind of the text that is emitted."""
         return CONTENT if self._header.channel == "final" else REASONING
 
     def feed(self, token: int) -> Certain:
@@ -42,18 +42,18 @@ class ChannelStream:
         if mark is None:
             self._run.append(token)
             return "" if self._text is None else self._text.feed(token)
-        text, before = self._tokenizer.decode(self._run), self._mark
+        text, last_mark = self._tokenizer.decode(self._run), self._mark
         self._mark, self._run = mark, []
         if self._text is not None:
             rest, self._text = self._text.rest(text), None
             self._closed = mark not in (START, *ENDS)
             return rest
-        if before in ENDS:
+        if last_mark in ENDS:
             self._header = Header()
-        if before == START:
+        if last_mark == START:
             self._header = Header(text)
-        elif before or not text or text.startswith(" to="):
-            self._header.add(before, text)
+        elif last_mark or not text or text.startswith(" to="):
+            self._header.add(last_mark, text)
         else:
             self._closed = True  # it goes on inside a message
         return self._begin(token) if mark == MESSAGE else ""
@@ -63,6 +63,6 @@ class ChannelStream:
             self._closed = True
             return ""
         self._text = TextStream(self._tokenizer, [token])
-        told = NEXT if self._kind in self._begun else ""
+        prefix = NEXT if self._kind in self._begun else ""
         self._begun.add(self._kind)
-        return told
+        return prefix

@@ -28,7 +28,7 @@ def messages_of(value: Any) -> list[Message]:
         raise BadRequest(
             f"messages: expected a list of 1 to {_MOST_MESSAGES:,} messages", "messages"
         )
-    return [_message(f"messages[{place}]", each) for place, each in enumerate(value)]
+    return [_message(f"messages[{index}]", message) for index, message in enumerate(value)]
 
 
 def _message(where: str, value: Any) -> Message:
@@ -36,30 +36,30 @@ def _message(where: str, value: Any) -> Message:
         raise BadRequest(
             f"{where}: expected an object with a role of {', '.join(_ROLES)}", "messages"
         )
-    found = {
-        key: part for key, part in value.items() if part is not None and key != TEMPLATE_KWARGS
+    message = {
+        key: field for key, field in value.items() if field is not None and key != TEMPLATE_KWARGS
     }
-    found["content"] = _content(f"{where}.content", found.get("content", ""))
-    if "tool_calls" in found:
-        calls = found["tool_calls"]
+    message["content"] = _content(f"{where}.content", message.get("content", ""))
+    if "tool_calls" in message:
+        calls = message["tool_calls"]
         if not isinstance(calls, list):
             raise BadRequest(f"{where}.tool_calls: expected a list", "messages")
-        found["tool_calls"] = [_given_call(f"{where}.tool_calls", call) for call in calls]
-    return found
+        message["tool_calls"] = [_given_call(f"{where}.tool_calls", call) for call in calls]
+    return message
 
 
 def _content(where: str, value: Any) -> str:
     if isinstance(value, str):
         return value
-    parts = value if isinstance(value, list) else [value]
-    for part in parts:
+    blocks = value if isinstance(value, list) else [value]
+    for block in blocks:
         if (
-            not isinstance(part, dict)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
+            not isinstance(block, dict)
+            or block.get("type") != "text"
+            or not isinstance(block.get("text"), str)
         ):
             raise BadRequest(f"{where}: expected text, or a list of parts of type text", "messages")
-    return "\n".join(part["text"] for part in parts)
+    return "\n".join(block["text"] for block in blocks)
 
 
 def _given_call(where: str, value: Any) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def _given_call(where: str, value: Any) -> dict[str, Any]:
 
 def variables_of(keys: TemplateKeys) -> dict[str, Any]:
     """Return the template's variables. Raises BadRequest."""
-    tools, given = keys.tools, keys.chat_template_kwargs
+    tools, kwargs = keys.tools, keys.chat_template_kwargs
     if tools is not None and not (
         isinstance(tools, list)
         and all(isinstance(t, dict) and isinstance(t.get("function"), dict) for t in tools)
@@ -87,7 +87,7 @@ def variables_of(keys: TemplateKeys) -> dict[str, Any]:
             "tool_choice: only auto and none are offered: nothing forces a model to call",
             "tool_choice",
         )
-    if given is not None and (not isinstance(given, dict) or _RESERVED & given.keys()):
+    if kwargs is not None and (not isinstance(kwargs, dict) or _RESERVED & kwargs.keys()):
         raise BadRequest(
             f"chat_template_kwargs: expected an object without {', '.join(sorted(_RESERVED))}",
             "chat_template_kwargs",
@@ -96,7 +96,7 @@ def variables_of(keys: TemplateKeys) -> dict[str, Any]:
     if (effort := keys.reasoning_effort) is not None:  # as vLLM has it
         variables |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     offered = {} if not tools or keys.tool_choice == "none" else {"tools": tools}
-    return variables | (given or {}) | offered
+    return variables | (kwargs or {}) | offered
 
 
 def check_continued(keys: TemplateKeys, messages: Sequence[Message]) -> None:

@@ -1,5 +1,5 @@
 """Connections within bounds for which uvicorn has no options: how many there are (`crowd.py`), how
-long one may take for a request's first lines, and how long an answer may wait for its reader.
+long one may take for a request's first lines, or an answer may wait for its reader.
 
 A connection that is one too many is answered 503, and closed. To close a connection at which bytes
 still come resets it, and a reset takes the answer from a client that has not read it yet; so these
@@ -65,8 +65,8 @@ class _Gentle:
 class Connection(h11_impl.H11Protocol):
     """A connection of uvicorn's that is a member of a crowd."""
 
-    def __init__(self, *given: Any, limits: Limits, crowd: Crowd, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *arguments: Any, limits: Limits, crowd: Crowd, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self._limits, self.crowd = limits, crowd
         self.app_state = {**self.app_state, CONNECTION: self}
         self.logger: Any = _Logger(self.logger, crowd.lines)

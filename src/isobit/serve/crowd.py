@@ -1,6 +1,6 @@
 """Bounds on what clients without a token may cost: connections, answers, lines of the log.
 
-Where there is no room for one more connection, the oldest one that has shown no token is ended;
+Where one connection more does not fit, the oldest one that has shown no token is ended;
 where all have shown one, the oldest idle connection of the tenant that has most connections. So a
 client without a token does not keep out a client with one, and no tenant keeps out another. Left
 out: how long a connection may do nothing (`connections.py`).
@@ -113,8 +113,8 @@ class Crowd:
         no such connection, or only one tenant has connections."""
         counts = Counter(self._known.values())
         most = max(counts.values(), default=0)
-        members = (one for one, tenant in self._known.items() if counts[tenant] == most)
-        return next((one for one in members if one.idle), None) if len(counts) > 1 else None
+        members = (m for m, tenant in self._known.items() if counts[tenant] == most)
+        return next((m for m in members if m.idle), None) if len(counts) > 1 else None
 
     def _end(self, member: Member) -> None:
         self.leave(member)

@@ -90,11 +90,11 @@ class Desk:
         self._open.add(piece)
         self._begin()
         try:
-            found: _T = await result
+            output: _T = await result
         finally:
             self._open.remove(piece)
             self._waiting.remove(piece)  # of a client that went away before its turn
-        return found
+        return output
 
     def end(self, error: Exception) -> None:
         """Answer all open work, and all work that comes later, with an error."""
@@ -151,13 +151,13 @@ def written(value: Mapping[str, Any]) -> bytes:
     """Write an object as JSON, a slice of each long list at a time, so that other threads run."""
     encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
-    def pieces(part: Any) -> str:
-        if not isinstance(part, list) or len(part) <= 1:
-            return encode(part)
-        size = _SLICE if isinstance(part[0], int) else 1
-        slices = (part[start : start + size] for start in range(0, len(part), size))
-        return f"[{','.join(encode(each)[1:-1] for each in slices)}]"
+    def pieces(item: Any) -> str:
+        if not isinstance(item, list) or len(item) <= 1:
+            return encode(item)
+        size = _SLICE if isinstance(item[0], int) else 1
+        slices = (item[start : start + size] for start in range(0, len(item), size))
+        return f"[{','.join(encode(entry)[1:-1] for entry in slices)}]"
 
     return (
-        "{" + ",".join(f"{encode(key)}:{pieces(each)}" for key, each in value.items()) + "}"
+        "{" + ",".join(f"{encode(key)}:{pieces(entry)}" for key, entry in value.items()) + "}"
     ).encode()

@@ -57,8 +57,8 @@ class _Cancel:
 
 @dataclass(eq=False)
 class _Open:
-    """A request in the engine, or on its way to it while its prompt is scored, `parts` by part,
-    until there are `scores`. `drawn`: tokens of each sample since it was begun, of which `told` are
+    """A request in the engine, or on its way to it while its prompt is scored by steps of `scoring`,
+    until there are `scores`. `drawn`: tokens of each sample since it was begun, of which `posted` are
     known to its client; `done`: samples that are complete; `cached`: tokens of the prompt that were
     found in the cache."""
 
@@ -66,9 +66,9 @@ class _Open:
     snapshot: Snapshot
     request: Request | None = None
     drawn: Counter[int] = field(default_factory=Counter)
-    told: Counter[int] = field(default_factory=Counter)
+    posted: Counter[int] = field(default_factory=Counter)
     done: set[int] = field(default_factory=set)
-    parts: Iterator[Scores | None] = field(default_factory=lambda: iter(()))
+    scoring: Iterator[Scores | None] = field(default_factory=lambda: iter(()))
     scores: Scores | None = None
     cached: int = 0
 
@@ -198,8 +198,8 @@ class Device:
     def _drop(self, job: SampleJob) -> None:
         if job in self._later:
             self._later.remove(job)
-        elif not self._samples.remove(job) and (found := self._open.get(job)) is not None:
-            self._close(found)
+        elif not self._samples.remove(job) and (open_request := self._open.get(job)) is not None:
+            self._close(open_request)
 
     def _do_work(self) -> None:
         """Do a piece of work, or a part of one, unless samples have had less time than the last
@@ -222,7 +222,7 @@ class Device:
         if sampling or not self._inbox.empty():  # what has waited meanwhile
             self._samples_until = now + (now - began)
         if job is self._barrier:
-            self._barrier = next((each for each in self._work if each.alone), None)
+            self._barrier = next((work for work in self._work if work.alone), None)
             for sample in self._later:
                 self._samples.put(sample)
             self._later = []
@@ -252,60 +252,60 @@ class Device:
             if not self._by_request:
                 self._begin(self._alone.popleft())
             return
-        running = sum(_room_of(found.job) for found in self._open.values())
+        running = sum(_room_of(opened.job) for opened in self._open.values())
         while self._samples:
             running += _room_of(self._samples.first())
             if self._open and running > self.engine.max_sequences:
                 return
             job = self._samples.take()
             try:
-                found = _Open(job, self.snapshots.hold(job.adapter))
+                opened = _Open(job, self.snapshots.hold(job.adapter))
             except IsobitError as error:  # the adapter was removed meanwhile
                 self._post(job.post, Failed(404, str(error)))
                 continue
-            self._open[job] = found
+            self._open[job] = opened
             if job.scoring is not None:
-                served = found.snapshot.served
-                found.parts = scores_in_parts(self.engine.model, job.prompt, served, job.scoring)
-                self._scoring.append(found)
-            elif self._begin(found):
-                self._post(job.post, Begun(found.snapshot.version))
+                served = opened.snapshot.served
+                opened.scoring = scores_in_parts(self.engine.model, job.prompt, served, job.scoring)
+                self._scoring.append(opened)
+            elif self._begin(opened):
+                self._post(job.post, Begun(opened.snapshot.version))
 
     def _score(self) -> None:
         """Compute a part of the scores of one prompt; after the last part, begin its request."""
         if self._stopped is not None or not self._scoring:
             return
-        found = self._scoring.popleft()
-        job = found.job
+        opened = self._scoring.popleft()
+        job = opened.job
         try:
-            found.scores = found.scores or next(found.parts)
+            opened.scores = opened.scores or next(opened.scoring)
         except Exception as error:  # a fault of this request, and of no other
-            self._close(found)
+            self._close(opened)
             self._post(job.post, _failed(error))
             return
-        if found.scores is None or (job.sampled and self._alone):
-            self._scoring.append(found)
-        elif not job.sampled or self._begin(found):
-            self._post(job.post, Begun(found.snapshot.version))
-            self._post(job.post, Scored(found.scores))
+        if opened.scores is None or (job.sampled and self._alone):
+            self._scoring.append(opened)
+        elif not job.sampled or self._begin(opened):
+            self._post(job.post, Begun(opened.snapshot.version))
+            self._post(job.post, Scored(opened.scores))
             if not job.sampled:
-                self._close(found)
+                self._close(opened)
 
-    def _begin(self, found: _Open) -> bool:
+    def _begin(self, opened: _Open) -> bool:
         """Give the engine a request; return whether it took it. A refusal is posted."""
-        job = found.job
+        job = opened.job
         try:
             request = self.engine.submit(
                 *(list(job.prompt), job.sampling),
-                adapter=found.snapshot.served,
+                adapter=opened.snapshot.served,
                 salt=(job.tenant, job.salt),
             )
         except IsobitError as error:
-            self._close(found)
+            self._close(opened)
             self._post(job.post, Failed(400, str(error)))
             return False
-        found.request, self._by_request[request] = request, found
-        found.drawn.clear()
+        opened.request, self._by_request[request] = request, opened
+        opened.drawn.clear()
         return True
 
     def _step(self) -> None:
@@ -318,51 +318,51 @@ class Device:
             return
         self.steps += 1
         for request, cached in self.engine.scheduler.begun:
-            found = self._by_request[request]
-            found.cached = cached
-            self.totals[found.job.tenant].prompt += len(found.job.prompt)
-            self.totals[found.job.tenant].cached += cached
+            opened = self._by_request[request]
+            opened.cached = cached
+            self.totals[opened.job.tenant].prompt += len(opened.job.prompt)
+            self.totals[opened.job.tenant].cached += cached
         for request, completion in finished:
-            found = self._by_request[request]
-            if completion.sample_index in found.done:
+            opened = self._by_request[request]
+            if completion.sample_index in opened.done:
                 continue
-            found.done.add(completion.sample_index)
-            self._post(found.job.post, Done(completion, found.cached))
-            if found.complete:
-                self._close(found)
+            opened.done.add(completion.sample_index)
+            self._post(opened.job.post, Done(completion, opened.cached))
+            if opened.complete:
+                self._close(opened)
 
     def _heard(self, request: Request, sample: int, token: int, logprob: float, top: Top) -> None:
-        found = self._by_request[request]
-        self.totals[found.job.tenant].sampled += 1
-        found.drawn[sample] += 1
-        if found.job.streamed and found.drawn[sample] > found.told[sample]:
-            found.told[sample] += 1
-            self._post(found.job.post, Token(sample, token, logprob, top))
+        opened = self._by_request[request]
+        self.totals[opened.job.tenant].sampled += 1
+        opened.drawn[sample] += 1
+        if opened.job.streamed and opened.drawn[sample] > opened.posted[sample]:
+            opened.posted[sample] += 1
+            self._post(opened.job.post, Token(sample, token, logprob, top))
 
     def _isolate(self, error: NonFiniteError) -> None:
         """Begin all open requests again, each alone; a request that ran alone already is at fault,
         and fails."""
         running = dict(self._by_request)
         if len(running) == 1:
-            (found,) = running.values()
-            self._close(found)
-            self._post(found.job.post, Failed(500, str(error)))
+            (opened,) = running.values()
+            self._close(opened)
+            self._post(opened.job.post, Failed(500, str(error)))
             return
-        for request, found in running.items():
+        for request, opened in running.items():
             self.engine.cancel(request)
             del self._by_request[request]
-            self._alone.append(found)
+            self._alone.append(opened)
 
-    def _close(self, found: _Open) -> None:
+    def _close(self, opened: _Open) -> None:
         """Close a request: cancel it in the engine, and release its snapshot."""
-        if found.request is not None:
-            self.engine.cancel(found.request)
-            self._by_request.pop(found.request, None)
+        if opened.request is not None:
+            self.engine.cancel(opened.request)
+            self._by_request.pop(opened.request, None)
         for waiting in (self._scoring, self._alone):
-            if found in waiting:
-                waiting.remove(found)
-        del self._open[found.job]
-        self.snapshots.release(found.snapshot)
+            if opened in waiting:
+                waiting.remove(opened)
+        del self._open[opened.job]
+        self.snapshots.release(opened.snapshot)
 
     def _post(self, post: Post, event: Event) -> None:
         self._outbox.append((post, event))
@@ -383,10 +383,10 @@ class Device:
             self._post(job.post, failed)
         while self._begun:
             self._begun.popitem()[1].close()
-        for found in list(self._open.values()):
+        for opened in list(self._open.values()):
             if self.failure is None:
-                self._close(found)
-            self._post(found.job.post, failed)
+                self._close(opened)
+            self._post(opened.job.post, failed)
         self._send()
 
 

@@ -251,10 +251,10 @@ class Gateway:
             return
 
 
-async def in_thread(function: Callable[..., _T], *given: Any) -> _T:
+async def in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
     """Return the result of a function that reads or writes files or a database, called in a thread,
     so that the event loop does not wait for it. Work on clients' texts is done in `desk.py`."""
-    return await asyncio.get_running_loop().run_in_executor(None, partial(function, *given))
+    return await asyncio.get_running_loop().run_in_executor(None, partial(function, *arguments))
 
 
 async def unless_gone(receive: Callable[[], Awaitable[Any]], work: Awaitable[_T]) -> _T | None:

@@ -73,14 +73,14 @@ def owners_of(tokens: tuple[str, ...]) -> dict[str, str]:
     """Return a state's names of tenants, by tenant: each is a hash of the tenant's token, so that
     it does not depend on the token's line."""
     return {
-        str(place): hashlib.sha256(token.encode()).hexdigest()[:32]
-        for place, token in enumerate(tokens)
+        str(line): hashlib.sha256(token.encode()).hexdigest()[:32]
+        for line, token in enumerate(tokens)
     }
 
 
 def tenant_of(authorization: bytes, key: bytes, tokens: tuple[str, ...]) -> str | None:
     """Return the tenant whose token is in the header `Authorization`, or else in `X-Api-Key`; None:
     no tenant's is. All tokens are compared, in constant time."""
-    given = authorization[7:] if authorization[:7].lower() == b"bearer " else key
-    equal = [hmac.compare_digest(given, token.encode()) for token in tokens]
+    credential = authorization[7:] if authorization[:7].lower() == b"bearer " else key
+    equal = [hmac.compare_digest(credential, token.encode()) for token in tokens]
     return str(equal.index(True)) if True in equal else None

@@ -36,9 +36,9 @@ class Metrics:
         """Return all counters that a tenant may see, in Prometheus' text format."""
         if tenant == OPERATOR:
             return generate_latest(self._registry)
-        own = CollectorRegistry()
-        own.register(_Own(self.requests, self._device, tenant))
-        return generate_latest(own)
+        registry = CollectorRegistry()
+        registry.register(_Own(self.requests, self._device, tenant))
+        return generate_latest(registry)
 
     def _histogram(self, name: str, what: str) -> Histogram:
         return Histogram(f"isobit_{name}_seconds", what, registry=self._registry, buckets=_SECONDS)
@@ -53,7 +53,7 @@ class _Own(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield one family for each counter of the tenant."""
         for family in self._requests.collect():
-            family.samples = [one for one in family.samples if one.labels["tenant"] == self._tenant]
+            family.samples = [s for s in family.samples if s.labels["tenant"] == self._tenant]
             yield family
         yield from _tokens([self._device.totals.get(self._tenant, Totals())])
 
@@ -70,24 +70,24 @@ class _OfDevice(Collector):
         yield from _tokens(list(device.totals.values()))
         yield CounterMetricFamily("isobit_engine_steps", "Steps of the engine", value=device.steps)
         pages = device.engine.pages
-        for name, what, value in (
+        for name, description, value in (
             ("isobit_open_requests", "Requests in the engine", device.num_open),
             ("isobit_waiting_jobs", "Jobs that wait for their turn", device.num_waiting),
             ("isobit_adapters", "Adapters served", len(device.snapshots.names)),
             ("isobit_free_pages", "Pages of the cache that no request holds", pages.num_free),
         ):
-            yield GaugeMetricFamily(name, what, value=value)
+            yield GaugeMetricFamily(name, description, value=value)
 
 
 def _tokens(totals: list[Totals]) -> Iterator[Metric]:
     """Yield the counters of tokens, of some tenants together."""
-    for name, what, value in (
-        ("isobit_sampled_tokens", "Tokens sampled", sum(one.sampled for one in totals)),
-        ("isobit_prompt_tokens", "Prompt tokens", sum(one.prompt for one in totals)),
+    for name, description, value in (
+        ("isobit_sampled_tokens", "Tokens sampled", sum(counts.sampled for counts in totals)),
+        ("isobit_prompt_tokens", "Prompt tokens", sum(counts.prompt for counts in totals)),
         (
             "isobit_cached_tokens",
             "Prompt tokens found in the cache",
-            sum(one.cached for one in totals),
+            sum(counts.cached for counts in totals),
         ),
     ):
-        yield CounterMetricFamily(name, what, value=value)
+        yield CounterMetricFamily(name, description, value=value)

@@ -68,5 +68,5 @@ IGNORED = (
     "stream_interval stream_reasoning truncation_side user verbosity"
 )
 """Keys that change no answer here where they are not served, so that every value is taken."""
-NEUTRAL = {key: Neutral(what, values) for what, values, keys in NOT_SERVED for key in keys.split()}
+NEUTRAL = {key: Neutral(why, values) for why, values, keys in NOT_SERVED for key in keys.split()}
 NEUTRAL |= dict.fromkeys(IGNORED.split(), Neutral("", None))

@@ -65,8 +65,8 @@ class OpenAI:
         top = 0 if keys.logprobs is True else int(keys.logprobs)
         fewest = 0 if keys.echo or keys.prompt_logprobs is not None else 1
         sampling = sampling_of(keys, gateway.limits, LEGACY_TOKENS, top, fewest)
-        given = keys.prompt, keys.add_special_tokens, gateway.limits.samples
-        prompts = await at_desk(gateway, request, self._encoder.prompts, *given)
+        arguments = keys.prompt, keys.add_special_tokens, gateway.limits.samples
+        prompts = await at_desk(gateway, request, self._encoder.prompts, *arguments)
         check_length(keys, prompts, self._encoder.positions)
         texts = keys.prompt if isinstance(keys.prompt, list) else [keys.prompt]
         asked = Asked(
@@ -93,8 +93,8 @@ class OpenAI:
             raise BadRequest(
                 f"X-Session-ID: expected n = 1, and 1 to {_LONGEST_SESSION} characters"
             )
-        before = None if session is None else gateway.sessions.find(tenant, session)
-        conversation = self._encoder.conversation, keys, before
+        last_turn = None if session is None else gateway.sessions.find(tenant, session)
+        conversation = self._encoder.conversation, keys, last_turn
         messages, variables, prompt = await at_desk(gateway, request, *conversation)
         check_length(keys, [prompt], positions)
         asked = Asked(
@@ -110,10 +110,10 @@ class OpenAI:
 
         def keep(completion: Completion) -> None:
             assert session is not None
-            said = chat.messages_of([asked.message(completion)[1]])[0]
+            message = chat.messages_of([asked.message(completion)[1]])[0]
             turn = sessions.Turn(
                 *(tuple(messages), variables, tuple(prompt), tuple(completion.token_ids)),
-                *(said, len(request.state.body)),
+                *(message, len(request.state.body)),
             )
             gateway.sessions.keep(tenant, session, turn)
 
@@ -129,8 +129,8 @@ class OpenAI:
             )
         inner, adapter = keys.sampling_params, gateway.adapter_of(keys.model)
         sampling = sampling_of(inner, gateway.limits, LEGACY_TOKENS, inner.logprobs)
-        given = self._encoder.tokens, "token_ids", keys.token_ids
-        prompt = await at_desk(gateway, request, *given)
+        arguments = self._encoder.tokens, "token_ids", keys.token_ids
+        prompt = await at_desk(gateway, request, *arguments)
         check_length(inner, [prompt], self._encoder.positions)
         asked = Asked(
             *(keys.model or gateway.name, gateway.tokenizer, [prompt], sampling),
@@ -172,8 +172,8 @@ class OpenAI:
             conversation = encoder.conversation, keys, None, check
             tokens = (await at_desk(gateway, request, *conversation))[2]
         else:
-            given = encoder.tokenizer.encode_text, keys.prompt, keys.add_special_tokens, check
-            tokens = await at_desk(gateway, request, *given)
+            arguments = encoder.tokenizer.encode_text, keys.prompt, keys.add_special_tokens, check
+            tokens = await at_desk(gateway, request, *arguments)
         value = {"tokens": tokens, "count": len(tokens), "max_model_len": encoder.positions}
         return await in_json(gateway, request, lambda: value)
 

@@ -18,15 +18,15 @@ KEY = "prompt_logprobs"
 
 @dataclass(frozen=True)
 class Front:
-    """What is told of a prompt: the `text` and the `logprobs` that stand in front of those of its
-    answers, None: none do; and what stands beside them, by its key."""
+    """The record of a prompt in the answer: the `text` and the `logprobs` in front of those of its
+    answers, None: none; and further values of the answer, by key."""
 
     text: str = ""
     logprobs: Mapping[str, Any] | None = None
     beside: dict[str, Any] = field(default_factory=dict)
 
     def before(self, logprobs: Mapping[str, Any]) -> dict[str, Any]:
-        """The log-probabilities of an answer, with these in front."""
+        """Return the log-probabilities of an answer, with these in front."""
         if self.logprobs is None:
             return dict(logprobs)
         return {
@@ -38,16 +38,16 @@ class Front:
 def echoed(
     tokenizer: Tokenizer, tokens: Sequence[int], scores: Scores, count: int, by_id: bool, own: bool
 ) -> dict[str, Any]:
-    """A prompt's part of the log-probabilities of a completion, with the `count` likeliest tokens in
-    each place, or the prompt's `own` there."""
+    """Return a prompt's part of the log-probabilities of a completion, with the `count` likeliest
+    tokens in each place, or the prompt's `own` there."""
     words = prompt_words(tokenizer, tokens, by_id)
     texts = prompt_words(tokenizer, tokens, False)
     sizes = text_sizes(tokenizer, tokens, texts)
     tops: list[Any] | None = None
     if count:
         tops = [
-            {token_words(tokenizer, before, [token], by_id)[0]: value for token, value in top}
-            for before, top in zip((0, *tokens), _tops(scores, count))
+            {token_words(tokenizer, previous, [token], by_id)[0]: value for token, value in top}
+            for previous, top in zip((0, *tokens), _tops(scores, count))
         ]
         tops[0] = None
     elif own:
@@ -61,30 +61,30 @@ def echoed(
 
 
 def likely(tokenizer: Tokenizer, tokens: Sequence[int], scores: Scores, count: int) -> list[Any]:
-    """vLLM's list: by token id the `count` likeliest tokens in each place and the prompt's own, whose
-    rank is only known where it is among them."""
+    """Return vLLM's list: by token id the `count` likeliest tokens in each place and the prompt's
+    own, whose rank is only known where it is among them."""
     tops: list[list[tuple[int, float]]] = [[] for _ in tokens]
     if count:
         tops = _tops(scores, count)
-    found: list[Any] = [None]
-    for place in range(1, len(tokens)):
-        before, own = tokens[place - 1], tokens[place]
-        ranked = {token: (value, rank) for rank, (token, value) in enumerate(tops[place], 1)}
-        ranked.setdefault(own, (scores.logprobs[place], None))  # type: ignore[arg-type]
-        found.append(
+    entries: list[Any] = [None]
+    for index in range(1, len(tokens)):
+        previous, token_id = tokens[index - 1], tokens[index]
+        ranked = {token: (value, rank) for rank, (token, value) in enumerate(tops[index], 1)}
+        ranked.setdefault(token_id, (scores.logprobs[index], None))  # type: ignore[arg-type]
+        entries.append(
             {
                 str(token): {
                     "logprob": value,
                     "rank": rank,
-                    "decoded_token": token_words(tokenizer, before, [token], False)[0],
+                    "decoded_token": token_words(tokenizer, previous, [token], False)[0],
                 }
                 for token, (value, rank) in ranked.items()
             }
         )
-    return found
+    return entries
 
 
 def _tops(scores: Scores, count: int) -> list[list[tuple[int, float]]]:
-    """The `count` likeliest tokens in the place of each of a prompt's."""
+    """Return the `count` likeliest tokens in the place of each of a prompt's."""
     assert scores.tops is not None
     return [list(top)[:count] for top in scores.tops]

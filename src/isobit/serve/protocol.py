@@ -140,7 +140,7 @@ def sampling_of(
     for key in ("max_tokens", "max_completion_tokens"):
         if getattr(keys, key) is not None:
             check_whole(key, getattr(keys, key), fewest, _MOST_TOKENS)
-    given = {key: value for key in _OWN if (value := getattr(keys, key)) is not None}
+    settings = {key: value for key in _OWN if (value := getattr(keys, key)) is not None}
     if isinstance(keys.temperature, (int, float)) and keys.temperature > _HOTTEST:
         raise BadRequest(f"temperature: expected at most {_HOTTEST:g}", "temperature")
     ids = keys.stop_token_ids
@@ -155,7 +155,7 @@ def sampling_of(
             stop=_stop(keys.stop, limits),
             stop_tokens=stop_tokens,
             top_logprobs=top,
-            **given,
+            **settings,
         )
     except BadRequest:
         raise

@@ -1,7 +1,7 @@
-"""A device without a thread: whoever owns the engine runs it, a step at a time, between its own
+"""A device without a thread: the owner of the engine runs it, a step at a time, between its own
 work; for a model whose weights change meanwhile, as those of a training run do.
 
-Nothing of a request is told before it is complete. So one that is open when the weights change can
+Nothing of a request is sent before it is complete. So one that is open when the weights change can
 begin again with the new ones, and every response is of one version of the weights
 (tests/training/test_serve.py). One that was begun `MOST_BEGINNINGS` times fails, since it takes
 longer than the weights last.
@@ -24,7 +24,8 @@ _TOO_LONG = Failed(
 
 
 class PumpedDevice(Device):
-    """All but `submit`, `cancel` and `stop` is for the owner's thread."""
+    """A device that its owner runs, a step at a time. All but `submit`, `cancel` and `stop` is for
+    the owner's thread."""
 
     weights_change = True
 
@@ -39,11 +40,11 @@ class PumpedDevice(Device):
         self._started = False
 
     def start(self) -> None:
-        """Requests may come."""
+        """Accept requests from now on."""
         self._started = True
 
     def join(self, seconds: float | None = None) -> None:
-        """There is no thread."""
+        """Return at once: the device has no thread."""
 
     def submit(self, job: SampleJob | WorkJob) -> None:
         """Ask for something. Work between steps is refused: its result would name no version."""
@@ -63,8 +64,8 @@ class PumpedDevice(Device):
         return self.alive and bool(self._open or self._samples or not self._inbox.empty())
 
     def pump(self, admit: bool = True) -> None:
-        """One step of what is open, and of what waits where that may begin. A fault ends serving,
-        and nothing else."""
+        """Do a step of the open requests, and of waiting ones where these may begin. A fault ends
+        serving, and nothing else."""
         try:
             self._receive(wait=False)
             if admit:
@@ -78,13 +79,13 @@ class PumpedDevice(Device):
             self.end(Failed(500, "the server failed; its log says why"))
 
     def begin_again(self) -> None:
-        """The weights are about to change: what is open begins again with the next ones."""
+        """Begin all open requests again, with the next weights: these are about to change."""
         if not self._open:
             return
         begun = {job: self._beginnings[job] + 1 for job in self._open}
         waiting = list(self._samples)
-        for found in list(self._open.values()):
-            self._close(found)
+        for opened in list(self._open.values()):
+            self._close(opened)
         self._samples = Turns[SampleJob]()
         for job in (*begun, *waiting):
             self._beginnings[job] = begun.get(job, 0) or self._beginnings[job]
@@ -105,7 +106,7 @@ class PumpedDevice(Device):
         self._samples = Turns[SampleJob]()
 
     def stop(self, failed: Failed = STOPPING) -> None:
-        """The server has ended: what came after `end` is answered too."""
+        """Answer requests that came after `end` too: the server has ended."""
         if self._stopped is None:
             super().stop(failed)
         else:
@@ -120,18 +121,18 @@ class PumpedDevice(Device):
             self._kept.pop(post, None)
             super()._post(post, event)
             return
-        told = Begun(self.version) if isinstance(event, Begun) else event
-        self._kept.setdefault(post, []).append(told)
+        sent = Begun(self.version) if isinstance(event, Begun) else event
+        self._kept.setdefault(post, []).append(sent)
 
-    def _close(self, found: _Open) -> None:
-        super()._close(found)
-        job = found.job
-        kept = self._kept.pop(job.post, [])
+    def _close(self, opened: _Open) -> None:
+        super()._close(opened)
+        job = opened.job
+        events = self._kept.pop(job.post, [])
         del self._beginnings[job]
-        if not found.complete:
+        if not opened.complete:
             return
         self.answered["requests"] += 1
-        for event in kept:
+        for event in events:
             if isinstance(event, Done):
                 self.answered["tokens"] += len(event.completion.token_ids)
             super()._post(job.post, event)

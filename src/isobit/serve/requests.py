@@ -27,7 +27,7 @@ _Schema = TypeVar("_Schema")
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on the requests of one client, and of all clients together."""
+    """Limits on the requests of each client, and of all together."""
 
     body_bytes: Annotated[int, at_least(1024)] = 8 << 20
     body_seconds: Annotated[float, at_least(0.1)] = 30.0  # and for the lines in front of it
@@ -73,7 +73,7 @@ class Neutral:
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 class Declared:
     """The base of requests, which are frozen dataclasses; a whole number's first marks are its
-    bounds. `neutral`: keys that are no fields, each with the values that are taken; `strict`: whether any
+    bounds. `neutral`: further keys, each with the values that are taken; `strict`: whether any
     other key is refused, and not passed over."""
 
     neutral: ClassVar[Mapping[str, Neutral]] = {}
@@ -97,8 +97,8 @@ def parse_body(body: bytes) -> Any:
     except UnicodeDecodeError:
         raise BadRequest("the body is not UTF-8 text") from None
     except BadJson as error:
-        place = "" if error.line is None else f", line {error.line} column {error.column}"
-        raise BadRequest(f"the body is not JSON{place}: {error.reason}") from None
+        position = "" if error.line is None else f", line {error.line} column {error.column}"
+        raise BadRequest(f"the body is not JSON{position}: {error.reason}") from None
 
 
 def read(schema: type[_Schema], value: Any, limits: Limits, where: str = "the body") -> _Schema:
@@ -106,12 +106,12 @@ def read(schema: type[_Schema], value: Any, limits: Limits, where: str = "the bo
     absent, except for a number, since NaN becomes null. Raises BadRequest."""
     if not isinstance(value, dict):
         raise BadRequest(f"{where}: expected a JSON object, got {kind(value)}")
-    options, found = options_of(cast(Any, schema)), dict[str, Any]()
+    options, values = options_of(cast(Any, schema)), dict[str, Any]()
     for key, option in options.items():
         if key in value or option.default is REQUIRED:
-            given = _typed(option.kind, value.get(key), key, limits)
-            if given is not None:
-                found[key] = given
+            typed = _typed(option.kind, value.get(key), key, limits)
+            if typed is not None:
+                values[key] = typed
             elif option.default is REQUIRED:
                 raise BadRequest(f"{key}: required, but not given", key)
     neutral = getattr(schema, "neutral", {})
@@ -123,11 +123,11 @@ def read(schema: type[_Schema], value: Any, limits: Limits, where: str = "the bo
         elif value[key] is not None:
             hint = did_you_mean(key[:200], sorted(options.keys() | neutral))
             raise BadRequest(f"{where}: unknown key {brief(key)!r}; {hint}", key)
-    return schema(**found)
+    return schema(**values)
 
 
 def _typed(declared: Any, value: Any, key: str, limits: Limits) -> Any:
-    """Return the value of a key as it is declared, None for null where a default stands in for it."""
+    """Return the value of a key by its declaration, None for null where a default replaces it."""
     declared, marks = unwrapped(declared)
     for mark in marks:
         value = mark.change(value) if isinstance(mark, Preprocess) else value
@@ -136,10 +136,10 @@ def _typed(declared: Any, value: Any, key: str, limits: Limits) -> Any:
     if declared in (Any, float) or value is None:
         return value
     if is_union(declared):
-        first, *others = (part for part in get_args(declared) if part is not type(None))
-        if others and isinstance(value, bool) and first is bool:
+        first, *alternatives = (member for member in get_args(declared) if member is not type(None))
+        if alternatives and isinstance(value, bool) and first is bool:
             return value
-        return _typed((others or [first])[-1], value, key, limits)
+        return _typed((alternatives or [first])[-1], value, key, limits)
     if is_dataclass(declared):
         return read(cast(type, declared), value, limits, key)
     if declared is int:

@@ -21,8 +21,8 @@ before others have a turn: each is a pass over the vocabulary."""
 
 @dataclass(frozen=True)
 class Scoring:
-    """What is asked of a prompt: log-probabilities of its `last` so many tokens, 0: of none, and the
-    `top` likeliest tokens in the place of each."""
+    """The scores to compute of a prompt: log-probabilities of its `last` tokens, 0: of none, and
+    the `top` likeliest tokens in the place of each."""
 
     last: int
     top: int
@@ -30,9 +30,9 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Scores:
-    """Of a prompt of n tokens: `logprobs` [n], NaN where none is asked, and of the first token, in
-    front of which nothing stands; `tops` [n]: the likeliest tokens in the place of each, none where
-    none are asked; None: nowhere."""
+    """The scores of a prompt of n tokens: `logprobs` [n], NaN where none is asked, and for the
+    first token, which has no token in front; `tops` [n]: the likeliest tokens in the place of each,
+    none where none are asked; None: nowhere."""
 
     logprobs: list[float]
     tops: list[Top] | None
@@ -51,15 +51,15 @@ def check_top(scored: int, top: int, key: str, instead: str) -> None:
 def scores_in_parts(
     model: Model, prompt: Sequence[int], adapter: str | None, asked: Scoring
 ) -> Iterator[Scores | None]:
-    """The scores of a prompt by an `adapter` that the model serves, None: by the base. Before them
-    comes None after each part of the work, so that others can have a turn. Raises IsobitError as
-    `Model.logprobs`."""
+    """Yield the scores of a prompt by an `adapter` that the model serves, None: by the base. Before
+    them comes None after each part of the work, so that others can have a turn. Raises IsobitError
+    as `Model.logprobs`."""
     if not asked.last:
         yield Scores([math.nan] * len(prompt), None)
         return
     first = len(prompt) - asked.last
-    found: list[float] = model.logprobs([prompt], adapter=adapter)[0].tolist()
-    logprobs = [math.nan] * first + [math.nan, *found][first:]
+    values: list[float] = model.logprobs([prompt], adapter=adapter)[0].tolist()
+    logprobs = [math.nan] * first + [math.nan, *values][first:]
     if not asked.top:
         yield Scores(logprobs, None)
         return
@@ -67,7 +67,7 @@ def scores_in_parts(
     known, rows = max(first, 1), max(_AT_ONCE // asked.top, 1)
     tops: list[Top] = [[] for _ in range(known)]
     if len(prompt) > 1:
-        for part in model.top_logprobs_in_parts(prompt, asked.top, rows, known, adapter):
-            tops += part
+        for chunk in model.top_logprobs_in_parts(prompt, asked.top, rows, known, adapter):
+            tops += chunk
             yield None
     yield Scores(logprobs, tops)

@@ -38,7 +38,7 @@ class Turn:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and answer."""
+        """The number of tokens of prompt and answer."""
         return len(self.prompt) + len(self.answer)
 
 
@@ -50,11 +50,11 @@ class Sessions:
         self._tenants = defaultdict[str, _Kept](_Kept)
 
     def find(self, tenant: str, name: str) -> Turn | None:
-        """The last turn of a tenant's session."""
+        """Return the last turn of a tenant's session."""
         return self._tenants[tenant].turns.get(name)
 
     def keep(self, tenant: str, name: str, turn: Turn) -> None:
-        """A turn is complete."""
+        """Keep a complete turn of a session."""
         self._tenants[tenant].keep(name, turn)
 
 
@@ -82,29 +82,29 @@ class _Kept:
 
 
 def goes_on(turn: Turn | None, messages: Messages, variables: Mapping[str, Any]) -> bool:
-    """Whether messages are those of a turn, its answer, and more."""
+    """Return whether messages are those of a turn, its answer, and more."""
     if turn is None or turn.variables != variables:
         return False
     count = len(turn.messages)
-    before = list(messages[:count]) == list(turn.messages)
-    return before and len(messages) > count + 1 and _said(messages[count]) == _said(turn.message)
+    alike = list(messages[:count]) == list(turn.messages)
+    return alike and len(messages) > count + 1 and _said(messages[count]) == _said(turn.message)
 
 
 def spliced(
     tokenizer: Tokenizer, turn: Turn, messages: Messages, variables: Mapping[str, Any]
 ) -> list[int]:
-    """The tokens of a conversation that goes on from a turn. Raises IsobitError where the template
-    has no end-of-turn tokens by which the end of the answer could be found."""
+    """Return the tokens of a conversation that goes on from a turn. Raises IsobitError where the
+    template has no end-of-turn tokens by which the end of the answer could be found."""
     count = len(turn.messages)
     names = {call.get("id"): call["function"].get("name") for call in _calls(messages[count])}
-    given = [
+    messages_after = [
         {"name": names[message["tool_call_id"]], **message}
         if message.get("tool_call_id") in names
         else message
         for message in messages[count + 1 :]
     ]
     try:
-        rest = Appending(tokenizer, variables, turn.messages).appended(given, turn.answer)
+        rest = Appending(tokenizer, variables, turn.messages).appended(messages_after, turn.answer)
     except IsobitError as error:
         raise IsobitError(
             f"{error}: the tokens of a session cannot be kept; leave X-Session-ID out"
@@ -113,12 +113,12 @@ def spliced(
 
 
 def _said(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a message says, without what clients add to it."""
-    asked = [
+    """Return the content of a message, without what clients add to it."""
+    calls = [
         (call["function"].get("name"), call["function"].get("arguments"))
         for call in _calls(message)
     ]
-    return message.get("role"), message.get("content") or "", asked
+    return message.get("role"), message.get("content") or "", calls
 
 
 def _calls(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -3,8 +3,8 @@
 An adapter is served as a *snapshot*: weights that never change, under a name in the model that is
 used once (`math@2`). A new version of an adapter is another snapshot, so an open request computes
 to its end with the weights that it began with. A snapshot that is replaced or removed leaves the
-model when it has no holders any more. Where the weights of the model itself are trained there is no
-copy of earlier ones: a snapshot of them ends with the next change. Only the device thread changes
+model when it has no holders any more. Where the weights of the model itself are trained, earlier
+ones are not copied: a snapshot of them ends with the next change. Only the device thread changes
 snapshots.
 """
 
@@ -64,10 +64,10 @@ class Snapshots:
         made = Snapshot(f"{name}@{version}", version, holders=1)
         self._model.add_adapter(f"{name}@{version}", adapter)
         self._versions[name] = version
-        before = self._named.get(name)
+        replaced = self._named.get(name)
         self._named[name] = made
-        if before is not None:
-            self.release(before)
+        if replaced is not None:
+            self.release(replaced)
         return version
 
     def open(
@@ -75,22 +75,22 @@ class Snapshots:
     ) -> Snapshot:
         """Hold weights for which clients of a tenant do not ask by a name, until they are released:
         those of this `key`, which never means others. They are read once for all holders at the
-        same time. Raises IsobitError as `put`, and where there is no room for more."""
-        found = self._keyed.get(key)
-        if found is None:
+        same time. Raises IsobitError as `put`, and where no more fit."""
+        snapshot = self._keyed.get(key)
+        if snapshot is None:
             read = self._model.read_adapter(adapter())
             size = 4 * sum(map(math.prod, read.shapes.values()))
-            held = sum(one.bytes for one in self._keyed.values() if one.tenant == tenant)
+            held = sum(kept.bytes for kept in self._keyed.values() if kept.tenant == tenant)
             if size + held > (share := self.most_bytes / self.tenants):
                 raise IsobitError(
                     f"weights that you sample from would have more than {share:,.0f} bytes together; "
                     "end sessions whose sampling clients are not needed"
                 )
-            found = Snapshot(f"{key}@{next(self._opened)}", 0, bytes=size, tenant=tenant)
-            self._model.add_adapter(found.served or "", read)
-            self._keyed[key] = found
-        found.holders += 1
-        return found
+            snapshot = Snapshot(f"{key}@{next(self._opened)}", 0, bytes=size, tenant=tenant)
+            self._model.add_adapter(snapshot.served or "", read)
+            self._keyed[key] = snapshot
+        snapshot.holders += 1
+        return snapshot
 
     def remove(self, name: str) -> None:
         """Remove a name, which means nothing from now on. Raises IsobitError for an unknown one."""
@@ -103,13 +103,13 @@ class Snapshots:
         name, a snapshot without holders, and one of weights that the model itself had before."""
         if isinstance(name, Snapshot):
             self.check(name)
-            found = name
+            snapshot = name
         elif name is None:
-            found = Snapshot(None, self._model.weights_version, weights=self.present)
+            snapshot = Snapshot(None, self._model.weights_version, weights=self.present)
         else:
-            found = self._find(name)
-        found.holders += 1
-        return found
+            snapshot = self._find(name)
+        snapshot.holders += 1
+        return snapshot
 
     def check(self, snapshot: Snapshot) -> None:
         """Raise IsobitError unless requests can compute with a snapshot."""

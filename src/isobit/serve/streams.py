@@ -1,9 +1,9 @@
 """The text of a request as its tokens are sampled.
 
-What is told is never taken back: all pieces of a sample, joined, are the completion's text
+Text that was emitted is never taken back: all pieces of a sample, joined, are the completion's text
 (tests/serve/test_streams.py). So text is held back while the next token may change it: bytes of a
 character that is not whole, and the beginning of a stop string.
-Only the last few tokens are decoded for each new one, beside those before them.
+Only the last few tokens, and those before them, are decoded for each new one.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,7 +19,7 @@ a text differently."""
 
 class TextStream:
     """Pieces of the text of one sample, which ends with `stop` strings. `ends`: tokens that end it,
-    and are no text."""
+    without text."""
 
     def __init__(
         self,
@@ -47,47 +47,47 @@ class TextStream:
         self._closed = False
 
     def feed(self, token: int) -> str:
-        """The text that is certain with one more token."""
+        """Return the text that is certain with one more token."""
         self._ids.append(token)
         if self._closed or self._silent or token in self._ends or self._tokenizer.is_byte(token):
             return ""
-        before = self._tokenizer.decode(self._ids[self._start : self._told])
+        emitted = self._tokenizer.decode(self._ids[self._start : self._told])
         text = self._tokenizer.decode(self._ids[self._start :])
-        if len(text) <= len(before) or text.endswith(LOST):
+        if len(text) <= len(emitted) or text.endswith(LOST):
             return ""
-        self._pending += text[len(before) :]
+        self._pending += text[len(emitted) :]
         if self._told - self._start >= _BEFORE:
             self._start = self._told
         self._told = len(self._ids)
         return self._tell()
 
     def rest(self, text: str) -> str:
-        """What of the completion's whole `text` was not told yet."""
+        """Return the part of the completion's whole `text` that was not emitted yet."""
         return text[self._length :]
 
     def _tell(self) -> str:
-        places = [place for place in map(self._pending.find, self._whole) if place >= 0]
-        if places:
+        starts = [start for start in map(self._pending.find, self._whole) if start >= 0]
+        if starts:
             self._closed = True
-            certain = min(places)
+            certain = min(starts)
         else:
             certain = len(self._pending) - max(
                 (overlap(self._pending, s) for s in self._strings), default=0
             )
-        told, self._pending = self._pending[:certain], self._pending[certain:]
-        self._length += len(told)
-        return told
+        emitted, self._pending = self._pending[:certain], self._pending[certain:]
+        self._length += len(emitted)
+        return emitted
 
     def _window(self, prompt: Sequence[int]) -> list[int]:
-        """The end of the prompt, as long as it takes to have some text."""
+        """Return the end of the prompt, as long as it takes to have some text."""
         count = _BEFORE
         while count < len(prompt) and not self._tokenizer.decode(prompt[-count:]).strip(f" {LOST}"):
             count *= 2
         return list(prompt[-count:])
 
     def _visible(self, stop: str) -> str | None:
-        """What a stop string that spells a special token shows in front of it; None: it shows
-        something behind it too, so that nothing is certain before the end."""
+        """Return the text that a stop string which spells a special token shows in front of it;
+        None: it shows something behind it too, so that nothing is certain before the end."""
         try:
             ids = self._tokenizer.encode(stop, add_special=False)
         except IsobitError:  # the vocabulary cannot write it
@@ -98,13 +98,13 @@ class TextStream:
 
 
 def _place(text: str, tokenizer: Tokenizer, token: int) -> int:
-    """Where a token's name stands in a text."""
+    """Return the position of a token's name in a text."""
     name = tokenizer.fast.id_to_token(token) or ""
     return max(text.find(name), 0)
 
 
 def overlap(text: str, string: str) -> int:
-    """The most characters at the end of a text that a string begins with."""
+    """Count the most characters at the end of a text that a string begins with."""
     for count in range(min(len(text), len(string)), 0, -1):
         if text.endswith(string[:count]):
             return count

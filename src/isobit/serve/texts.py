@@ -20,22 +20,22 @@ class Encoder:
         self.tokenizer, self.positions = model.tokenizer, model.config.max_positions
         self._vocabulary = model.config.vocab_size
 
-    def prompts(self, given: Any, add_special: bool, most: int) -> list[list[int]]:
+    def prompts(self, value: Any, add_special: bool, most: int) -> list[list[int]]:
         """Return the prompts, at most `most`, as token ids, of a text, of token ids, or of a list
         of either."""
-        several = isinstance(given, list) and bool(given) and isinstance(given[0], (str, list))
-        prompts = given if several else [given]
+        several = isinstance(value, list) and bool(value) and isinstance(value[0], (str, list))
+        prompts = value if several else [value]
         if len(prompts) > most:
             raise BadRequest(f"prompt: at most {most:,} at a time", "prompt")
         return [self._prompt(prompt, add_special) for prompt in prompts]
 
-    def _prompt(self, given: Any, add_special: bool) -> list[int]:
-        if isinstance(given, str):
+    def _prompt(self, prompt: Any, add_special: bool) -> list[int]:
+        if isinstance(prompt, str):
             check = check_prompt(self.tokenizer, self.positions, "prompt")
-            given = self.tokenizer.encode_text(given, add_special, check)
-        elif not isinstance(given, list) or not all(type(token) is int for token in given):
+            prompt = self.tokenizer.encode_text(prompt, add_special, check)
+        elif not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
             raise BadRequest("prompt: expected a text, token ids, or a list of either", "prompt")
-        return encode_prompt("prompt", given, self.tokenizer, self._vocabulary)
+        return encode_prompt("prompt", prompt, self.tokenizer, self._vocabulary)
 
     def tokens(self, key: str, given: Any) -> list[int]:
         """Return a key's token ids, checked to be in the vocabulary."""

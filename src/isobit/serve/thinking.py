@@ -1,5 +1,5 @@
-"""Answers with thoughts (`model/text/tool_formats/thoughts.py`), as their tokens are sampled: what
-of thoughts and of content is certain.
+"""Answers with thoughts (`model/text/tool_formats/thoughts.py`), as their tokens are sampled: which
+text of thoughts or content is certain.
 """
 
 from collections.abc import Collection, Sequence
@@ -15,10 +15,10 @@ Certain = list[tuple[str, str]]
 
 
 class ThoughtStream:
-    """What of an answer is certain with each token. Joined, the texts of a kind are a beginning of
-    what `ToolFormat.of` reads: of its thoughts, and of its content up to what opens a call, if
-    there are `tools`. Where marks are special tokens, nothing of an answer with `stop` strings is
-    certain: these may reach over a mark."""
+    """The text of an answer that is certain with each token. Joined, the texts of a kind are a
+    beginning of what `ToolFormat.of` reads: of its thoughts, and of its content up to what opens a
+    call, if there are `tools`. Where marks are special tokens, nothing of an answer with `stop`
+    strings is certain: these may reach over a mark."""
 
     def __init__(
         self,
@@ -78,13 +78,13 @@ class _Parts:
     def add(self, text: str) -> Certain:
         """Return what is certain with more text."""
         self._held += text
-        told: Certain = []
+        certain: Certain = []
         while self._held and not self.closed:
-            before = self._held, self._inside
-            told += self._think() if self._inside else self._say()
-            if (self._held, self._inside) == before or not self._held:
+            state = self._held, self._inside
+            certain += self._think() if self._inside else self._say()
+            if (self._held, self._inside) == state or not self._held:
                 break
-        return [(kind, text) for kind, text in told if text]
+        return [(kind, text) for kind, text in certain if text]
 
     def mark(self, mark: str) -> Certain:
         """Return what is certain with a mark that is a token."""
@@ -93,8 +93,8 @@ class _Parts:
             return self._end(self._held) if mark == CLOSES[self._inside] else []
         thinks = mark in CLOSES and not self._calling
         opens, closes = mark in self._form.opens, self._form.closes
-        own = mark in self._form.marks and (self._calling or opens or not closes)
-        if not (thinks or own):
+        is_format_mark = mark in self._form.marks and (self._calling or opens or not closes)
+        if not (thinks or is_format_mark):
             return []
         self._blank &= not self._held.strip()
         certain = [] if thinks and self._blank else [(CONTENT, self._held)]
@@ -112,9 +112,9 @@ class _Parts:
 
     def _end(self, text: str, rest: str = "") -> Certain:
         """End thoughts with the last of their text."""
-        told = self._thought(text.strip("\n") if self._skips else text.rstrip("\n"))
+        certain = self._thought(text.strip("\n") if self._skips else text.rstrip("\n"))
         self._inside, self._held, self._skips = "", rest, True
-        return told
+        return certain
 
     def _thought(self, text: str) -> Certain:
         if not text:
@@ -131,9 +131,9 @@ class _Parts:
             if self._held != self._label and self._label.startswith(self._held):
                 return []
             self._held, self._label = self._held.removeprefix(self._label), ""
-        place = self._held.find(close) if spelled else -1
-        if place >= 0:
-            return self._end(self._held[:place], self._held[place + len(close) :])
+        start = self._held.find(close) if spelled else -1
+        if start >= 0:
+            return self._end(self._held[:start], self._held[start + len(close) :])
         if self._skips:
             self._held = self._held.lstrip("\n")
         certain = len(self._held) - (overlap(self._held, close) if spelled else 0)
@@ -153,10 +153,10 @@ class _Parts:
                     return []
             if any(mark.startswith(begins) for mark in self._begins):
                 return []
-        places = [place for place in map(self._held.find, self._opens) if place >= 0]
+        starts = [start for start in map(self._held.find, self._opens) if start >= 0]
         most = max((overlap(self._held, mark) for mark in self._opens), default=0)
-        certain = min(places, default=len(self._held) - most)
-        self.closed = bool(places)
+        certain = min(starts, default=len(self._held) - most)
+        self.closed = bool(starts)
         text, self._held = self._held[:certain], self._held[certain:]
         if not text.strip() and self._blank:  # no content, where a call follows
             self._held = text + self._held

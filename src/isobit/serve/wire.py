@@ -61,8 +61,8 @@ def error_response(request: Request, error: Exception) -> Response:
 
 
 def _of_routes(request: Request, error: HTTPException) -> str:
-    """Return a message that names the nearest path where there is no route, or the methods that are
-    allowed where there is none for this method."""
+    """Return a message that names the nearest path to an unknown one, or the methods that are
+    allowed where this method is not."""
     path = request.scope["path"]
     shown = brief(repr(path))  # in one line, whatever it spells
     if error.status_code == 405:
@@ -71,7 +71,7 @@ def _of_routes(request: Request, error: HTTPException) -> str:
     if error.status_code != 404:
         return error.detail
     known = [getattr(route, "path", "{") for route in request.app.routes]
-    known = [each for each in known if "{" not in each and not each.startswith("/api/")]
+    known = [p for p in known if "{" not in p and not p.startswith("/api/")]
     return f"there is no {shown}; {did_you_mean(path[:200], known)}"
 
 
@@ -92,8 +92,8 @@ async def read_request(request: Request, schema: type[_Schema], limits: Limits) 
 
     if desk is None or len(body) <= LIGHT_BYTES:
         return parsed()
-    found: _Schema = await desk.do(request.state.tenant, parsed)
-    return found
+    keys: _Schema = await desk.do(request.state.tenant, parsed)
+    return keys
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
@@ -103,15 +103,15 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and (len(declared) > 18 or int(declared) > limits.body_bytes):
         raise too_long
-    parts, size = list[bytes](), 0
+    chunks, size = list[bytes](), 0
 
     async def receive() -> None:
         nonlocal size
-        async for part in request.stream():
-            size += len(part)
+        async for chunk in request.stream():
+            size += len(chunk)
             if size > limits.body_bytes:
                 raise too_long
-            parts.append(part)
+            chunks.append(chunk)
 
     try:
         await asyncio.wait_for(receive(), limits.body_seconds)
@@ -121,7 +121,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
         raise BadRequest(
             f"the body took longer than {limits.body_seconds:g} seconds", status=408
         ) from None
-    body = b"".join(parts)
+    body = b"".join(chunks)
     request.state.body = body  # as it came, for the state, which keeps requests
     return body
 
@@ -141,10 +141,10 @@ class Guard:
             return
         path = scope["path"]
         headers = Headers(scope=scope)
-        given, key = (
+        credential, key = (
             headers.get(name, "").encode("latin-1") for name in ("authorization", "x-api-key")
         )
-        tenant = tenant_of(given, key, self._tokens)
+        tenant = tenant_of(credential, key, self._tokens)
         status, held = 0, 0
         connection = scope.setdefault("state", {}).get(CONNECTION)
 

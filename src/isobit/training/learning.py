@@ -79,7 +79,7 @@ class Learning:
         self._crediting: dict[str, float] = {}  # what credit took of the step that comes
 
     def logit_norms(self, samples: Sequence[Sample]) -> Sequence[Sequence[float]]:
-        """For an advantage that weighs places (`Learner.logit_norms`)."""
+        """Return the logits' norms for an advantage that weighs places (`Learner.logit_norms`)."""
         with (
             self._meter.timed(self._crediting, "learn"),
             self._saver.broken_weights_end_the_run(),

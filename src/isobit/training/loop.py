@@ -38,21 +38,21 @@ class Rollout:
 
 
 class Rollouts(Protocol):
-    """Where batches come from: sampled now, recorded by another run, ahead of the learner, or with
+    """The source of batches: sampled now, recorded by another run, ahead of the learner, or with
     past groups."""
 
     def next(self) -> Rollout:
-        """The batch of the next step, its groups scored."""
+        """Return the batch of the next step, its groups scored."""
 
 
 def training_loop(run: "Run[Any]") -> None:
-    """All steps that are left."""
+    """Do all steps that are left."""
     while run.unfinished:
         training_step(run)
 
 
 def training_step(run: "Run[Any]") -> None:
-    """One step. `run.rollouts.next` samples and scores with `roll_out`, or takes what was
+    """Do one step. `run.rollouts.next` samples and scores with `roll_out`, or takes what was
     recorded."""
     synced = run.policy.sync()
     rollout = run.rollouts.next()
@@ -85,11 +85,11 @@ class RolloutSource(Protocol):
     answers."""
 
     def sample(self, count: int) -> Sampled:
-        """A group of completions for each of the next `count` prompts; where there are several
-        ranks, for some."""
+        """Return a group of completions for each of the next `count` prompts; where there are
+        several ranks, for some."""
 
     def score(self, sampled: Sampled) -> Scored:
-        """The same groups with rewards, those of all ranks together."""
+        """Return the same groups with rewards, those of all ranks together."""
 
 
 def roll_out(batch: StepBatch, source: RolloutSource) -> dict[str, float]:

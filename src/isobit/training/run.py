@@ -79,11 +79,11 @@ def open_new(
     inputs = ranks.on_first(lambda: inputs_of(config)) or {}
     began = {} if recorded is None else runs.began_by(recorded)
     ranks.on_first(lambda: len(named_callbacks(config.run.callbacks)))
-    parts = open_parts(config, ranks, began, None)
-    kept = dump_config(parts.config)
-    run = directory(folder, ranks, lambda: RunDirectory.create(folder, kept, recorded))
-    go_on_with(run, {**inputs, **config_of(parts.config)}, (), ranks)
-    return Run(parts, run, State(), quiet, None)
+    run_parts = open_parts(config, ranks, began, None)
+    config_text = dump_config(run_parts.config)
+    run = directory(folder, ranks, lambda: RunDirectory.create(folder, config_text, recorded))
+    go_on_with(run, {**inputs, **config_of(run_parts.config)}, (), ranks)
+    return Run(run_parts, run, State(), quiet, None)
 
 
 def open_again(
@@ -105,27 +105,27 @@ def open_again(
         began = runs.began_by(runs.rollouts_from(run_dir) or run_dir)
         path = None
         if checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):
-            path = runs.newest_checkpoint(run_dir, lambda each: problem_of(each, ranks), ranks)
+            path = runs.newest_checkpoint(run_dir, lambda c: problem_of(c, ranks), ranks)
         else:
             ranks.on_first(lambda: refuse_lost(run_dir))
         ranks.on_first(lambda: len(named_callbacks(config.run.callbacks)))
-        parts = open_parts(config, ranks, began, path)
+        run_parts = open_parts(config, ranks, began, path)
         if path is None:
-            kept, nothing = dump_config(parts.config), runs.NOTHING_WRITTEN
-            run = directory(run_dir, ranks, lambda: RunDirectory(run_dir, nothing, kept, lock))
+            text, nothing = dump_config(run_parts.config), runs.NOTHING_WRITTEN
+            run = directory(run_dir, ranks, lambda: RunDirectory(run_dir, nothing, text, lock))
             go_on_with(run, inputs, changes, ranks)
-            return Run(parts, run, State(), quiet, None)
-        restored = restore(path, run_dir, config, parts.trained, inputs, changes, lock)
+            return Run(run_parts, run, State(), quiet, None)
+        restored = restore(path, run_dir, config, run_parts.trained, inputs, changes, lock)
         state = restored.state
-        again = Run(parts, restored.run, state, quiet, state.step)
+        again = Run(run_parts, restored.run, state, quiet, state.step)
         again.goes_on_as(restored)
         return again
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """Where the batches of an open run come from, how it learns from them, and the `resources` that
-    stay open as long as the run is open."""
+    """The batches of an open run, the way it learns from them, and the `resources` that stay open
+    as long as the run is open."""
 
     rollouts: Rollouts
     learning: Learning

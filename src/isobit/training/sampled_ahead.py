@@ -4,7 +4,7 @@ sampled it.
 When such a batch is learned from, the weights have moved on, and a difference is learning, not
 mismatch. So the learner computes the log-probabilities of `mismatch.share_ahead` of its completions
 while the working weights are those that sampled: in one process before it learns; where a fleet
-samples beside it, when the batch has arrived. Then the learner has learned, and its working weights
+samples meanwhile, when the batch has arrived. Then the learner has learned, and its working weights
 are still those of before, or are put back where a batch takes several updates. Which completions is
 drawn from the run's seed and the batch's first prompt, so they are the same ones in one process, in
 a fleet, at any number of ranks and after a resume. Where completions go on across updates, those
@@ -59,8 +59,8 @@ class SampledAhead:
         self._kept: KeptWeights | None = None
 
     def before_learning(self, took: dict[str, float]) -> AheadCompared:
-        """The working weights are those that sample in this step; `took` gets the seconds. Raises
-        as `Learner.compare`."""
+        """Compare while the working weights are those that sample in this step; `took` gets the
+        seconds. Raises as `Learner.compare`."""
         model = self._learner.model
         self._version = model.weights_version
         if not self._ahead:
@@ -72,7 +72,7 @@ class SampledAhead:
         return AheadCompared()
 
     def after_learning(self, took: dict[str, float]) -> AheadCompared | None:
-        """What is sampled beside the learner has arrived; None where nothing is. Raises as
+        """Compare the samples that have arrived from a fleet; None without one. Raises as
         `Learner.compare`."""
         if not self._late or not self._ahead:
             return None
@@ -91,14 +91,14 @@ class SampledAhead:
             return AheadCompared(self._learner.compare(chosen), tokens)
 
     def _waiting(self) -> Iterator[Sequence[Group]]:
-        """What waits to be learned from."""
+        """Yield the groups that wait to be learned from."""
         state = self._state
         yield from (batch.groups for batch in state.queue)
         if self._partial:
             yield [*state.pending, *state.unfinished]
 
     def _fresh(self, groups: Sequence[Group]) -> list[Sample]:
-        """What the weights of this step have sampled: what older ones did waits too."""
+        """Return the samples that the weights of this step drew: those of older ones wait too."""
         samples = (sample for group in groups for sample in group)
         return [
             sample.trained_from(sample.drawn[-1].start)

@@ -101,7 +101,7 @@ class RewardScorer:
         rewards = list(rewards)
         for weighted in self.models:
             judged = self._judge(weighted, prompts, completions)
-            rewards = [_plus(reward, weighted, *found) for reward, found in zip(rewards, judged)]
+            rewards = [_plus(reward, weighted, *j) for reward, j in zip(rewards, judged)]
         if not self._earned:
             return rewards
         return [_earning(r, c, self._earned) for r, c in zip(rewards, completions, strict=True)]

@@ -50,10 +50,10 @@ class TrainResult:
         history = History("", 0)
         for row in self.metrics:
             history.add(row)
-        found = next((name for _, name in lines_of(history, LINES)), None)
-        said = "" if found is None else f", {found} {history.last(found):.4g}"
+        metric = next((name for _, name in lines_of(history, LINES)), None)
+        last = "" if metric is None else f", {metric} {history.last(metric):.4g}"
         return (
-            f"TrainResult({str(self.run_dir)!r}, step {history.step}{said}, "
+            f"TrainResult({str(self.run_dir)!r}, step {history.step}{last}, "
             f"exit_code={self.exit_code})"
         )
 
@@ -85,14 +85,14 @@ def train(
     Raises IsobitError for a user's mistake, before anything is written, and RunFailed for a run
     that had to stop.
     """
-    given = Given(rewards, data, held_out, callbacks, measures)
-    loaded, objects = given.into(load_config(config, overrides))
-    return _trained(loaded, lambda ranks: open_run(loaded, objects, quiet, ranks), given, quiet)
+    user = Given(rewards, data, held_out, callbacks, measures)
+    loaded, objects = user.into(load_config(config, overrides))
+    return _trained(loaded, lambda ranks: open_run(loaded, objects, quiet, ranks), user, quiet)
 
 
 def train_supervised(config: SftConfig, *, quiet: bool = False) -> TrainResult:
-    """Supervised training on right answers in a new run directory, by the learner, precision and
-    optimizer of RL, and by the same loop. Ranks and errors: as of `train`."""
+    """Train on right answers in a new run directory, by the learner, precision and optimizer of RL,
+    and by the same loop. Ranks and errors: as of `train`."""
     return _trained(
         config, lambda ranks: open_run(config, NO_OBJECTS, quiet, ranks), NOTHING_GIVEN, quiet
     )
@@ -120,10 +120,10 @@ def resume(
     """
     folder = Path(run_dir)
     config = load_any_run_config(folder, overrides)
-    given = Given(rewards, data, held_out, callbacks, measures)
+    objects = Given(rewards, data, held_out, callbacks, measures)
     if isinstance(config, SftConfig):
-        given.refuse(folder)
-    return _trained(config, lambda ranks: open_resumed(folder, overrides, given, quiet, ranks))
+        objects.refuse(folder)
+    return _trained(config, lambda ranks: open_resumed(folder, overrides, objects, quiet, ranks))
 
 
 def replay(
@@ -143,16 +143,16 @@ def replay(
 def _trained(
     config: Config | SftConfig,
     opened: Callable[[Ranks], Run[Any]],
-    given: Given | None = None,
+    objects: Given | None = None,
     quiet: bool = False,
 ) -> TrainResult:
     """Do all steps of the run that is `opened`, and the work that is due after them. A new run was
-    `given` objects: where its ranks were started once more after one had died, it goes on."""
+    given `objects`: where its ranks were started once more after one had died, it goes on."""
     folder = Path(config.run.dir)
     with outlived_stderr(), joined(config.run.rank_timeout_s) as ranks:
         began = restarted() and (folder / CONFIG).is_file()
-        if given is not None and any(ranks.all_gather_json(began)):
-            run = open_resumed(folder, (), given, quiet, ranks)
+        if objects is not None and any(ranks.all_gather_json(began)):
+            run = open_resumed(folder, (), objects, quiet, ranks)
         else:
             run = opened(ranks)
         with run:
@@ -204,8 +204,8 @@ def open_replay(
     config = replay_config(recorded, out, overrides)
     opener = _opener(config, quiet, recorded=recorded)
     run = open_new(config, opener, quiet=quiet, ranks=ranks, recorded=recorded)
-    if other := ", ".join(run.parts.unlike):
-        run.display.warn(f"tokens may differ from those of {recorded}: it had another {other}")
+    if unlike := ", ".join(run.parts.unlike):
+        run.display.warn(f"tokens may differ from those of {recorded}: it had another {unlike}")
     return run
 
 

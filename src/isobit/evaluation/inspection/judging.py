@@ -17,7 +17,7 @@ from isobit.model import RewardModel
 
 @dataclass(frozen=True)
 class Judgement:
-    """One flow's mean |score - BF16's| over the scores' spread, mean tau of the groups, fraction of
+    """A flow's mean |score - BF16's| over the scores' spread, mean tau of the groups, fraction of
     advantages with another sign, and the model's memory in MiB."""
 
     preset: str
@@ -48,13 +48,13 @@ def judge(
     exact = RewardModel.load(path, "bf16")
     sequences = [exact.encode(p, c.text) for p, c in zip(texts, completions)]  # type: ignore[arg-type]
     reference = exact.score(sequences)
-    found = []
+    judgements = []
     for preset in presets:
         model = RewardModel.load(path, preset)
-        found.append(
+        judgements.append(
             compare_scores(preset, reference, model.score(sequences), n, model.nbytes() / 2**20)
         )
-    return found
+    return judgements
 
 
 def compare_scores(
@@ -65,17 +65,17 @@ def compare_scores(
     shift = sum(abs(a - b) for a, b in zip(reference, scores)) / len(scores)
     taus, flips = [], 0
     for start in range(0, len(scores), n):
-        before, after = reference[start : start + n], scores[start : start + n]
-        taus.append(kendall_tau(before, after))
-        middles = sum(before) / n, sum(after) / n
-        flips += sum((a - middles[0]) * (b - middles[1]) < 0 for a, b in zip(before, after))
+        expected, actual = reference[start : start + n], scores[start : start + n]
+        taus.append(kendall_tau(expected, actual))
+        middles = sum(expected) / n, sum(actual) / n
+        flips += sum((a - middles[0]) * (b - middles[1]) < 0 for a, b in zip(expected, actual))
     return Judgement(
         preset, shift / spread if spread else 0.0, sum(taus) / len(taus), flips / len(scores), mib
     )
 
 
 def kendall_tau(left: Sequence[float], right: Sequence[float]) -> float:
-    """(concordant - discordant pairs) / all pairs; 1 for a group of one."""
+    """Return (concordant - discordant pairs) / all pairs; 1 for a group of one."""
     pairs = list(combinations(range(len(left)), 2))
     products = [(left[i] - left[j]) * (right[i] - right[j]) for i, j in pairs]
     return sum((p > 0) - (p < 0) for p in products) / len(pairs) if pairs else 1.0

@@ -40,10 +40,10 @@ _HASHED_ROWS = 256  # at a time: elements become 8 bytes wide
 
 @dataclass(frozen=True)
 class Located:
-    """`found`: the first difference in words, or None. `logprob`: of the token, computed for this
+    """`difference`: the first one in words, or None. `logprob`: of the token, computed for this
     alone."""
 
-    found: str | None
+    difference: str | None
     logprob: float
 
 
@@ -57,7 +57,8 @@ def locate(
     temperature: float,
     filtering: Filtering | None = None,
 ) -> Located:
-    """Why the log-probability of `target` after `tokens` might depend on how they are computed.
+    """Find why the log-probability of `target` after `tokens` might depend on how they are
+    computed.
 
     `batch`: all sequences of the learner's packed forward, of which number `index` begins with
     `tokens`.
@@ -70,13 +71,13 @@ def locate(
     )
     alone, bits = _packed(model, [tokens], 0, len(tokens), target, distribution)
     packed, packed_bits = _packed(model, batch, index, len(tokens), target, distribution)
-    found = _first_difference(alone, packed, "in its batch", bits, packed_bits)
-    if found is None:
+    difference = _first_difference(alone, packed, "in its batch", bits, packed_bits)
+    if difference is None:
         stepped, stepped_bits = _token_by_token(model, tokens, target, distribution)
-        found = _first_difference(
+        difference = _first_difference(
             alone, stepped, "token by token, as in a rollout,", bits, stepped_bits
         )
-    return Located(found, bits)
+    return Located(difference, bits)
 
 
 _Distribution = tuple[float, Filtering | None, Context]
@@ -111,8 +112,8 @@ class _Summing(Watching):
         known = [self._names[id(a)] for a in arguments if id(a) in self._names]
         if not _PLACES[operator]:
             known += [a for a in arguments if isinstance(a, str) and a.startswith("layers.")]
-        place = known[0] if known else f"layers.{self._layer}.{_PLACES[operator]}".rstrip(".")
-        return f"{place}, operator {operator}"
+        tensor_name = known[0] if known else f"layers.{self._layer}.{_PLACES[operator]}".rstrip(".")
+        return f"{tensor_name}, operator {operator}"
 
 
 def _packed(
@@ -123,8 +124,8 @@ def _packed(
     target: int,
     distribution: _Distribution,
 ) -> tuple[_Trace, float]:
-    """As the learner computes: the first `length` rows of sequence `index`, and the log-probability
-    after them."""
+    """Compute as the learner does: the first `length` rows of sequence `index`, and the
+    log-probability after them."""
     lengths = [len(sequence) for sequence in batch]
     start = sum(lengths[:index])
     rows = slice(start, start + length)
@@ -138,7 +139,8 @@ def _packed(
 def _token_by_token(
     model: Model, tokens: Sequence[int], target: int, distribution: _Distribution
 ) -> tuple[_Trace, float]:
-    """As a rollout computes: each row alone, over the stored keys and values of those before."""
+    """Compute as a rollout does: each row alone, over the stored keys and values of the rows before
+    it."""
     transformer, config, size = model.transformer, model.config, 16
     flows = [
         model.precision.flow("rollout", layer, config.num_layers)
@@ -190,8 +192,8 @@ def _logprob(
 def _first_difference(
     alone: _Trace, other: _Trace, how: str, bits: float, other_bits: float
 ) -> str | None:
-    for (label, sums), (_, others) in zip(alone, other, strict=True):
-        rows = (sums != others).nonzero().flatten()
+    for (label, sums), (_, other_sums) in zip(alone, other, strict=True):
+        rows = (sums != other_sums).nonzero().flatten()
         if len(rows):
             return f"{label}: row {int(rows[0])} of the sequence has other bits {how} than alone"
     return (
@@ -200,16 +202,17 @@ def _first_difference(
 
 
 def _checksums(result: object, rows: int) -> Tensor:
-    """[rows] int64 on the CPU, over all results that have a part for each row."""
+    """Return [rows] int64 on the CPU: a checksum of each row, over all results with that number of
+    rows."""
     total = torch.zeros(rows, dtype=torch.int64)
-    for place, part in enumerate(_tensors(result)):
-        if not part.numel() or part.shape[0] % rows:
+    for index, tensor in enumerate(_tensors(result)):
+        if not tensor.numel() or tensor.shape[0] % rows:
             continue
-        flat = part.detach().reshape(rows, -1).contiguous()
+        flat = tensor.detach().reshape(rows, -1).contiguous()
         words = flat.view(
             {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
         )
-        generator = torch.Generator().manual_seed(place)
+        generator = torch.Generator().manual_seed(index)
         factors = torch.randint(
             -(1 << 63), (1 << 63) - 1, (words.shape[1],), generator=generator
         ).to(words.device)
@@ -224,7 +227,7 @@ def _tensors(result: object) -> list[Tensor]:
     if isinstance(result, Tensor):
         return [result]
     return (
-        [tensor for part in result for tensor in _tensors(part)]
+        [tensor for item in result for tensor in _tensors(item)]
         if isinstance(result, tuple)
         else []
     )

@@ -60,8 +60,8 @@ class Gap:
 def roll_out(
     model: Model, prompts: Sequence[Prompt], sampling: Sampling
 ) -> tuple[list[Completion], dict[str, float]]:
-    """Completions of the prompts by the model's rollout flow, and the metrics of its cache. Where
-    scales are of the batch that was learned from, that is a first rollout."""
+    """Return completions of the prompts by the model's rollout flow, and the metrics of its cache.
+    Where scales are of the batch that was learned from, that is a first rollout."""
     engine = Engine.sized_for(model, prompts, len(prompts) * sampling.n, sampling.max_new_tokens)
     engine.calibrate(prompts)
     completions = [c for group in engine.generate(prompts, sampling) for c in group]
@@ -74,10 +74,10 @@ def roll_out(
 def measure_gap(model: Model, name: str, prompts: Sequence[Prompt], sampling: Sampling) -> Gap:
     """Roll out, and compare with the learner's log-probabilities of the same tokens."""
     completions, cache = roll_out(model, prompts, sampling)
-    found = model.logprobs(
+    logprobs = model.logprobs(
         [c.prompt_token_ids + c.token_ids for c in completions], sampling.temperature
     )
-    learner = [row[-len(c.logprobs) :] for row, c in zip(found, completions)]
+    learner = [row[-len(c.logprobs) :] for row, c in zip(logprobs, completions)]
     gap = _gap(name, learner, [torch.tensor(c.logprobs) for c in completions])
     return replace(
         gap, metrics={**gap.metrics, "kv_saturated": cache.get("quant/kv_saturated_fraction", 0.0)}
@@ -91,8 +91,8 @@ def decompose(
     sampling: Sampling,
     stale: Model | None = None,
 ) -> list[tuple[str, Gap, Gap | None]]:
-    """(source, the gap with it alone, the gap without it) of each source that the flow has; the
-    first is all of them.
+    """Return (source, the gap with it alone, the gap without it) of each source that the flow has;
+    the first is all of them.
 
     The learner's flow is compared with variants of the rollout's, on tokens that the flow itself
     sampled. `stale`: the model some steps before, with the weights that a late sync would leave in
@@ -100,16 +100,16 @@ def decompose(
     """
     completions, _ = roll_out(model.under(precision), prompts, sampling)
     sequences = [c.prompt_token_ids + c.token_ids for c in completions]
-    kept = [len(c.token_ids) for c in completions]
+    counts = [len(c.token_ids) for c in completions]
     learner = _tail(
-        model.under(precision), sequences, kept, sampling.temperature, "learner", prompts
+        model.under(precision), sequences, counts, sampling.temperature, "learner", prompts
     )
 
-    def gap(parts: set[str]) -> Gap:
-        base = stale if stale is not None and "staleness" in parts else model
-        variant = base.under(_variant(precision, parts))
-        rollout = _tail(variant, sequences, kept, sampling.temperature, "rollout", prompts)
-        return _gap(", ".join(sorted(parts)), learner, rollout)
+    def gap(sources_used: set[str]) -> Gap:
+        base = stale if stale is not None and "staleness" in sources_used else model
+        variant = base.under(_variant(precision, sources_used))
+        rollout = _tail(variant, sequences, counts, sampling.temperature, "rollout", prompts)
+        return _gap(", ".join(sorted(sources_used)), learner, rollout)
 
     sources = _sources(precision) + (["staleness"] if stale is not None else [])
     every = set(sources)
@@ -121,37 +121,37 @@ def decompose(
 
 def _sources(precision: Precision) -> list[str]:
     rollout, learner = precision.rollout, precision.learner
-    found = [
+    sources = [
         name
         for name, roles in _SOURCES.items()
         if any(getattr(rollout, role) != getattr(learner, role) for role in roles)
     ]
-    return found if precision.shared else [*found, "kernels"]
+    return sources if precision.shared else [*sources, "kernels"]
 
 
-def _variant(precision: Precision, parts: set[str]) -> Precision:
-    """The learner's flow with the named parts taken from the rollout's."""
+def _variant(precision: Precision, names: set[str]) -> Precision:
+    """Return the learner's flow with the named sources taken from the rollout's."""
     rollout, learner = precision.rollout, precision.learner
 
     taken = {
-        role: getattr(rollout if name in parts else learner, role)
+        role: getattr(rollout if name in names else learner, role)
         for name, roles in _SOURCES.items()
         for role in roles
     }
     flow = replace(learner, **taken)
-    return replace(precision, rollout=flow, engines="separate" if "kernels" in parts else "shared")
+    return replace(precision, rollout=flow, engines="separate" if "kernels" in names else "shared")
 
 
 def _tail(
     model: Model,
     sequences: Sequence[Sequence[int]],
-    kept: Sequence[int],
+    counts: Sequence[int],
     temperature: float,
     use: str,
     prompts: Sequence[Prompt],
 ) -> list[Tensor]:
     calibrate_after(model, prompts, sequences)
-    return [row[-count:] for row, count in zip(model.logprobs(sequences, temperature, use), kept)]
+    return [row[-count:] for row, count in zip(model.logprobs(sequences, temperature, use), counts)]
 
 
 def _gap(name: str, learner: list[Tensor], rollout: list[Tensor]) -> Gap:

@@ -21,7 +21,7 @@ from isobit.precision import QTensor, QuantSpec, QuantTotals, error_sums
 
 @dataclass(frozen=True)
 class Health:
-    """One tensor under its quantization.
+    """The statistics of a tensor under its quantization.
 
     `snr_db`: 20 · log10(‖x‖ / ‖x - q‖). `saturated`, `flushed`: fractions of its elements clamped
     by their scale, and not zero but turned to zero. `outliers`: the largest magnitude of a channel
@@ -55,12 +55,12 @@ class _Sums:
         assert self.channels is not None
         median = float(self.channels.median())
         peak = float(self.channels.max())
-        found = self.totals.stats()
+        stats = self.totals.stats()
         snr = -20 * math.log10(
-            max(found.relative_error, 1e-16)
+            max(stats.relative_error, 1e-16)
         )  # without any noise, that of float64
         outliers = peak / median if median > 0 else float(peak > 0) * 1e9
-        return Health(layer, role, snr, found.saturated, found.flushed, outliers, peak)
+        return Health(layer, role, snr, stats.saturated, stats.flushed, outliers, peak)
 
 
 class _Measuring(Watching):
@@ -101,7 +101,7 @@ class _Measuring(Watching):
 
 
 def weight_health(model: Model) -> list[Health]:
-    """The health of every quantized weight of the rollout, by layer; the experts of a layer
+    """Return the health of every quantized weight of the rollout, by layer; the experts of a layer
     together."""
     sums: dict[tuple[int, str], _Sums] = {}
     masters = model.named_parameters()
@@ -110,12 +110,12 @@ def weight_health(model: Model) -> list[Health]:
             sums.setdefault(layer_and_role(weight.name), _Sums()).add(
                 masters[weight.name], weight.working
             )
-    return [found.health(*key) for key, found in sorted(sums.items())]
+    return [tensor_sums.health(*key) for key, tensor_sums in sorted(sums.items())]
 
 
 @torch.no_grad()
 def activation_health(model: Model, sequences: Sequence[Sequence[int]]) -> list[Health]:
-    """The health of the inputs of quantized products, and of keys and values, in the learner's
+    """Return the health of the inputs of quantized products, keys and values in the learner's
     forward."""
     sums: dict[tuple[int, str], _Sums] = {}
 
@@ -124,4 +124,4 @@ def activation_health(model: Model, sequences: Sequence[Sequence[int]]) -> list[
 
     with model.transformer.watched(watch):
         model.logprobs(sequences)
-    return [found.health(*key) for key, found in sorted(sums.items())]
+    return [tensor_sums.health(*key) for key, tensor_sums in sorted(sums.items())]

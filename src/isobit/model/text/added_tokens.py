@@ -1,7 +1,7 @@
 """Tokens that a model directory adds to its tokenizer.json: names, ids and flags as `transformers`
 gives them.
 
-Beside tokenizer.json, tokens are named by `added_tokens_decoder` and `extra_special_tokens` (older:
+Besides tokenizer.json, tokens are named by `added_tokens_decoder` and `extra_special_tokens` (older:
 `additional_special_tokens`) of tokenizer_config.json, by its `eos_token` and others of the kind,
 and, where it has no `added_tokens_decoder`, by added_tokens.json and special_tokens_map.json. What
 the vocabulary does not have gets the next ids, in the order of the ids that are given; where those
@@ -30,8 +30,8 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json, with what an older special_tokens_map.json beside it says in its
-    place."""
+    """Return tokenizer_config.json; the entries of an older special_tokens_map.json replace its
+    own."""
     path = directory / "tokenizer_config.json"
     settings = read_json(path) if exists(path) else {}
     for name in TOKEN_SETTINGS:
@@ -42,24 +42,24 @@ def read_settings(directory: Path) -> dict[str, Any]:
     older = directory / "special_tokens_map.json"
     if _DECODER in settings or not exists(older):
         return settings
-    given = read_json(older)
+    older_settings = read_json(older)
     if settings.get(_EXTRA) or settings.get(_OLD_EXTRA):
-        given.pop(_OLD_EXTRA, None)
+        older_settings.pop(_OLD_EXTRA, None)
     if (
-        _EXTRA in given
+        _EXTRA in older_settings
         and isinstance(settings.get(_EXTRA), list)
-        and isinstance(given[_EXTRA], list)
+        and isinstance(older_settings[_EXTRA], list)
     ):
-        given[_EXTRA] = [
+        older_settings[_EXTRA] = [
             *settings[_EXTRA],
-            *(token for token in given[_EXTRA] if token not in settings[_EXTRA]),
+            *(token for token in older_settings[_EXTRA] if token not in settings[_EXTRA]),
         ]
-    return {**settings, **given}
+    return {**settings, **older_settings}
 
 
 def named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The tokens that have a name of their own, such as `eos_token`: what a chat template knows
-    them by."""
+    """Return the tokens that have a name, such as `eos_token`, by which a chat template knows
+    them."""
     named = {name: token_text(settings[name]) for name in TOKEN_SETTINGS if settings.get(name)}
     named |= {
         name: value
@@ -73,49 +73,49 @@ def named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def token_text(token: Any) -> str:
-    """A token as settings have it: its text, or a mapping with that as its content."""
+    """Return a token as settings have it: its text, or a mapping with that as its content."""
     return str(token.get("content", "")) if isinstance(token, Mapping) else str(token or "")
 
 
 def add_tokens(fast: FastTokenizer, settings: Mapping[str, Any], directory: Path) -> None:
-    """Add what the directory names to its tokenizer. Raises IsobitError where it gives a token an
-    id that it does not get, and for what is no token."""
+    """Add the tokens that the directory names to its tokenizer. Raises IsobitError where a token
+    would get another id than the directory gives it, and for an entry that is not a token."""
     declared, where = _declared(settings, directory)
     present = fast.get_added_tokens_decoder()
-    before = {repr(token) for token in present.values()}
+    present_tokens = {repr(token) for token in present.values()}
     known = {token.content for token in present.values()}
     named, adding = named_tokens(settings), list[AddedToken]()
     for index, token in sorted(declared.items()):
-        if repr(token) not in before and (
+        if repr(token) not in present_tokens and (
             _DECODER in settings or index not in present
         ):  # which has its flags
             token.special = token.special or token.content in named.values()
             adding.append(token)
     known |= {token.content for token in adding}
-    others = [*((settings.get(name), text) for name, text in named.items())]
-    others += [(token, token_text(token)) for token in _extra(settings, directory)]
-    for given, text in others:
+    special_tokens = [*((settings.get(name), text) for name, text in named.items())]
+    special_tokens += [(token, token_text(token)) for token in _extra(settings, directory)]
+    for setting, text in special_tokens:
         if text and text not in known:
             known.add(text)
-            adding.append(_special(given, text))
+            adding.append(_special(setting, text))
     fast.add_tokens(adding)
     for index, token in sorted(declared.items()):
-        if (found := fast.token_to_id(token.content)) != index:
+        if (actual := fast.token_to_id(token.content)) != index:
             raise IsobitError(
                 f"{where} gives token {brief(token.content)!r} the id {brief(str(index))}, but "
-                f"with the vocabulary of tokenizer.json it is {found}; correct it there, or save "
+                f"with the vocabulary of tokenizer.json it is {actual}; correct it there, or save "
                 "the tokenizer anew with transformers"
             )
 
 
 def _declared(settings: Mapping[str, Any], directory: Path) -> tuple[dict[int, AddedToken], Path]:
-    """The tokens that are given with their ids, and the file that does."""
+    """Return the tokens that are given with their ids, and the file that does."""
     where = directory / "tokenizer_config.json"
     if _DECODER in settings:
-        given = settings[_DECODER]
-        if not isinstance(given, Mapping):
-            raise IsobitError(f"{where}: {_DECODER}: expected tokens by id, got {given!r:.80}")
-        return {_id(where, index): _read(where, token) for index, token in given.items()}, where
+        decoder = settings[_DECODER]
+        if not isinstance(decoder, Mapping):
+            raise IsobitError(f"{where}: {_DECODER}: expected tokens by id, got {decoder!r:.80}")
+        return {_id(where, index): _read(where, token) for index, token in decoder.items()}, where
     where = directory / "added_tokens.json"
     special = {token_text(settings.get(name)) for name in TOKEN_SETTINGS}
     special |= {token_text(token) for token in _extra(settings, directory)}
@@ -152,10 +152,10 @@ def _are_flags(values: Mapping[str, Any]) -> bool:
     return all(isinstance(value, bool) for value in values.values())
 
 
-def _special(given: Any, text: str) -> AddedToken:
+def _special(setting: Any, text: str) -> AddedToken:
     flags = (
-        {name: given[name] for name in _FLAGS if name in given}
-        if isinstance(given, Mapping)
+        {name: setting[name] for name in _FLAGS if name in setting}
+        if isinstance(setting, Mapping)
         else {}
     )
     return AddedToken(text, **{**(flags if _are_flags(flags) else {}), "special": True})

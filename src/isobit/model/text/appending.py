@@ -67,13 +67,13 @@ class Appending:
         """Return the tokens behind an answer: its end, unless it ended with a token that ends
         answers, the messages, and the start of the next answer. Raises IsobitError for messages
         that the template refuses, and where it does not end an answer with an end of sequence."""
-        given = _with_ids(messages)
-        cut = self._cut_of(given[0]["role"])
-        whole = self._encoded([self._said(given), *given], True)
-        places = [place for place, token in enumerate(whole) if token in self._ends]
-        if len(places) <= cut.ends:
+        dummies = _with_ids(messages)
+        cut = self._cut_of(dummies[0]["role"])
+        whole = self._encoded([self._said(dummies), *dummies], True)
+        end_indices = [index for index, token in enumerate(whole) if token in self._ends]
+        if len(end_indices) <= cut.ends:
             raise self._no_end()
-        rest = whole[places[cut.ends] :]
+        rest = whole[end_indices[cut.ends] :]
         ended = bool(answer) and answer[-1] in self._ends
         return rest[1:] if ended and (cut.closes or answer[-1] == rest[0]) else rest
 
@@ -97,9 +97,9 @@ class Appending:
         """Raise IsobitError if the template refuses or leaves out a message of one of these roles
         behind an answer."""
         for role in roles:
-            given = _dummies(role)
-            if given[0]["content"] not in self._text(
-                self._encoded([self._said(given), *given], True)
+            dummies = _dummies(role)
+            if dummies[0]["content"] not in self._text(
+                self._encoded([self._said(dummies), *dummies], True)
             ):
                 raise IsobitError(
                     f"the model's chat template leaves out what a message of role {role} says; "
@@ -126,20 +126,20 @@ class Appending:
     def _user_refusal(self) -> str | None:
         return self._difference(_dummies("user"))
 
-    def _difference(self, given: list[dict[str, Any]]) -> str | None:
+    def _difference(self, dummies: list[dict[str, Any]]) -> str | None:
         """Return what the template changes in an answer that dummies follow, or in the dummies;
         None where it only writes them behind it."""
-        role = given[0]["role"]
+        role = dummies[0]["role"]
         try:
-            for said in self._answers(given):
-                last, whole = self._encoded([said], False), self._encoded([said, *given], True)
+            for turn in self._answers(dummies):
+                last, whole = (self._encoded([turn], False), self._encoded([turn, *dummies], True))
                 shown = self._text(whole)
-                if given[0]["content"] not in shown:
+                if dummies[0]["content"] not in shown:
                     return f"leaves out what a message of role {role} says"
                 last = last[: self._end(last)]
                 if whole[: len(last)] != last:
-                    before = shown.partition(given[0]["content"])[0]
-                    why = _why(self._text(last), before, self._prompt)
+                    prefix = shown.partition(dummies[0]["content"])[0]
+                    why = _why(self._text(last), prefix, self._prompt)
                     return f"{why} once a message of role {role} follows"
             self._cut_of(role)
         except TookTooMuch:
@@ -147,8 +147,8 @@ class Appending:
         except LeftOut:
             return f"leaves out what a message of role {role} says"
         except IsobitError as error:
-            _, told, reason = str(error).partition("refused a conversation: ")
-            if not told:
+            _, colon, reason = str(error).partition("refused a conversation: ")
+            if not colon:
                 raise
             return f"refuses a message of role {role} behind an answer: {reason}"
         return None
@@ -156,22 +156,22 @@ class Appending:
     def _end(self, last: Sequence[int]) -> int:
         """Count the tokens of an answer that nothing follows, with its prompt and its end. What a
         template writes behind the last end of turn is not part of the answer."""
-        places = [place for place, token in enumerate(last) if token in self._ends]
-        return places[self._before] + 1 if len(places) > self._before else len(last)
+        end_indices = [index for index, token in enumerate(last) if token in self._ends]
+        return end_indices[self._before] + 1 if len(end_indices) > self._before else len(last)
 
     @cached_property
     def _before(self) -> int:
         """The number of end-of-sequence tokens in the prompt."""
         return self._count(self._encoded([], True))
 
-    def _answers(self, given: Sequence[Message]) -> Iterator[dict[str, Any]]:
+    def _answers(self, dummies: Sequence[Message]) -> Iterator[dict[str, Any]]:
         """Yield dummies of an answer: plain, with thoughts next to its text, and with thoughts in
         its text where the template looks for their end."""
-        said = self._said(given)
-        yield said
-        yield said | {"reasoning_content": _THOUGHTS, "thinking": _THOUGHTS}
+        answer = self._said(dummies)
+        yield answer
+        yield answer | {"reasoning_content": _THOUGHTS, "thinking": _THOUGHTS}
         if _END in (self._tokenizer.chat_template or ""):
-            yield said | {"content": f"<think>\n{_THOUGHTS}\n{_END}\n\n{said['content']}"}
+            yield answer | {"content": f"<think>\n{_THOUGHTS}\n{_END}\n\n{answer['content']}"}
 
     def _cut_of(self, role: str) -> _Cut:
         return self._tool_cut if role == "tool" else self._user_cut
@@ -184,12 +184,12 @@ class Appending:
     def _user_cut(self) -> _Cut:
         return self._cut(_dummies("user"))
 
-    def _cut(self, given: list[dict[str, Any]]) -> _Cut:
-        said, ends = self._said(given), self._before
-        closes = self._count(self._encoded([said], False)) > ends
-        whole = self._encoded([said, *given], True)
-        places = [place for place, token in enumerate(whole) if token in self._ends]
-        if len(places) <= ends or given[0]["content"] in self._text(whole[: places[ends]]):
+    def _cut(self, dummies: list[dict[str, Any]]) -> _Cut:
+        answer, ends = self._said(dummies), self._before
+        closes = self._count(self._encoded([answer], False)) > ends
+        whole = self._encoded([answer, *dummies], True)
+        ends_at = [index for index, token in enumerate(whole) if token in self._ends]
+        if len(ends_at) <= ends or dummies[0]["content"] in self._text(whole[: ends_at[ends]]):
             raise self._no_end()
         return _Cut(ends, closes)
 
@@ -197,9 +197,9 @@ class Appending:
         names = [self._tokenizer.fast.id_to_token(end) for end in sorted(self._ends)]
         return IsobitError(_NO_END.format(", ".join(map(str, names)) or "it has none"))
 
-    def _said(self, given: Sequence[Message]) -> dict[str, Any]:
+    def _said(self, dummies: Sequence[Message]) -> dict[str, Any]:
         """Return the dummy of the answer that these messages follow."""
-        called = [message for message in given if message["role"] == "tool"]
+        called = [message for message in dummies if message["role"] == "tool"]
         return _calling(called) if called else _SAYING
 
     def _count(self, tokens: Sequence[int]) -> int:
@@ -213,7 +213,7 @@ class Appending:
         return self._tokenizer.decode(tokens, special=True)
 
 
-def _calling(given: Sequence[Message]) -> dict[str, Any]:
+def _calling(results: Sequence[Message]) -> dict[str, Any]:
     """Return the dummy of an answer that calls the tools whose messages are given."""
     calls = [
         {
@@ -221,7 +221,7 @@ def _calling(given: Sequence[Message]) -> dict[str, Any]:
             "type": "function",
             "function": {"name": message["name"], "arguments": {}},
         }
-        for message in given
+        for message in results
     ]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
@@ -229,8 +229,8 @@ def _calling(given: Sequence[Message]) -> dict[str, Any]:
 def _shape(prompt: Sequence[Message]) -> list[dict[str, Any]]:
     """Return a prompt with dummies in place of what its messages say. An assistant's message at its
     end, which the model continues, is part of the answer and left out."""
-    kept = prompt[:-1] if prompt and prompt[-1].get("role") == "assistant" else prompt
-    return [{**message, "content": f"qz{place}x"} for place, message in enumerate(kept)]
+    messages = prompt[:-1] if prompt and prompt[-1].get("role") == "assistant" else prompt
+    return [{**message, "content": f"qz{index}x"} for index, message in enumerate(messages)]
 
 
 def _dummies(role: str) -> list[dict[str, Any]]:
@@ -240,32 +240,32 @@ def _dummies(role: str) -> list[dict[str, Any]]:
 
 def _with_ids(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages in which those of tools have a name and the id of a call. Raises IsobitError
-    where there are no messages."""
+    for an empty list."""
     if not messages:
         raise IsobitError("nothing follows an answer; expected a message at least")
-    own = {"name": "tool"}
+    defaults = {"name": "tool"}
     return [
-        {**own, "tool_call_id": _ID.format(place), **message}
+        {**defaults, "tool_call_id": _ID.format(index), **message}
         if message["role"] == "tool"
         else dict(message)
-        for place, message in enumerate(messages)
+        for index, message in enumerate(messages)
     ]
 
 
 def numbered(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return a conversation whose calls have ids; tools' messages have the ids of the calls that
     they answer, in order."""
-    found, ids, calls = list[dict[str, Any]](), list[str](), 0
+    chat, ids, calls = list[dict[str, Any]](), list[str](), 0
     for message in messages:
         if message["role"] == "tool":
-            found.append({"name": "tool", **message, "tool_call_id": (ids or [_ID.format(0)])[0]})
+            chat.append({"name": "tool", **message, "tool_call_id": (ids or [_ID.format(0)])[0]})
             ids = ids[1:]
             continue
-        ids = [_ID.format(calls + place) for place, _ in enumerate(message.get("tool_calls", ()))]
+        ids = [_ID.format(calls + index) for index, _ in enumerate(message.get("tool_calls", ()))]
         calls += len(ids)
         made = [{**call, "id": name} for name, call in zip(ids, message.get("tool_calls", ()))]
-        found.append({**message, "tool_calls": made} if made else dict(message))
-    return found
+        chat.append({**message, "tool_calls": made} if made else dict(message))
+    return chat
 
 
 def _why(last: str, whole: str, prompt: Sequence[Message]) -> str:
@@ -276,8 +276,8 @@ def _why(last: str, whole: str, prompt: Sequence[Message]) -> str:
         text = message["content"]
         if last.find(text) != whole.find(text):
             return f"moves the message of role {message['role']}"
-    place = next(
+    index = next(
         (i for i, (a, b) in enumerate(zip(last, whole)) if a != b), min(len(last), len(whole))
     )
-    before, after = last[place : place + _SHOWN], whole[place : place + _SHOWN]
-    return f"writes {after!r} where it wrote {before!r}"
+    old_text, new_text = last[index : index + _SHOWN], whole[index : index + _SHOWN]
+    return f"writes {new_text!r} where it wrote {old_text!r}"

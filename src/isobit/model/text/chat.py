@@ -48,7 +48,7 @@ class _Renderer:
     def render(
         self, template: str, variables: Mapping[str, Any] | None, now: datetime | None = None
     ) -> str:
-        """The rendered text; with no variables the template is only compiled. Raises
+        """Return the rendered text; with no variables the template is only compiled. Raises
         IsobitError."""
         with self._lock:
             process = self._ready()
@@ -63,7 +63,7 @@ class _Renderer:
             )
 
     def close(self) -> None:
-        """End the process."""
+        """End the process that renders."""
         process, self._process, self._numbers = self._process, None, {}
         if process is not None and self._owner == os.getpid():
             process.kill()
@@ -134,23 +134,23 @@ class _Renderer:
 
 
 def _line(process: "subprocess.Popen[bytes]") -> bytes:
-    """What the process writes up to the end of a line; without that where it ended or took too
-    long."""
+    """Return the bytes that the process writes up to the end of a line; without its newline where
+    the process ended or took too long."""
     assert process.stdout is not None
     descriptor = process.stdout.fileno()
-    parts = list[bytes]()
+    chunks = list[bytes]()
     until = time.monotonic() + _WALL_SECONDS
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
-    while not (parts and parts[-1].endswith(b"\n")):
+    while not (chunks and chunks[-1].endswith(b"\n")):
         if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
             break
-        part = os.read(descriptor, 1 << 16)
-        if not part:
+        chunk = os.read(descriptor, 1 << 16)
+        if not chunk:
             process.wait()
             break
-        parts.append(part)
-    return b"".join(parts)
+        chunks.append(chunk)
+    return b"".join(chunks)
 
 
 def _mapping(value: Any) -> Any:
@@ -169,16 +169,17 @@ def check_template(template: str) -> None:
 
 
 def render(template: str, variables: Mapping[str, Any], now: datetime) -> str:
-    """The text of a template with these variables, which JSON can write, at a time. Raises
+    """Return the text of a template with these variables, which JSON can write, at a time. Raises
     IsobitError for what it refuses, for one that cannot be compiled, and for one that exceeds the
     limits."""
     return _RENDERER.render(template, variables, now)
 
 
 def continued(messages: Messages, write: Callable[[Messages], str]) -> str:
-    """A conversation up to the end of its last message, which the model goes on with: without what
-    the template writes behind it, as `continue_final_message` of transformers. `write` renders
-    messages. Raises IsobitError where the template does not write the message as it is."""
+    """Return a conversation up to the end of its last message, which the model goes on with:
+    without the text that the template writes behind it, as `continue_final_message` of
+    transformers. `write` renders messages. Raises IsobitError where the template changes that
+    message."""
     if messages[-1].get("tool_calls"):
         raise IsobitError(
             "the prompt ends with a call of a tool, which nothing answers; end with the tool's message"
@@ -195,20 +196,20 @@ def continued(messages: Messages, write: Callable[[Messages], str]) -> str:
             f"the prompt ends with an assistant's message, which {_NAME} does not write as it is, "
             "so that the model cannot continue it; end with another message"
         )
-    place = rendered.rindex(_TAG.strip())
+    cut = rendered.rindex(_TAG.strip())
     # where the space is gone, the template took away all space at the message's end
-    return rendered[:place] if rendered.startswith(_TAG, place) else rendered[:place].rstrip()
+    return rendered[:cut] if rendered.startswith(_TAG, cut) else rendered[:cut].rstrip()
 
 
 def _tagged(content: Any) -> tuple[str | None, Any]:
-    """The text that a message ends with, and its content with a tag behind that."""
+    """Return the text that a message ends with, and its content with a tag behind that."""
     if isinstance(content, str):
         return content, content + _TAG
     blocks = list(content) if isinstance(content, (list, tuple)) else []
-    for place in reversed(range(len(blocks))):
-        if isinstance(blocks[place], Mapping) and isinstance(
-            text := blocks[place].get("text"), str
+    for index in reversed(range(len(blocks))):
+        if isinstance(blocks[index], Mapping) and isinstance(
+            text := blocks[index].get("text"), str
         ):
-            blocks[place] = {**blocks[place], "text": text + _TAG}
+            blocks[index] = {**blocks[index], "text": text + _TAG}
             return text, blocks
     return None, content

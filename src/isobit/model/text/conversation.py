@@ -64,29 +64,29 @@ class Conversations:
         made = [self._in_form(message) for message in messages]
         if all(m.get("role") in ("user", "assistant") and not m.get("tool_calls") for m in made):
             return made, None
-        given = {**made[0].get(TEMPLATE_KWARGS, {}), **variables}
+        arguments = {**made[0].get(TEMPLATE_KWARGS, {}), **variables}
         kinds = [
             (m.get("role"), bool(_text(m)), len(m.get("tool_calls") or ()), "name" in m)
             for m in made
         ]
-        others = {name: value for name, value in given.items() if name != TOOLS}
-        key = hash(json.dumps([kinds, answering, bool(given.get(TOOLS)), others], default=str))
+        kwargs = {name: value for name, value in arguments.items() if name != TOOLS}
+        key = hash(json.dumps([kinds, answering, bool(arguments.get(TOOLS)), kwargs], default=str))
         if key not in self._roles:
             while len(self._roles) >= _MOST_SHAPES:
                 del self._roles[next(iter(self._roles))]
-            shape = [self._dummy(m, place) for place, m in enumerate(made)]
+            shape = [self._dummy(m, index) for index, m in enumerate(made)]
             self._roles[key] = self._roles_of(shape, answering, variables)
         roles, left_out = self._roles[key]
         return _with_roles(made, roles), left_out
 
-    def _dummy(self, message: Message, place: int) -> dict[str, Any]:
+    def _dummy(self, message: Message, index: int) -> dict[str, Any]:
         """Return a message of which every text is a word that is nowhere else."""
         made = {key: value for key, value in message.items() if key not in _THOUGHTS}
-        made["content"] = f"qz{place}x" if _text(message) else ""
+        made["content"] = f"qz{index}x" if _text(message) else ""
         if message.get("tool_calls"):
             made["tool_calls"] = [
                 self._call(
-                    {**call, "function": {"name": f"qz{place}call{number}x", "arguments": {}}}
+                    {**call, "function": {"name": f"qz{index}call{number}x", "arguments": {}}}
                 )
                 for number, call in enumerate(message["tool_calls"])
             ]
@@ -97,12 +97,12 @@ class Conversations:
         calls = made.get("tool_calls")
         if calls:
             made["tool_calls"] = [self._call(call) for call in calls]
-        own = next((key for key in _THOUGHTS if made.get(key)), None)
-        if own is not None and self._thoughts and own not in self._thoughts:
-            made[self._thoughts[0]] = made.pop(own)
+        thoughts_key = next((key for key in _THOUGHTS if made.get(key)), None)
+        if thoughts_key is not None and self._thoughts and thoughts_key not in self._thoughts:
+            made[self._thoughts[0]] = made.pop(thoughts_key)
         text = made.get("content")
         # gpt-oss: next to a call the template writes a text or thoughts, either as an analysis
-        if own is not None and calls and text and self._thoughts == ["thinking"]:
+        if thoughts_key is not None and calls and text and self._thoughts == ["thinking"]:
             made["thinking"], made["content"] = f"{made['thinking']}\n{text}", ""
         return made
 
@@ -129,9 +129,9 @@ class Conversations:
         where it refuses."""
         function = {"name": "qzcallx", "arguments": arguments}
         call = {"id": "call00000", "type": "function", "function": function}
-        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
         result = {"role": "tool", "name": "qzcallx", "tool_call_id": "call00000", "content": "1"}
-        for chat in ([*_ASKED, said], [*_ASKED, said, result]):
+        for chat in ([*_ASKED, answer], [*_ASKED, answer, result]):
             try:
                 return self._render(chat, False, {})
             except TookTooMuch:
@@ -154,7 +154,7 @@ class Conversations:
                 raise
             except IsobitError:
                 continue
-            missing = next((what for word, what in _said(shape) if word not in text), None)
+            missing = next((meaning for word, meaning in _said(shape) if word not in text), None)
             if missing is None:
                 return renamed, None
             left_out = left_out or missing
@@ -163,11 +163,11 @@ class Conversations:
     def check_calls(self, messages: Sequence[Message]) -> None:
         """Raise LeftOut for a call that the template does not write."""
         made, _ = self.written(messages, False, {})
-        shape = [self._dummy(m, place) for place, m in enumerate(made)]
+        shape = [self._dummy(m, index) for index, m in enumerate(made)]
         text = self._render(shape, False, {})
-        for word, what in _called(shape):
+        for word, meaning in _called(shape):
             if word not in text:
-                raise LeftOut(what)
+                raise LeftOut(meaning)
 
 
 def _text(message: Message) -> str:
@@ -176,17 +176,17 @@ def _text(message: Message) -> str:
 
 def _said(shape: Sequence[Message]) -> Iterator[tuple[str, str]]:
     """Yield the dummies of a conversation that must be written, and what each stands for."""
-    for place, message in enumerate(shape):
+    for index, message in enumerate(shape):
         role = message.get("role")
         if role not in ("user", "assistant") and message["content"]:
-            yield message["content"], f"what a message of role {role} says (messages[{place}])"
+            yield message["content"], f"what a message of role {role} says (messages[{index}])"
 
 
 def _called(shape: Sequence[Message]) -> Iterator[tuple[str, str]]:
     """Yield the dummies of calls, and what each stands for."""
-    for place, message in enumerate(shape):
+    for index, message in enumerate(shape):
         for number, call in enumerate(message.get("tool_calls") or ()):
-            yield call["function"]["name"], f"call {number} of a message (messages[{place}])"
+            yield call["function"]["name"], f"call {number} of a message (messages[{index}])"
 
 
 def _with_roles(messages: Sequence[Message], roles: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -182,12 +182,12 @@ class ContentEncoder:
         """Return the largest number of characters at the end of a text that are the first
         characters of a special token, but not all of it."""
         tail = text[max(0, len(text) - _LONGEST) :]
-        for found in self._first.finditer(tail):
-            start = tail[found.start() :]
-            place = bisect_right(
+        for match in self._first.finditer(tail):
+            start = tail[match.start() :]
+            index = bisect_right(
                 self._sorted, start
             )  # words that begin so, and are longer, are next
-            if place < len(self._sorted) and self._sorted[place].startswith(start):
+            if index < len(self._sorted) and self._sorted[index].startswith(start):
                 return len(start)
         return 0
 
@@ -214,13 +214,13 @@ class ContentEncoder:
                 return marked, hiding
         if not spelled and not any(map(self._is_alike, _texts(messages))):
             return plain, _Hiding(_PICKS[0], ())  # honest text that ends as a special token begins
-        what = (
+        spelled_text = (
             f"the special token {brief(spelled[0])!r}"
             if spelled
             else "what could become a special token"
         )
         raise IsobitError(
-            f"a message has {what} in it, and the model's chat template looks for that and "
+            f"a message has {spelled_text} in it, and the model's chat template looks for that and "
             "writes other text; take it "
             "out, or let it be the token with task.special_tokens_in_content: allow"
         )
@@ -285,10 +285,10 @@ class _Hiding:
 
     def hide(self, word: str) -> str:
         """Return the word with one character hidden."""
-        place = self._pick(word)
-        if word[place] not in self._of:
-            self._of[word[place]] = next(self._free)
-        return word[:place] + self._of[word[place]] + word[place + 1 :]
+        index = self._pick(word)
+        if word[index] not in self._of:
+            self._of[word[index]] = next(self._free)
+        return word[:index] + self._of[word[index]] + word[index + 1 :]
 
     def restored(self, rendered: str) -> str:
         """Return a rendered text in which hidden characters that tojson wrote as numbers are
@@ -320,24 +320,24 @@ def encoding(fast: FastTokenizer, text: str, add_special: bool = False) -> Encod
 def _matches(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
     """Find the places of a pattern of special tokens as `finditer` does, one slice at a time: other
     threads cannot run during a search."""
-    place = 0
-    while place < len(text):
-        end = place + _SLICE
-        for match in pattern.finditer(text, place, end + _LONGEST + 1):
+    position = 0
+    while position < len(text):
+        end = position + _SLICE
+        for match in pattern.finditer(text, position, end + _LONGEST + 1):
             if match.start() >= end:
                 break
             yield match
-            place = match.end()
-        place = max(place, end)
+            position = match.end()
+        position = max(position, end)
 
 
 def _replaced(pattern: re.Pattern[str], replacement: Callable[[str], str], text: str) -> str:
     """Replace the places of a pattern, as `sub` does."""
-    pieces, place = list[str](), 0
+    pieces, position = list[str](), 0
     for match in _matches(pattern, text):
-        pieces += text[place : match.start()], replacement(match[0])
-        place = match.end()
-    return "".join((*pieces, text[place:]))
+        pieces += text[position : match.start()], replacement(match[0])
+        position = match.end()
+    return "".join((*pieces, text[position:]))
 
 
 def _spans(pattern: re.Pattern[str], text: str) -> list[tuple[int, int]]:
@@ -349,9 +349,9 @@ def _texts(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, Mapping):
-        return [text for pair in value.items() for part in pair for text in _texts(part)]
+        return [text for pair in value.items() for item in pair for text in _texts(item)]
     return (
-        [text for part in value for text in _texts(part)]
+        [text for item in value for text in _texts(item)]
         if isinstance(value, (list, tuple))
         else []
     )
@@ -364,11 +364,11 @@ def _mapped(value: Any, change: Callable[[str, bool], str], end: bool = False) -
         return change(value, end)
     if isinstance(value, Mapping):
         return {
-            _mapped(key, change): _mapped(part, change, key != "role")
-            for key, part in value.items()
+            _mapped(key, change): _mapped(item, change, key != "role")
+            for key, item in value.items()
         }
     return (
-        [_mapped(part, change, end) for part in value]
+        [_mapped(item, change, end) for item in value]
         if isinstance(value, (list, tuple))
         else value
     )

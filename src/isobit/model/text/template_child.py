@@ -1,6 +1,6 @@
 """The process that renders chat templates: jinja2's sandbox under limits of the operating system.
 
-A template is a program of whoever made the model, and the sandbox bounds neither its time nor its
+A template is a program of the model's maker, and the sandbox bounds neither its time nor its
 memory: so it is compiled and run here, in `MEMORY_BYTES` and the seconds of computing that each
 request may take, after which the kernel ends this process. One JSON object a line comes in and goes
 out (`chat.py` is the other side). Imports nothing of isobit, whose parts load torch.
@@ -38,13 +38,13 @@ class GenerationBlock(Extension):
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The statements inside."""
+        """Return the statements inside the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def environment() -> jinja2.Environment:
-    """What `transformers` gives a chat template."""
+    """Return the jinja2 environment that `transformers` gives a chat template."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -56,8 +56,8 @@ def environment() -> jinja2.Environment:
 
 
 def answer(request: dict[str, Any], compiled: list[jinja2.Template]) -> dict[str, Any]:
-    """The reply to one request: `template`, a text to compile, or `number`, the one of those to
-    render with `variables` at the time `now`. It is a text, or the reason why there is none."""
+    """Return the reply to one request: `template`, a text to compile, or `number`, the one of those
+    to render with `variables` at the time `now`. It is a text, or the reason why there is none."""
     try:
         if "template" in request:
             compiled.append(environment().from_string(request["template"]))
@@ -91,7 +91,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter that chat templates expect: unlike jinja2's own, it does not escape for HTML."""
+    """Return the filter that chat templates expect: unlike jinja2's own, it does not escape for
+    HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -185,11 +185,11 @@ class Tokenizer:
         if left_out is not None:
             raise LeftOut(left_out)
 
-        def render(given: Sequence[Mapping[str, Any]]) -> str:
-            own = given, None
+        def render(values: Sequence[Mapping[str, Any]]) -> str:
+            chat_args = values, None
             if variables is not None:
-                own = given[0]["messages"], given[0]["variables"]
-            text = self._rendered(own[0], add_generation_prompt, own[1], continues)
+                chat_args = values[0]["messages"], values[0]["variables"]
+            text = self._rendered(chat_args[0], add_generation_prompt, chat_args[1], continues)
             check(text)
             return text
 
@@ -248,10 +248,10 @@ class Tokenizer:
         """Return the text that `completion` adds to `prompt`: decoders may treat the first token of
         a text differently."""
         whole = self.decode([*prompt, *completion], special=special)
-        before = self.decode(prompt, special=special)
+        prompt_text = self.decode(prompt, special=special)
         return (
-            whole[len(before) :]
-            if whole.startswith(before)
+            whole[len(prompt_text) :]
+            if whole.startswith(prompt_text)
             else self.decode(completion, special=special)
         )
 
@@ -307,7 +307,9 @@ class Tokenizer:
     ) -> str:
         last = messages[-1] if messages else {}
         if add_generation_prompt and continues and last.get("role") == "assistant":
-            return chat.continued(messages, lambda given: self._render(given, False, variables))
+            return chat.continued(
+                messages, lambda conversation: self._render(conversation, False, variables)
+            )
         return self._render(messages, add_generation_prompt, variables)
 
     def _render(
@@ -321,15 +323,15 @@ class Tokenizer:
                 "the prompt is a chat, but the model has no chat template; give text prompts, or a "
                 "template with model.chat_template (--chat-template)"
             )
-        own = messages[0].get(TEMPLATE_KWARGS, {}) if messages else {}
-        if own:
-            first = {key: part for key, part in messages[0].items() if key != TEMPLATE_KWARGS}
+        own_kwargs = messages[0].get(TEMPLATE_KWARGS, {}) if messages else {}
+        if own_kwargs:
+            first = {key: value for key, value in messages[0].items() if key != TEMPLATE_KWARGS}
             messages = [first, *messages[1:]]
         variables = {
             "tools": None,
             "documents": None,
             **self.template_kwargs,
-            **own,
+            **own_kwargs,
             **(more or {}),
             "messages": list(messages),
             "add_generation_prompt": add_generation_prompt,
@@ -351,8 +353,8 @@ class Tokenizer:
         self.settings.pop("chat_template", None)
 
     def differs(self, other: "Tokenizer") -> str | None:
-        """Return the part in which another tokenizer would write or end texts differently; None if
-        there is no such part."""
+        """Return the component in which another tokenizer would write or end texts differently;
+        None if both agree."""
         if self.fast.to_str() != other.fast.to_str():
             return "tokenizer"
         if set(self.eos_ids) != set(other.eos_ids):
@@ -431,11 +433,11 @@ def _eos_ids(
         return ids, None
     if not ids:
         return (token,), None
-    own, other = " or ".join(_said(fast, each) for each in ids), _said(fast, token)
+    ours, theirs = (" or ".join(_said(fast, t) for t in ids), _said(fast, token))
     return (
-        *ids,
-        token,
-    ), f"{directory}: a completion ends with {own} of {path.name}, or {other} of the tokenizer"
+        (*ids, token),
+        f"{directory}: a completion ends with {ours} of {path.name}, or {theirs} of the tokenizer",
+    )
 
 
 def _said(fast: FastTokenizer, token: int) -> str:
@@ -454,16 +456,16 @@ def _templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the chat templates by name. Those in files take the place of those in
     tokenizer_config.json."""
     path, folder = directory / "chat_template.jinja", directory / _TEMPLATES
-    found = {"default": read_text(path)} if exists(path) else {}
-    for each in sorted(folder.glob("*.jinja")) if folder.is_dir() else ():
-        found[each.stem] = read_text(each)
-    if found:
-        return found
-    given = settings.get("chat_template")
-    if isinstance(given, str):
-        return {"default": given}
-    entries = [entry for entry in given if _is_named(entry)] if isinstance(given, list) else []
-    if given and not entries:
+    templates = {"default": read_text(path)} if exists(path) else {}
+    for file in sorted(folder.glob("*.jinja")) if folder.is_dir() else ():
+        templates[file.stem] = read_text(file)
+    if templates:
+        return templates
+    setting = settings.get("chat_template")
+    if isinstance(setting, str):
+        return {"default": setting}
+    entries = [entry for entry in setting if _is_named(entry)] if isinstance(setting, list) else []
+    if setting and not entries:
         raise IsobitError(
             f"{directory / 'tokenizer_config.json'}: chat_template: expected text, or a list of "
             '{"name": text, "template": text}'

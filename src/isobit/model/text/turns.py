@@ -1,7 +1,7 @@
 """Which tokens stand for the turns of a chat: what the template itself writes around messages.
 
 Vocabularies flag some of these as special, and others not: DeepSeek's `<｜User｜>` is an added token
-like any other. Whoever spells one in a message would open a turn, so for content it counts as
+like any other. A message that spells one would open a turn, so for content it counts as
 special, whatever its flag says. The rule: of the added tokens that a template writes into a plain
 conversation, outside its messages, all stand for turns, but for tags of which the vocabulary has
 the opening and the closing one, `<think>` and `</think>`, unless one of them is written before a
@@ -30,9 +30,9 @@ Render = Callable[[Sequence[dict[str, Any]], bool], str]
 
 
 def turn_tokens(added: Iterable[AddedToken], render: Render) -> set[str]:
-    """Of the added tokens that are not special, those that stand for turns under a template;
-    `render` writes messages with it, and the start of an answer where the second argument is true.
-    Raises TookTooMuch as that does."""
+    """Return the added tokens that are not special and stand for turns under a template; `render`
+    writes messages with it, and the start of an answer where the second argument is true. Raises
+    TookTooMuch as that does."""
     special = {
         token.content: token.special
         for token in added
@@ -54,10 +54,10 @@ def turn_tokens(added: Iterable[AddedToken], render: Render) -> set[str]:
         except IsobitError:
             continue
         for role, content in zip(roles, contents):
-            before, found, text = text.partition(content)
-            written.update(pattern.findall(before))
-            if found and role in ("system", "user"):
-                before_others.update(pattern.findall(before))
+            text_before, content_found, text = text.partition(content)
+            written.update(pattern.findall(text_before))
+            if content_found and role in ("system", "user"):
+                before_others.update(pattern.findall(text_before))
         written.update(pattern.findall(text))
     tags = {name: _TAG.fullmatch(name) for name in names}
     twins = {

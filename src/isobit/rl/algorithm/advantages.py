@@ -24,14 +24,14 @@ Advantages = Sequence[Sequence[Advantage | None]]
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """All groups of a step, as an advantage sees them.
+    """The groups of a step, from which advantages are computed.
 
     rewards: [groups][completions], None where a completion was not scored: the sum of the reward
     functions by weight, with the penalty of overlong completions; under `decoupled_rewards` of one
     reward function after another. penalties: [groups][completions][trained tokens], what the KL to
-    the reference takes from each, else 0. groups: the samples that these are of, with their tokens
-    and the reward of each function. settings: the objective. logit_norms: as penalties, of each
-    trained token what `token_advantages.squared_norms` has, where the advantage weighs places.
+    the reference takes from each, else 0. groups: the samples of these completions, with their
+    tokens and the reward of each function. settings: the objective. logit_norms: as penalties, of
+    each trained token its `token_advantages.squared_norms`, where the advantage weighs places.
     """
 
     rewards: Sequence[Sequence[float | None]]
@@ -41,7 +41,7 @@ class AdvantageInputs:
     logit_norms: Sequence[Sequence[Sequence[float]]] | None = None
 
     def totals(self) -> list[list[float | None]]:
-        """Rewards less the penalties of all tokens."""
+        """Return the rewards less the penalties of all tokens."""
         return [
             [
                 None if reward is None else reward - math.fsum(taken)
@@ -55,8 +55,8 @@ AdvantageFunction = Callable[[AdvantageInputs], Advantages]
 
 
 def grpo(inputs: AdvantageInputs) -> Advantages:
-    """(r - mean) / (std + 1e-6) (Shao et al. 2024, arXiv 2402.03300, section 4.1.2), with the
-    sample's standard deviation (n - 1), as the field's trainers take it."""
+    """Compute (r - mean) / (std + 1e-6) (Shao et al. 2024, arXiv 2402.03300, section 4.1.2), with
+    the sample's standard deviation (n - 1), as the field's trainers take it."""
 
     def factor(scored: Sequence[float], mean: float) -> float:
         return 1.0 / (_deviation(scored, mean) + _EPS)
@@ -65,8 +65,8 @@ def grpo(inputs: AdvantageInputs) -> Advantages:
 
 
 def grpo_batch(inputs: AdvantageInputs) -> Advantages:
-    """(r - mean of the group) / (std over all groups of the step + 1e-6): easy and hard prompts
-    weigh alike (TRL's `scale_rewards="batch"`; Liu et al. 2025, arXiv 2508.08221)."""
+    """Compute (r - mean of the group) / (std over all groups of the step + 1e-6): easy and hard
+    prompts weigh alike (TRL's `scale_rewards="batch"`; Liu et al. 2025, arXiv 2508.08221)."""
     totals = inputs.totals()
     scored = [reward for row in totals for reward in row if reward is not None]
     if not has_spread(scored):
@@ -76,13 +76,13 @@ def grpo_batch(inputs: AdvantageInputs) -> Advantages:
 
 
 def dr_grpo(inputs: AdvantageInputs) -> Advantages:
-    """r - mean (Liu et al. 2025, arXiv 2503.20783)."""
+    """Compute r - mean (Liu et al. 2025, arXiv 2503.20783)."""
     return [_centred(row, lambda scored, mean: 1.0) for row in inputs.totals()]
 
 
 def rloo(inputs: AdvantageInputs) -> Advantages:
-    """r - mean of the others (Ahmadian et al. 2024, arXiv 2402.14740), which is (r - mean of all) ·
-    n / (n - 1)."""
+    """Compute r - mean of the others (Ahmadian et al. 2024, arXiv 2402.14740), which is (r - mean
+    of all) · n / (n - 1)."""
     return [
         _centred(row, lambda scored, mean: len(scored) / (len(scored) - 1))
         for row in inputs.totals()
@@ -90,25 +90,27 @@ def rloo(inputs: AdvantageInputs) -> Advantages:
 
 
 def opo(inputs: AdvantageInputs) -> Advantages:
-    """r - Σ l·r / Σ l, l the number of trained tokens: the baseline of least variance where the
-    squared gradient of a completion grows with its length (Hao et al. 2025, arXiv 2505.23585)."""
-    found: list[list[float | None]] = []
+    """Compute r - Σ l·r / Σ l, l the number of trained tokens: the baseline of least variance where
+    the squared gradient of a completion grows with its length (Hao et al. 2025, arXiv
+    2505.23585)."""
+    advantages: list[list[float | None]] = []
     for row, penalties in zip(inputs.totals(), inputs.penalties, strict=True):
         lengths = [len(taken) for taken in penalties]
         scored = [(n, r) for n, r in zip(lengths, row, strict=True) if r is not None]
         tokens = sum(n for n, _ in scored)
         if not has_spread(row) or not tokens:
-            found.append([None if reward is None else 0.0 for reward in row])
+            advantages.append([None if reward is None else 0.0 for reward in row])
             continue
         baseline = math.fsum(n * r for n, r in scored) / tokens
-        found.append([None if reward is None else reward - baseline for reward in row])
-    return found
+        advantages.append([None if reward is None else reward - baseline for reward in row])
+    return advantages
 
 
 def maxrl(inputs: AdvantageInputs) -> Advantages:
-    """(r - mean) / mean, 0 in a group without a success (Tajwar et al. 2026, arXiv 2602.02710): of
-    a group of n rewards 0 and 1 the gradient is, in the mean, that of the log-likelihood of a
-    success to order n - 1 in the chance of failure. Raises IsobitError for a reward below 0."""
+    """Compute (r - mean) / mean, 0 in a group without a success (Tajwar et al. 2026, arXiv
+    2602.02710): of a group of n rewards 0 and 1 the gradient is, in the mean, that of the
+    log-likelihood of a success to order n - 1 in the chance of failure. Raises IsobitError for a
+    reward below 0."""
     totals = inputs.totals()
     least = min((r for row in totals for r in row if r is not None), default=0.0)
     if least < 0:
@@ -126,8 +128,8 @@ def _deviation(values: Sequence[float], mean: float) -> float:
 def _centred(
     rewards: Sequence[float | None], factor: Callable[[Sequence[float], float], float]
 ) -> list[float | None]:
-    """(r - mean) · factor(scored rewards, mean); 0 in a group of one scored completion, or of equal
-    rewards."""
+    """Compute (r - mean) · factor(scored rewards, mean); 0 in a group of one scored completion, or
+    of equal rewards."""
     if not has_spread(rewards):
         return [None if reward is None else 0.0 for reward in rewards]
     scored = [reward for reward in rewards if reward is not None]
@@ -137,7 +139,7 @@ def _centred(
 
 
 def has_spread(rewards: Sequence[float | None]) -> bool:
-    """Whether the scored rewards of a group differ: if not, no sample of it has a gradient.
+    """Return whether the scored rewards of a group differ: if not, no sample of it has a gradient.
 
     Dynamic sampling (DAPO, Yu et al. 2025, arXiv 2503.14476, section 3.2) keeps a group if this
     holds; it decides on the group, never on a sample.
@@ -147,7 +149,7 @@ def has_spread(rewards: Sequence[float | None]) -> bool:
 
 
 def overlong_penalty(length: int, limit: int, buffer: int, penalty: float = 1.0) -> float:
-    """DAPO's soft penalty (section 3.4, eq. 13), added to the reward.
+    """Compute DAPO's soft penalty (section 3.4, eq. 13), added to the reward.
 
     0 up to `limit - buffer` tokens, falling linearly to -penalty at `limit`.
     """

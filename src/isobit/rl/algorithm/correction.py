@@ -26,12 +26,12 @@ _LEAST_PROBABILITY = 1e-8  # of a token and of its complement, in binary_kl
 class Correction:
     """The result of a correction, per token [tokens]: the `weights`, float32, that multiply the
     loss (0 where rejected); `untruncated`, the ratios before truncation, whose tails say more;
-    `clipped`, which of them were truncated; `kept`, which tokens were not rejected."""
+    `clipped`, which of them were truncated; `accepted`, which tokens were not rejected."""
 
     weights: Tensor
     untruncated: Tensor
     clipped: Tensor
-    kept: Tensor
+    accepted: Tensor
 
 
 def correct(
@@ -54,11 +54,11 @@ def correct(
     clipped = (
         torch.zeros_like(lr, dtype=torch.bool) if rule.weight == "none" else weights != untruncated
     )
-    kept = _kept(rule, old_logprobs, rollout_logprobs, counts, sequence)
+    accepted = _kept(rule, old_logprobs, rollout_logprobs, counts, sequence)
     if rule.normalize:
         weights = weights / _mean_weight(weights, rule.weight, counts)
-    weights = torch.where(kept, weights, 0.0)
-    return Correction(weights.float(), untruncated.float(), clipped, kept)
+    weights = torch.where(accepted, weights, 0.0)
+    return Correction(weights.float(), untruncated.float(), clipped, accepted)
 
 
 def correction_metrics(correction: Correction) -> dict[str, float]:
@@ -67,11 +67,11 @@ def correction_metrics(correction: Correction) -> dict[str, float]:
     ratios; that by the weights is 0 for an entirely rejected batch."""
     weights = correction.weights.double()
     ratio = correction.untruncated.double()
-    kept = correction.kept
+    accepted = correction.accepted
     return {
         "correction/mean_weight": mean(weights),
         "correction/clipped_fraction": mean(correction.clipped),
-        "correction/rejected_fraction": mean(~kept),
+        "correction/rejected_fraction": mean(~accepted),
         "correction/largest_ratio": float(ratio.max()),
         "correction/effective_sample_size": _effective_sample_size(weights),
         "correction/effective_sample_size_untruncated": _effective_sample_size(ratio),
@@ -97,21 +97,21 @@ def step_metrics(
         torch.tensor(list(s), dtype=torch.float64).repeat_interleave(counts) * sizes
         for s in (before, after)
     )
-    kept = [bool(part.any()) for part in correction.kept.split(list(lengths)) if part.numel()]
+    some = [bool(m.any()) for m in correction.accepted.split(list(lengths)) if m.numel()]
     left = total(correction.weights.double() * new) / (total(old) or math.nan)
-    return {"correction/kept_fraction": sum(kept) / len(kept), "correction/effective_step": left}
+    return {"correction/kept_fraction": sum(some) / len(some), "correction/effective_step": left}
 
 
 def small_step(rule: CorrectionRule, metrics: Mapping[str, float]) -> str | None:
     """Return one line that warns of a correction that leaves little of the step, or None where it
     leaves enough."""
-    left, kept = (
+    left, fraction = (
         metrics.get(f"correction/{name}", 1.0) for name in ("effective_step", "kept_fraction")
     )
-    if min(left, kept) >= LEAST_STEP:
+    if min(left, fraction) >= LEAST_STEP:
         return None
     return (
-        f"algorithm.correction ({rule}) keeps {kept:.0%} of the completions and {left:.0%} of the "
+        f"algorithm.correction ({rule}) keeps {fraction:.0%} of the completions and {left:.0%} of the "
         "step's size: widen its bounds, or take token_tis, or precision: fp8, which needs none "
         "(said once; the metrics have correction/effective_step)"
     )
@@ -125,15 +125,15 @@ def _mean_weight(weights: Tensor, kind: str, counts: Tensor) -> float:
         weights = weights[
             filled.cumsum(0) - 1
         ]  # one of each sequence, whose tokens have it in common
-    found = mean(weights)
-    return found if found > 1e-8 else 1.0
+    mean_weight = mean(weights)
+    return mean_weight if mean_weight > 1e-8 else 1.0
 
 
 def _kept(
     rule: CorrectionRule, old: Tensor, rollout: Tensor, counts: Tensor, sequence: Tensor
 ) -> Tensor:
     lr = (old - rollout).double()
-    kept = torch.ones(lr.shape, dtype=torch.bool)
+    accepted = torch.ones(lr.shape, dtype=torch.bool)
     if rule.rejection is not None:
         if rule.rejection.measure == "binary_kl":
             # the larger of the two divergences between the Bernoulli distributions of
@@ -142,22 +142,20 @@ def _kept(
                 torch.exp(logprobs.double()).clamp(_LEAST_PROBABILITY, 1 - _LEAST_PROBABILITY)
                 for logprobs in (old, rollout)
             )
-            tokens, others = torch.log(p / q), torch.log((1 - p) / (1 - q))
-            divergence = torch.maximum(
-                p * tokens + (1 - p) * others, -q * tokens - (1 - q) * others
-            )
+            tokens, rest = torch.log(p / q), torch.log((1 - p) / (1 - q))
+            divergence = torch.maximum(p * tokens + (1 - p) * rest, -q * tokens - (1 - q) * rest)
             value = _of_level(rule.rejection.level, divergence, counts, sequence)
         else:
             value = _measured(rule.rejection, lr, counts, sequence)
         low, high = rule.rejection.low, rule.rejection.high
-        kept &= (value >= (-math.inf if low is None else low)) & (
+        accepted &= (value >= (-math.inf if low is None else low)) & (
             value <= (math.inf if high is None else high)
         )
     if rule.veto > 0:
         vetoed = torch.zeros(len(counts), dtype=torch.bool)
         vetoed[sequence[lr < math.log(rule.veto)]] = True
-        kept &= ~vetoed[sequence]
-    return kept
+        accepted &= ~vetoed[sequence]
+    return accepted
 
 
 def _measured(rejection: Rejection, lr: Tensor, counts: Tensor, sequence: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ LEVELS = ("token", "sequence_sum", "sequence_mean", "sequence_max")
 
 @dataclass(frozen=True)
 class Rejection:
-    """Which tokens or sequences a correction leaves out: those whose value is outside [low, high].
+    """The rule by which a correction leaves out tokens or sequences: those whose value is outside
+    [low, high].
 
     `measure` per token: ratio = exp(lr), inverse_ratio = exp(-lr), k1 = -lr, k2 = lr²/2, k3 =
     exp(lr) - 1 - lr, and binary_kl = max(KL(p ‖ q), KL(q ‖ p)) of the two events "this token" and

@@ -55,9 +55,9 @@ class StepBatch:
     def to_json(self) -> dict[str, Any]:
         """Return a batch that waits to be learned from, in plain values. A scored group that is
         among the batch's groups is written as its number there."""
-        places = {id(group): place for place, group in enumerate(self.groups)}
+        numbers = {id(group): number for number, group in enumerate(self.groups)}
         scored = [
-            place if (place := places.get(id(group))) is not None else groups_to_json([group])[0]
+            number if (number := numbers.get(id(group))) is not None else groups_to_json([group])[0]
             for group in self.scored
         ]
         return {"dropped": self.dropped, "groups": groups_to_json(self.groups), "scored": scored}
@@ -67,8 +67,8 @@ class StepBatch:
         """Return the batch that `to_json` wrote."""
         groups = groups_from_json(values["groups"])
         scored = [
-            groups[each] if isinstance(each, int) else groups_from_json([each])[0]
-            for each in values["scored"]
+            groups[group] if isinstance(group, int) else groups_from_json([group])[0]
+            for group in values["scored"]
         ]
         return StepBatch(
             wanted, groups=groups, scored=scored, dropped=values["dropped"], rounds_left=0
@@ -79,11 +79,11 @@ class StepBatch:
         keep those beyond `wanted` as surplus."""
         self.rounds_left -= 1
         self.scored += groups
-        kept = [g for g in groups if not self.dynamic or teaches(g, self.objective)]
-        self.dropped += len(groups) - len(kept)
+        teaching = [g for g in groups if not self.dynamic or teaches(g, self.objective)]
+        self.dropped += len(groups) - len(teaching)
         room = self.wanted - len(self.groups)
-        self.groups += kept[:room]
-        self.surplus += kept[room:]
+        self.groups += teaching[:room]
+        self.surplus += teaching[room:]
 
 
 def assign_credit(
@@ -101,8 +101,8 @@ def assign_credit(
     norms = None
     if objective.weighs_places:
         assert logit_norms is not None
-        each = iter(logit_norms([sample for group in groups for sample in group]))
-        norms = [[next(each) for _ in group] for group in groups]
+        rows = iter(logit_norms([sample for group in groups for sample in group]))
+        norms = [[next(rows) for _ in group] for group in groups]
     for group, credited in zip(groups, _advantages(groups, objective, norms)):
         for sample, advantage in zip(group, credited):
             if advantage is not None:
@@ -144,31 +144,29 @@ def _advantages(
         for g, row in zip(groups, extra)
     ]
     free = [[(0.0,) * len(row) for row in group] for group in charged]
-    parts = [(1.0, estimate(AdvantageInputs(shaping, charged, groups, objective, norms)))]
+    terms = [(1.0, estimate(AdvantageInputs(shaping, charged, groups, objective, norms)))]
     for name, weight in objective.reward_weights:
         rewards = [_component(group, name) for group in groups]
-        parts.append((weight, estimate(AdvantageInputs(rewards, free, groups, objective, norms))))
+        terms.append((weight, estimate(AdvantageInputs(rewards, free, groups, objective, norms))))
     return [
         [
             None
             if sample.reward is None
-            else _sum([(weight, part[g][i]) for weight, part in parts if weight])
+            else _sum([(weight, values[g][i]) for weight, values in terms if weight])
             for i, sample in enumerate(group)
         ]
         for g, group in enumerate(groups)
     ]
 
 
-def _sum(parts: Sequence[tuple[float, Advantage | None]]) -> Advantage:
+def _sum(terms: Sequence[tuple[float, Advantage | None]]) -> Advantage:
     """Return the weighted sum of advantages: a number, or, where any part is token by token, one
     number for each token, in which a part that is a number counts for every token. A function that
     did not score the sample adds nothing."""
-    given = [(weight, part) for weight, part in parts if part is not None]
-    numbers = [weight * part for weight, part in given if isinstance(part, (int, float))]
+    scored = [(weight, a) for weight, a in terms if a is not None]
+    numbers = [weight * a for weight, a in scored if isinstance(a, (int, float))]
     rows = [
-        [weight * value for value in part]
-        for weight, part in given
-        if not isinstance(part, (int, float))
+        [weight * value for value in a] for weight, a in scored if not isinstance(a, (int, float))
     ]
     if rows:
         return tuple(math.fsum((*numbers, *token)) for token in zip(*rows, strict=True))

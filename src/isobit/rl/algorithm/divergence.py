@@ -46,8 +46,8 @@ class Divergence:
         if 0 < self.top_k < mine.shape[-1]:
             chosen = mine.detach().topk(self.top_k, dim=-1).indices
             mine, theirs = (_with_rest(x, chosen) for x in (mine, theirs))
-        found: Tensor = _Distance.apply(mine, theirs, self.beta)
-        return found
+        divergence: Tensor = _Distance.apply(mine, theirs, self.beta)
+        return divergence
 
 
 class _Distance(Function):
@@ -77,9 +77,9 @@ class _Distance(Function):
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
         (policy, teacher), beta = ctx.saved_tensors, ctx.beta
         mine, likeliest = _logprobs(policy), policy.argmax(-1, keepdim=True)
-        found, difference = mine.exp(), _logprobs(teacher).sub_(mine)
+        gradient, difference = mine.exp(), _logprobs(teacher).sub_(mine)
         if beta == 0:
-            found = found - difference.add_(mine).exp_()
+            gradient = gradient - difference.add_(mine).exp_()
         else:  # c - c of the likeliest: what they have in common leaves the gradient as it is
             at_likeliest = difference.gather(-1, likeliest)
             relative = difference.sub_(at_likeliest)
@@ -87,10 +87,10 @@ class _Distance(Function):
                 odds = at_likeliest + (math.log(beta) - math.log1p(-beta))
                 relative = _log_mixed(relative, odds).mul_(1 - beta)
             relative = relative.neg_()
-            found.mul_(relative - row_sum(found * relative).unsqueeze(-1))
-        found.scatter_(-1, likeliest, 0.0)
-        found.scatter_(-1, likeliest, -row_sum(found).unsqueeze(-1))
-        return found.mul_(slope.unsqueeze(-1)), None, None
+            gradient.mul_(relative - row_sum(gradient * relative).unsqueeze(-1))
+        gradient.scatter_(-1, likeliest, 0.0)
+        gradient.scatter_(-1, likeliest, -row_sum(gradient).unsqueeze(-1))
+        return gradient.mul_(slope.unsqueeze(-1)), None, None
 
 
 def _logprobs(logits: Tensor) -> Tensor:
@@ -98,19 +98,19 @@ def _logprobs(logits: Tensor) -> Tensor:
     sum of the other tokens' probabilities over its own)."""
     likeliest = logits.argmax(-1, keepdim=True)
     shifted = logits - logits.gather(-1, likeliest)
-    others = row_sum(shifted.exp().scatter_(-1, likeliest, 0.0)).unsqueeze(-1)
-    return shifted.sub_(torch.log1p(others))
+    rest = row_sum(shifted.exp().scatter_(-1, likeliest, 0.0)).unsqueeze(-1)
+    return shifted.sub_(torch.log1p(rest))
 
 
 def _log_mixed(difference: Tensor, odds: Tensor | float) -> Tensor:
     """Return log(1 - g + g·e^d) with g = sigmoid(`odds`) and d = `difference`, precise also where
     it is nearly 0."""
     odds = torch.as_tensor(odds, dtype=difference.dtype, device=difference.device)
-    own, others = logsigmoid(odds), logsigmoid(-odds)
-    small, second = torch.expm1(difference).mul_(own.exp()), difference + own
+    log_g, log_rest = logsigmoid(odds), logsigmoid(-odds)
+    small, second = torch.expm1(difference).mul_(log_g.exp()), difference + log_g
     # `logaddexp`, whose bits at the ends of a thread's share are others
-    large = torch.maximum(others, second)
-    large.add_(second.sub_(others).abs_().neg_().exp_().log1p_())
+    large = torch.maximum(log_rest, second)
+    large.add_(second.sub_(log_rest).abs_().neg_().exp_().log1p_())
     near = small.abs() < 0.5
     return torch.where(near, small.log1p_(), large)
 
@@ -118,7 +118,7 @@ def _log_mixed(difference: Tensor, odds: Tensor | float) -> Tensor:
 def _with_rest(logits: Tensor, chosen: Tensor) -> Tensor:
     """Return [T, k + 1]: the logits [T, k] of the chosen tokens, and the log of the sum of exp of
     all other logits."""
-    others = logits.scatter(-1, chosen, -torch.inf)
-    most = others.detach().amax(-1, keepdim=True)
-    rest = most + row_sum(torch.exp(others - most)).log().unsqueeze(-1)
+    unchosen = logits.scatter(-1, chosen, -torch.inf)
+    most = unchosen.detach().amax(-1, keepdim=True)
+    rest = most + row_sum(torch.exp(unchosen - most)).log().unsqueeze(-1)
     return torch.cat([logits.gather(-1, chosen), rest], -1)

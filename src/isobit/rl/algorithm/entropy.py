@@ -24,18 +24,18 @@ class EntropyBonus:
 
     @staticmethod
     def of(objective: Objective) -> "EntropyBonus":
-        """At the beginning of a run."""
+        """Return the bonus at the beginning of a run."""
         return EntropyBonus(objective.entropy_coefficient)
 
     def applied(self, objective: Objective) -> float:
-        """The coefficient of the next optimizer step."""
+        """Return the coefficient of the next optimizer step."""
         target = objective.entropy_target
         if target is None:
             return self.coefficient
         return self.coefficient if self.last is not None and self.last <= target else 0.0
 
     def stepped(self, entropy: float, objective: Objective) -> None:
-        """An optimizer step was taken, on tokens of this mean `entropy`."""
+        """Adapt the coefficient after an optimizer step on tokens of this mean `entropy`."""
         target, by = objective.entropy_target, objective.entropy_coefficient_step
         if target is None:
             return
@@ -44,5 +44,5 @@ class EntropyBonus:
         self.last = entropy
 
     def state(self) -> Mapping[str, float | None]:
-        """Plain values for a checkpoint."""
+        """Return plain values for a checkpoint."""
         return {"coefficient": self.coefficient, "last": self.last}

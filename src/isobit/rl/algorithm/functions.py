@@ -65,11 +65,11 @@ def loss_function(name: str) -> PolicyLoss:
     called."""
     if name in _LOSSES:
         return _LOSSES[name]
-    call, what = _found(name, _LOSS, "loss(inputs: LossInputs) -> LossOutputs")
+    call, label = _found(name, _LOSS, "loss(inputs: LossInputs) -> LossOutputs")
 
     def loss(inputs: LossInputs) -> LossOutputs:
         outputs = call(inputs)
-        _check_outputs(outputs, inputs, what)
+        _check_outputs(outputs, inputs, label)
         return outputs  # type: ignore[no-any-return]
 
     return Loss(loss)
@@ -80,23 +80,23 @@ def advantage_function(name: str) -> AdvantageFunction:
     found or called."""
     if name in _ADVANTAGES:
         return _ADVANTAGES[name]
-    call, what = _found(
+    call, label = _found(
         name,
         _ADVANTAGE,
         "advantage(inputs: AdvantageInputs) -> one list of advantages for each group",
     )
 
     def advantage(inputs: AdvantageInputs) -> Advantages:
-        given = _listed(
-            call(inputs), len(inputs.rewards), f"{what}: expected one list for each group"
+        advantages = _listed(
+            call(inputs), len(inputs.rewards), f"{label}: expected one list for each group"
         )
-        rows = zip(given, inputs.rewards, inputs.penalties, strict=True)
+        rows = zip(advantages, inputs.rewards, inputs.penalties, strict=True)
         return [
             [
-                _advantage(value, reward, len(taken), f"{what}: group {number}, completion {i}")
+                _advantage(value, reward, len(taken), f"{label}: group {number}, completion {i}")
                 for i, (value, reward, taken) in enumerate(
                     zip(
-                        _listed(row, len(rewards), f"{what}: group {number}"),
+                        _listed(row, len(rewards), f"{label}: group {number}"),
                         rewards,
                         penalties,
                         strict=True,
@@ -112,15 +112,15 @@ def advantage_function(name: str) -> AdvantageFunction:
 def digests(objective: Objective) -> dict[str, list[str]]:
     """Return the sha256 of the files of a user's functions, by the key that names them, in the form
     of `machine.json`, which also lists the later files of a resumed run."""
-    found = {}
+    by_key = {}
     for key, name, named in (
         (_LOSS, objective.loss, _LOSSES),
         (_ADVANTAGE, objective.advantage, _ADVANTAGES),
     ):
         if name not in named:
             _, file = find_function(name, key)
-            found[key] = [hashlib.sha256(Path(file).read_bytes()).hexdigest()]
-    return found
+            by_key[key] = [hashlib.sha256(Path(file).read_bytes()).hexdigest()]
+    return by_key
 
 
 def check_functions(objective: ResolvedObjective) -> None:
@@ -141,11 +141,11 @@ def check_split(loss: LossFunction, objective: ResolvedObjective, what: str) -> 
     sizes, count = _PROBED_LENGTHS, len(_PROBED_LENGTHS)
     for cuts in ((1,), (2,), tuple(range(1, count))):
         bounds = [0, *cuts, count]
-        parts = []
+        gradients = []
         for first, last in pairwise(bounds):
             tokens = slice(sum(sizes[:first]), sum(sizes[:last]))
-            parts.append(_gradient(loss, _cut(inputs, tokens, first), what))
-        if float((torch.cat(parts, dim=1) - whole).abs().max()) > _SPLIT_TOLERANCE * float(
+            gradients.append(_gradient(loss, _cut(inputs, tokens, first), what))
+        if float((torch.cat(gradients, dim=1) - whole).abs().max()) > _SPLIT_TOLERANCE * float(
             whole.abs().max()
         ):
             raise IsobitError(
@@ -209,20 +209,20 @@ def weighted_sum(outputs: LossOutputs, inputs: LossInputs) -> Tensor:
 def _found(reference: str, key: str, form: str) -> tuple[Callable[[object], Any], str]:
     """Return (the user's function of one argument, wrapped so that whatever it raises becomes an
     IsobitError, and its name in error texts)."""
-    what = f"{key} {reference!r}"
+    label = f"{key} {reference!r}"
     function, file = find_function(reference, key)
     try:
         inspect.signature(function).bind(None)
     except TypeError:
-        raise IsobitError(f"{what}: expected def {form}") from None
+        raise IsobitError(f"{label}: expected def {form}") from None
 
     def call(inputs: object) -> Any:
         try:
             return function(inputs)
         except Exception as error:  # the user's function may raise anything
-            raise IsobitError(f"{what}: {last_line(error, file)}") from None
+            raise IsobitError(f"{label}: {last_line(error, file)}") from None
 
-    return call, what
+    return call, label
 
 
 def _check_outputs(outputs: object, inputs: LossInputs, what: str) -> None:
@@ -239,17 +239,17 @@ def _check_outputs(outputs: object, inputs: LossInputs, what: str) -> None:
     }
     for name, value in tensors.items():
         if not isinstance(value, Tensor) or value.shape != shape:
-            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            actual = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise IsobitError(
-                f"{what}: {name} is {found}, expected a tensor with a number for each token, "
+                f"{what}: {name} is {actual}, expected a tensor with a number for each token, "
                 f"{list(shape)}"
             )
     for name in outputs.metrics:
         if not str(name).isidentifier() or f"loss/{name}" in METRICS:
-            taken = [own.removeprefix("loss/") for own in METRICS if own.startswith("loss/")]
+            taken = [key.removeprefix("loss/") for key in METRICS if key.startswith("loss/")]
             raise IsobitError(
                 f"{what}: metric {name!r}: expected letters, digits and _, and none of "
-                f"{', '.join(own for own in taken if own != '*')}, which isobit itself logs"
+                f"{', '.join(key for key in taken if key != '*')}, which isobit itself logs"
             )
 
 

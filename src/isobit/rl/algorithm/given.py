@@ -71,14 +71,14 @@ def preference(kind: str, inputs: LossInputs) -> LossOutputs:
 
     rewards = beta * pairs.detach()
     margins = rewards[:, 0] - rewards[:, 1]
-    found = {
+    metrics = {
         "chosen_reward": rewards[:, 0],
         "rejected_reward": rewards[:, 1],
         "margin": margins,
         "accuracy": (margins > 0).to(rewards.dtype),
     }
     loss = shared_out(of_pairs(kind, pairs, counts, beta))
-    return LossOutputs(loss, metrics={name: shared_out(v) for name, v in found.items()})
+    return LossOutputs(loss, metrics={name: shared_out(v) for name, v in metrics.items()})
 
 
 def of_labels(
@@ -86,16 +86,16 @@ def of_labels(
 ) -> Tensor:
     """Return KTO's loss of each answer [A]. `log_ratios` [A] as in `of_pairs`; `labels` [A]: 1 for
     a desirable answer, else -1; `baseline`: the estimate of KL(policy ‖ reference); `weights`: of
-    desirable answers, and of undesirable ones.
+    desirable and of undesirable answers.
 
     The loss is w·(1 - sigmoid(label·β·(r - baseline))) (Ethayarajh et al. 2024, arXiv 2402.01306,
     eq. 7, as TRL's KTOTrainer has it).
     """
     desirable, undesirable = (log_ratios.new_tensor(weight) for weight in weights)
-    each = torch.where(labels > 0, desirable, undesirable)
+    weight_of_each = torch.where(labels > 0, desirable, undesirable)
     z = labels * beta * (log_ratios - baseline)
     # some at a time: the bits of `sigmoid` at the ends of a thread's share are others
-    return each * torch.cat([_falling(some) for some in z.split(_AT_ONCE)])
+    return weight_of_each * torch.cat([_falling(some) for some in z.split(_AT_ONCE)])
 
 
 def _falling(z: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def kto(inputs: LossInputs) -> LossOutputs:
     ratios = zeros.index_add(0, sequence, log_ratios).index_select(0, sequence)
     baseline, beta = settings.kl_baseline, settings.beta
     rewards, desirable = beta * ratios.detach(), (labels > 0).to(ratios.dtype)
-    found = {
+    metrics = {
         "chosen_reward": rewards * desirable,
         "rejected_reward": rewards * (1 - desirable),
         "desirable": desirable,
@@ -124,7 +124,7 @@ def kto(inputs: LossInputs) -> LossOutputs:
     }
     loss = of_labels(ratios, labels, baseline, beta, settings.answer_weights)
     shares = lengths[sequence]
-    return LossOutputs(loss / shares, metrics={name: v / shares for name, v in found.items()})
+    return LossOutputs(loss / shares, metrics={name: v / shares for name, v in metrics.items()})
 
 
 def mismatched(samples: Sequence[Sample], most_tokens: int) -> list[Sample]:
@@ -133,8 +133,8 @@ def mismatched(samples: Sequence[Sample], most_tokens: int) -> list[Sample]:
     tokens together is left out; one sample has no pair."""
     if len(samples) < 2:
         return []
-    before = (*samples[-1:], *samples[:-1])
-    pairs = [replace(b, prompt_ids=a.prompt_ids) for a, b in zip(samples, before, strict=True)]
+    previous = (*samples[-1:], *samples[:-1])
+    pairs = [replace(b, prompt_ids=a.prompt_ids) for a, b in zip(samples, previous, strict=True)]
     return [p for p in pairs if len(p.prompt_ids) + len(p.completion_ids) <= most_tokens]
 
 

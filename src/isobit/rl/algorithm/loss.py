@@ -162,13 +162,11 @@ def gmpo(inputs: LossInputs) -> LossOutputs:
     """
     log_ratio = _token_log_ratio(inputs)
     bounded = log_ratio.clamp(-inputs.clip_low, inputs.clip_high)
-    kept = torch.where(
-        inputs.advantages > 0,
-        torch.minimum(log_ratio, bounded),
-        torch.maximum(log_ratio, bounded),
+    logs = torch.where(
+        inputs.advantages > 0, torch.minimum(log_ratio, bounded), torch.maximum(log_ratio, bounded)
     )
-    mean = (kept - kept.detach() + _over_sequence(kept.detach(), inputs)).clamp(max=_SEQUENCE_LIMIT)
-    clipped = (kept != log_ratio) & (inputs.advantages != 0)
+    mean = (logs - logs.detach() + _over_sequence(logs.detach(), inputs)).clamp(max=_SEQUENCE_LIMIT)
+    clipped = (logs != log_ratio) & (inputs.advantages != 0)
     return LossOutputs(-torch.exp(mean) * inputs.advantages, clipped)
 
 
@@ -187,8 +185,8 @@ def dppo_kl(inputs: LossInputs) -> LossOutputs:
     Probabilities are at most 1 - 1e-8, as verl's."""
     policy, old = (p.clamp(max=1 - _LEAST_OTHERS) for p in _probabilities(inputs))
     difference = inputs.old_logprobs - inputs.policy_logprobs.detach()
-    others = torch.log1p(-old) - torch.log1p(-policy)
-    return _within(inputs, policy - old, old * difference + (1 - old) * others)
+    rest = torch.log1p(-old) - torch.log1p(-policy)
+    return _within(inputs, policy - old, old * difference + (1 - old) * rest)
 
 
 def _probabilities(inputs: LossInputs) -> tuple[Tensor, Tensor]:
@@ -336,9 +334,9 @@ def kl_penalty(policy_logprobs: Tensor, reference_logprobs: Tensor, estimator: s
 
 def _k3(difference: Tensor) -> Tensor:
     """Compute e^d - d - 1: the value in float64, the gradient e^d - 1 in the dtype of d."""
-    wide, found = difference.detach().double(), torch.exp(difference) - difference - 1.0
+    wide, narrow = difference.detach().double(), torch.exp(difference) - difference - 1.0
     exact = (torch.expm1(wide) - wide).to(difference.dtype)
-    return exact + (found - found.detach())
+    return exact + (narrow - narrow.detach())
 
 
 def kl_in_loss(inputs: LossInputs) -> Tensor:
@@ -365,8 +363,8 @@ def kl_in_loss(inputs: LossInputs) -> Tensor:
     difference = inputs.reference_logprobs.double() - policy.detach()
     k3 = kl_penalty(policy.detach(), inputs.reference_logprobs.double(), estimator)
     # 0 both, with the gradients of the token's own log-probability and of its ratio's log
-    own, moved = policy - policy.detach(), log_ratio - log_ratio.detach()
-    penalty = ratio * (k3 + k3 * moved - (k3 + difference) * own)
+    zero, moved = policy - policy.detach(), log_ratio - log_ratio.detach()
+    penalty = ratio * (k3 + k3 * moved - (k3 + difference) * zero)
     return penalty.to(inputs.policy_logprobs.dtype)
 
 

@@ -402,10 +402,10 @@ class ResolvedObjective(Objective):
         return ResolvedObjective(**(vars(objective) | values))
 
 
-OBJECTIVES = {name: Objective(name, **parts) for name, parts in PRESETS.items()}
+OBJECTIVES = {name: Objective(name, **defaults) for name, defaults in PRESETS.items()}
 
 
-_PARTS = {key for parts in PRESETS.values() for key in parts}
+_PARTS = {key for defaults in PRESETS.values() for key in defaults}
 """What a preset may decide."""
 
 
@@ -415,10 +415,10 @@ def with_preset(values: Any) -> Any:
     if not isinstance(values, Mapping):
         return values
     values = _without_shadow_passes(values)
-    given = {key: value for key, value in values.items() if value is not None or key not in _PARTS}
-    preset = given.get("preset", "grpo")
-    parts = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
-    return parts | given
+    chosen = {key: value for key, value in values.items() if value is not None or key not in _PARTS}
+    preset = chosen.get("preset", "grpo")
+    defaults = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
+    return defaults | chosen
 
 
 def _without_shadow_passes(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,8 +53,8 @@ class PartialSettings:
         return prompts_per_step if self.extra_prompts is None else self.extra_prompts
 
     def check(self, refused: Sequence[tuple[str, bool, str]]) -> None:
-        """Raise IsobitError for the first of what is used beside it and cannot be: (key, whether it
-        is used, what would switch it off)."""
+        """Raise IsobitError for the first setting in use that excludes partial rollouts: (key,
+        whether it is used, the setting that switches it off)."""
         for key, present, instead in refused if self.used else ():
             if present:
                 raise IsobitError(
@@ -64,16 +64,16 @@ class PartialSettings:
 
 
 def unfinished(sample: Sample, max_new_tokens: int) -> bool:
-    """Whether a completion was interrupted: neither ended nor at its length limit."""
+    """Return whether a completion was interrupted: neither ended nor at its length limit."""
     return sample.truncated and len(sample.completion_ids) < max_new_tokens
 
 
 def learnable(group: Group, step: int, max_staleness: int) -> Group:
-    """A group as the step after `step` learned ones learns from it: tokens that were drawn more
-    than `max_staleness` steps before are context."""
-    found = []
+    """Return a group as the step after `step` learned ones learns from it: tokens that were drawn
+    more than `max_staleness` steps before are context."""
+    samples = []
     for sample in group:
-        young = [each for each in sample.drawn if step - each.rollout_step <= max_staleness]
+        young = [s for s in sample.drawn if step - s.rollout_step <= max_staleness]
         start = young[0].start if young else len(sample.completion_ids)
-        found.append(sample.trained_from(start))
-    return found
+        samples.append(sample.trained_from(start))
+    return samples

@@ -26,24 +26,24 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion. `prompt_index` is the data cursor of its prompt, unique within a run, and
-    names its group.
+    """A completion. `prompt_index` is the data cursor of its prompt, unique within a run, and names
+    its group.
 
     `completion_mask` is True for each completion token that was sampled and is trained, and False
     for one that a tool or a user gave, or that weights drew which are too old to learn from:
-    context, never a target. None: all are trained.
-    `rollout_logprobs` were recorded while sampling, one per completion token; that of a given token
-    is 0.0 and has no meaning. `reward` is None if the completion could not be scored. `truncated`:
-    it ended at the length limit. `weights_version`: of the weights that sampled it; `rollout_step`:
-    how many steps had been learned by then. `routes`: the experts that served it in the rollout, as
-    text (`model/forward/moe.py`). `reference_kl`: of each trained token, the estimate of KL(policy
-    ‖ reference), if it is part of the reward. `episode`: what happened in a conversation with an
+    context, never a target. None: all are trained. `rollout_logprobs` were recorded while sampling,
+    one per completion token; that of a given token is 0.0 and has no meaning. `reward` is None if
+    the completion could not be scored. `truncated`: it ended at the length limit.
+    `weights_version`: of the weights that sampled it; `rollout_step`: how many steps had been
+    learned by then. `routes`: the experts that served it in the rollout, as text
+    (`model/forward/moe.py`). `reference_kl`: of each trained token, the estimate of KL(policy ‖
+    reference), if it is part of the reward. `episode`: what happened in a conversation with an
     environment, whose last turn's text `completion` is. `forks`: the places in the completion where
     a context of its own begins, with given tokens: what is behind one sees nothing in front of it.
     `segments`: where several versions of the weights drew it, which of them drew what; version and
-    step of the sample are then the newest ones. Empty: one drew all.
-    `teacher_ids`: the tokens that a teacher reads before the completion, where it is compared with
-    the teacher's distribution and they are not the prompt's.
+    step of the sample are then the newest ones. Empty: one drew all. `teacher_ids`: the tokens that
+    a teacher reads before the completion, where it is compared with the teacher's distribution and
+    they are not the prompt's.
     """
 
     prompt_index: int
@@ -97,10 +97,10 @@ class Sample:
         return self.segments or (whole,)
 
     def until(self, segment: Segment) -> "Sample":
-        """What there was of it when a segment was drawn; where others follow, its length limit had
-        interrupted it, and its text is not known."""
+        """Return the sample as it stood when a segment was drawn; where later segments follow, its
+        length limit had interrupted it, and its text is not known."""
         ended = segment.stop == len(self.completion_ids)
-        before = tuple(each for each in self.segments if each.stop <= segment.stop)
+        earlier = tuple(s for s in self.segments if s.stop <= segment.stop)
         return replace(
             self,
             completion_ids=self.completion_ids[: segment.stop],
@@ -111,17 +111,17 @@ class Sample:
             reference_kl=None,
             weights_version=segment.weights_version,
             rollout_step=segment.rollout_step,
-            segments=before if len(before) > 1 else (),
+            segments=earlier if len(earlier) > 1 else (),
         )
 
     def trained_from(self, start: int) -> "Sample":
-        """With the tokens in front of `start` as context: no targets any more."""
+        """Return the sample with the tokens in front of `start` as context: no targets any more."""
         if not start:
             return self
-        left = [place for place in self.trained if place >= start]
+        left = [index for index in self.trained if index >= start]
         mask = [False] * len(self.completion_ids)
-        for place in left:
-            mask[place] = True
+        for index in left:
+            mask[index] = True
         distance = self.reference_kl
         if distance is not None:
             distance = distance[len(distance) - len(left) :]
@@ -135,9 +135,10 @@ class Sample:
 
     @property
     def oldest_step(self) -> int:
-        """How many steps had been learned when the oldest of its trained tokens was drawn."""
+        """The number of steps that had been learned when the oldest of its trained tokens was
+        drawn."""
         first = min(self.trained, default=len(self.completion_ids))
-        steps = [each.rollout_step for each in self.segments if each.stop > first]
+        steps = [segment.rollout_step for segment in self.segments if segment.stop > first]
         return steps[0] if steps else self.rollout_step
 
     @property
@@ -159,9 +160,9 @@ class Sample:
         edges = [0, *self.forks, len(self.completion_ids)]
         mask = self.completion_mask or ()
         return [
-            begin + place
+            begin + index
             for begin, end in pairwise(edges)
-            for place in given_behind(mask[begin:end])
+            for index in given_behind(mask[begin:end])
         ]
 
     @property
@@ -171,16 +172,16 @@ class Sample:
         first = (*self.prompt_ids, *self.completion_ids[: edges[0]])
         return [first, *(self.completion_ids[a:b] for a, b in pairwise(edges))]
 
-    def before(self, place: int) -> tuple[int, ...]:
-        """What stands in front of a token of the completion, in its context."""
-        begins = [fork for fork in self.forks if fork <= place]
+    def before(self, position: int) -> tuple[int, ...]:
+        """Return the tokens in front of a token of the completion, in its context."""
+        begins = [fork for fork in self.forks if fork <= position]
         if begins:
-            return self.completion_ids[begins[-1] : place]
-        return (*self.prompt_ids, *self.completion_ids[:place])
+            return self.completion_ids[begins[-1] : position]
+        return (*self.prompt_ids, *self.completion_ids[:position])
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for `json.dumps`; without an environment there is no `episode`, and where it
-        forks nowhere there are no `forks`, nor `segments` where it has one."""
+        """Return plain values for `json.dumps`; without an environment they have no `episode`, and
+        no `forks` or `segments` where the sample has none."""
         values = {**vars(self), "rewards": dict(self.rewards)}
         episode, forks, segments = (values.pop(name) for name in ("episode", "forks", "segments"))
         values |= {"forks": list(forks)} if forks else {}
@@ -191,24 +192,24 @@ class Sample:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "Sample":
-        """The inverse of `to_json`; further keys are ignored."""
+        """Return the sample that `to_json` wrote; further keys are ignored."""
         known = {f.name for f in fields(Sample)}
-        given = {key: value for key, value in values.items() if key in known}
+        arguments = {key: value for key, value in values.items() if key in known}
         for key in ("prompt_ids", "completion_ids", "rollout_logprobs"):
-            given[key] = tuple(given[key])
-        if given.get("completion_mask") is not None:
-            given["completion_mask"] = tuple(given["completion_mask"])
-        given["forks"] = tuple(given.get("forks", ()))
-        given["segments"] = tuple(Segment(*each) for each in given.get("segments", ()))
-        if (read := given.get("teacher_ids")) is not None:
-            given["teacher_ids"] = tuple(read)
-        if given.get("episode") is not None:
-            given["episode"] = EpisodeRecord.from_json(given["episode"])
-        if (distance := given.get("reference_kl")) is not None:
+            arguments[key] = tuple(arguments[key])
+        if arguments.get("completion_mask") is not None:
+            arguments["completion_mask"] = tuple(arguments["completion_mask"])
+        arguments["forks"] = tuple(arguments.get("forks", ()))
+        arguments["segments"] = tuple(Segment(*s) for s in arguments.get("segments", ()))
+        if (read := arguments.get("teacher_ids")) is not None:
+            arguments["teacher_ids"] = tuple(read)
+        if arguments.get("episode") is not None:
+            arguments["episode"] = EpisodeRecord.from_json(arguments["episode"])
+        if (distance := arguments.get("reference_kl")) is not None:
             if not isinstance(distance, list):
                 raise IsobitError(f"reference_kl: expected a list of numbers, got {distance!r:.80}")
-            given["reference_kl"] = tuple(distance)
-        return Sample(**given)
+            arguments["reference_kl"] = tuple(distance)
+        return Sample(**arguments)
 
 
 Group = Sequence[Sample]
@@ -216,18 +217,18 @@ Group = Sequence[Sample]
 
 
 def given_behind(mask: Sequence[bool]) -> list[int]:
-    """The places of a context's tokens that were given behind a sampled one, without the token right
-    behind it: of an answer that was cut off that is its end, which the model did not choose.
-    `mask`: which were sampled."""
-    first = next((place for place, sampled in enumerate(mask) if sampled), len(mask))
-    return [place for place in range(first + 1, len(mask)) if not (mask[place] or mask[place - 1])]
+    """Return the positions of a context's tokens that were given behind a sampled one, without the
+    token right behind it: of an answer that was cut off that is its end, which the model did not
+    choose. `mask`: which were sampled."""
+    first = next((index for index, sampled in enumerate(mask) if sampled), len(mask))
+    return [index for index in range(first + 1, len(mask)) if not (mask[index] or mask[index - 1])]
 
 
 def groups_to_json(groups: Sequence[Group]) -> list[list[dict[str, Any]]]:
-    """Plain values for `json.dumps`."""
+    """Return groups as plain values for `json.dumps`."""
     return [[sample.to_json() for sample in group] for group in groups]
 
 
 def groups_from_json(values: Sequence[Sequence[Mapping[str, Any]]]) -> list[Group]:
-    """The inverse of `groups_to_json`."""
+    """Return the groups that `groups_to_json` wrote."""
     return [[Sample.from_json(sample) for sample in group] for group in values]

@@ -1,5 +1,5 @@
-"""What a teacher is shown beside the prompt, and the policy is not: with it the policy can be its
-own teacher (self-distillation).
+"""Text that is shown to a teacher with the prompt, and not to the policy: with it the policy can be
+its own teacher (self-distillation).
 
 Both minimize the reverse KL of each token, KL(π(· | prompt) ‖ π(· | prompt, shown)), where the second
 is a constant. A demonstration of the row: SDFT, Shenfeld et al. 2026, arXiv 2601.19897. Another
@@ -27,7 +27,7 @@ Feedback = Callable[..., object]
 
 
 def _has_both(text: str) -> bool:
-    return {place[1] for place in _PLACES.finditer(text)} == {"prompt", "shown"}
+    return {match[1] for match in _PLACES.finditer(text)} == {"prompt", "shown"}
 
 
 Template = Annotated[str, Pattern("a text with {prompt} and {shown}", _has_both)]
@@ -35,8 +35,8 @@ Template = Annotated[str, Pattern("a text with {prompt} and {shown}", _has_both)
 
 @dataclass(frozen=True)
 class Shown:
-    """What the teacher of a distillation reads beside the prompt: a demonstration of the row, or a
-    completion of the group that succeeded, or else feedback."""
+    """The text that the teacher of a distillation reads with the prompt: a demonstration of the
+    row, or a completion of the group that succeeded, or else feedback."""
 
     demonstration: Annotated[
         str | None, "a column of the data: what shows how the prompt is answered (SDFT)"
@@ -68,22 +68,24 @@ class Shown:
     def prompts(
         self, group: Group, prompt: Prompt, columns: Mapping[str, Any], feedback: Feedback | None
     ) -> list[Prompt | None]:
-        """Of each completion of a group the prompt that its teacher reads, None where it is shown
-        nothing. Raises IsobitError for a column or a prompt that cannot be shown."""
+        """Return for each completion of a group the prompt that its teacher reads, None where it is
+        shown nothing. Raises IsobitError for a column or a prompt that cannot be shown."""
         if self.demonstration is not None:
             text = demonstration_of(columns, self.demonstration)
             return [composed(prompt, text, self.template)] * len(group)
         solved = [] if self.success is None else self._solved(group, self.success)
-        found: list[Prompt | None] = []
+        shown: list[Prompt | None] = []
         for index, sample in enumerate(group):
-            others = [i for i in solved if i != index]
-            if others:
-                text = group[others[0]].completion
-                found.append(composed(prompt, text, self.template))
+            successes = [i for i in solved if i != index]
+            if successes:
+                text = group[successes[0]].completion
+                shown.append(composed(prompt, text, self.template))
                 continue
-            said = None if feedback is None else self._said(feedback, prompt, sample, columns)
-            found.append(None if said is None else composed(prompt, said, self.feedback_template))
-        return found
+            comment = None if feedback is None else self._said(feedback, prompt, sample, columns)
+            shown.append(
+                None if comment is None else composed(prompt, comment, self.feedback_template)
+            )
+        return shown
 
     @staticmethod
     def _solved(group: Group, least: float) -> list[int]:
@@ -109,15 +111,16 @@ class Shown:
 
 
 def feedback_function(shown: Shown) -> Feedback | None:
-    """The user's function, which raises IsobitError for whatever it raises; None without one."""
+    """Return the user's function, which raises IsobitError for whatever it raises; None without
+    one."""
     if shown.feedback is None:
         return None
     key = "reference.shown.feedback"
     function, file = find_function(shown.feedback, key)
 
-    def call(**given: Any) -> object:
+    def call(**arguments: Any) -> object:
         try:
-            return function(**given)
+            return function(**arguments)
         except Exception as error:  # the user's function may raise anything
             raise IsobitError(f"{key} {shown.feedback!r}: {last_line(error, file)}") from None
 
@@ -125,15 +128,15 @@ def feedback_function(shown: Shown) -> Feedback | None:
 
 
 def demonstration_of(columns: Mapping[str, Any], column: str) -> str:
-    """The text of a row's demonstration: of messages their contents, a line each, as TRL's
+    """Return the text of a row's demonstration: of messages their contents, a line each, as TRL's
     `_stringify_privileged_context` has it. Raises IsobitError for anything else."""
     if column not in columns:
         have = ", ".join(sorted(columns)) or "none"
         raise IsobitError(f"reference.shown.demonstration: no column {column!r}; there are: {have}")
     value = columns[column]
     if isinstance(value, Sequence) and not isinstance(value, str):
-        parts = [m.get("content") if isinstance(m, Mapping) else None for m in value]
-        value = "\n".join(p for p in parts if p) if all(isinstance(p, str) for p in parts) else None
+        texts = [m.get("content") if isinstance(m, Mapping) else None for m in value]
+        value = "\n".join(p for p in texts if p) if all(isinstance(p, str) for p in texts) else None
     if not isinstance(value, str) or not value.strip():
         raise IsobitError(
             f"reference.shown.demonstration: column {column!r} must be text or messages, got "
@@ -143,8 +146,8 @@ def demonstration_of(columns: Mapping[str, Any], column: str) -> str:
 
 
 def composed(prompt: Prompt, shown: str, template: str) -> Prompt:
-    """The prompt inside the template with what is shown; of a chat its last message, which must be
-    the user's. What either text spells is no place of the template."""
+    """Return the prompt inside the template with the text to show; of a chat its last message,
+    which must be the user's. A placeholder that either text spells is not replaced."""
     if isinstance(prompt, str):
         return _filled(template, prompt, shown)
     last = prompt[-1]
@@ -158,4 +161,4 @@ def composed(prompt: Prompt, shown: str, template: str) -> Prompt:
 
 def _filled(template: str, prompt: str, shown: str) -> str:
     texts = {"prompt": prompt, "shown": shown}
-    return _PLACES.sub(lambda place: texts[place[1]], template)
+    return _PLACES.sub(lambda match: texts[match[1]], template)

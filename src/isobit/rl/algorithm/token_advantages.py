@@ -80,7 +80,7 @@ def otb(inputs: AdvantageInputs) -> Advantages:
     """
     assert inputs.logit_norms is not None
     rows = zip(inputs.rewards, inputs.penalties, inputs.logit_norms, strict=True)
-    return [_less_baseline(*each) for each in rows]
+    return [_less_baseline(*group) for group in rows]
 
 
 def _less_baseline(
@@ -99,14 +99,14 @@ def _less_baseline(
     shared = lengths[1] if len(lengths) > 1 else 0
     paid, weight = torch.zeros(2, shared, dtype=wide)
     least, most = paid + math.inf, paid - math.inf
-    for row, own in zip(returns, norms, strict=True):
+    for row, row_norms in zip(returns, norms, strict=True):
         if row is not None:
-            energy = torch.tensor(list(own), dtype=wide).cumsum(0)[:shared]
-            places = slice(len(energy))
-            paid[places] += row[places] * energy
-            weight[places] += energy
-            least[places] = torch.minimum(least[places], row[places])
-            most[places] = torch.maximum(most[places], row[places])
+            energy = torch.tensor(list(row_norms), dtype=wide).cumsum(0)[:shared]
+            span = slice(len(energy))
+            paid[span] += row[span] * energy
+            weight[span] += energy
+            least[span] = torch.minimum(least[span], row[span])
+            most[span] = torch.maximum(most[span], row[span])
     baseline = torch.where(least == most, least, paid / (weight + _EPS))
     return [
         None

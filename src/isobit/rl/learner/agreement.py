@@ -5,7 +5,7 @@ Under a unified precision and `consistency: bitwise` or `exact` a single differi
 an operator depends on its batch, or that weights, scales or cache were not what they should be. So
 the learner compares before its first optimizer step changes anything, and nothing is learned from a
 batch that disagrees (tests/training/test_agreement.py). Left out: where the difference begins
-(`evaluation/inspection/locate.py`) and what the user is told (`training/measuring/agreement.py`).
+(`evaluation/inspection/locate.py`) and the message for the user (`training/measuring/agreement.py`).
 """
 
 from collections.abc import Sequence

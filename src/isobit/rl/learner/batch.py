@@ -30,7 +30,7 @@ class TrainingBatch:
     whether it teaches nothing, since its advantage is 0 or it is `masked`: left out of the loss and
     its averages, though it counts as a sequence. `observed`: how many of its tokens are learned
     as what an environment said. `known`: the samples whose `old` are the learner's, not the
-    rollout's. `kept`, bool: the tokens that are averaged over, if not all are.
+    rollout's. `averaged`, bool: the tokens that are averaged over, if not all are.
     `comparable_tokens`: those tokens of all samples.
     """
 
@@ -47,7 +47,7 @@ class TrainingBatch:
     known: Sequence[int] = ()
     reference: Sequence[Tensor] | None = None
     importance: Sequence[Tensor] | None = None
-    kept: Sequence[Tensor] | None = None
+    averaged: Sequence[Tensor] | None = None
 
     def given(
         self, old: Mapping[int, Tensor] | None, reference: Sequence[Tensor] | None
@@ -64,13 +64,13 @@ class TrainingBatch:
         correction = correct(rule, joined(rows, known), joined(self.rollout, known), lengths)
         importance = [torch.ones_like(row) for row in self.rollout]
         masks = [torch.ones_like(row, dtype=torch.bool) for row in self.rollout]
-        weights, mask_rows = correction.weights.split(lengths), correction.kept.split(lengths)
+        weights, mask_rows = correction.weights.split(lengths), correction.accepted.split(lengths)
         for row_index, i in enumerate(known):
             importance[i], masks[i] = weights[row_index], mask_rows[row_index]
-        counts = masks if rule.denominator == "kept" else None
-        corrected = replace(batch, importance=importance, kept=counts)
+        averaged = masks if rule.denominator == "kept" else None
+        corrected = replace(batch, importance=importance, averaged=averaged)
         everything = range(len(self.samples))
-        previous, weighed = (batch_.weights_of(everything) for batch_ in (batch, corrected))
+        previous, weighed = (b.weights_of(everything) for b in (batch, corrected))
         sizes = [previous[i] for i in known], [weighed[i] for i in known]
         step = step_metrics(correction, joined(self.advantages, known), lengths, *sizes)
         return corrected, correction_metrics(correction) | step
@@ -95,7 +95,11 @@ class TrainingBatch:
     def weights_of(self, part: Sequence[int]) -> list[float]:
         """Return the weight of each sample's tokens in the loss of the optimizer batch `part`."""
         counted = [
-            0 if self.masked[i] else len(row) if self.kept is None else int(self.kept[i].sum())
+            0
+            if self.masked[i]
+            else len(row)
+            if self.averaged is None
+            else int(self.averaged[i].sum())
             for i, row in ((i, self.rollout[i]) for i in part)
         ]
         weights = token_weights(
@@ -104,8 +108,9 @@ class TrainingBatch:
         return [0.0 if self.masked[i] else weight for i, weight in zip(part, weights)]
 
     def observation_weights_of(self, part: Sequence[int]) -> dict[int, float]:
-        """By the index of a sample of the optimizer batch `part`, the weight of each of its tokens
-        that are learned as what an environment said: one over all of these. Empty: there is none."""
+        """Return, by the index of a sample of the optimizer batch `part`, the weight of each of its
+        tokens that are learned as what an environment said: one over all of these. Empty without
+        such tokens."""
         counts = [self.observed[i] for i in part]
         weights = token_weights(counts, "token_mean", self.objective.max_new_tokens)
         return {i: weight for i, weight, count in zip(part, weights, counts) if count}
@@ -117,8 +122,8 @@ class TrainingBatch:
         return cutting.schedule(self.samples, self.zero, step, unknown, old_zero)
 
     def compared(self, found: Mapping[int, Tensor]) -> dict[int, Compared]:
-        """Samples with fresh tokens, by index, with the rollout's log-probabilities of these and
-        those that were `found`."""
+        """Return samples with fresh tokens, by index, with the rollout's log-probabilities of these
+        and those that were `found`."""
         return {
             i: (fresh_part(self.samples[i], first), self.rollout[i][first:], row[first:])
             for i, row in found.items()
@@ -231,7 +236,8 @@ def _spread(sample: Sample, logprobs: Tensor) -> list[float]:
 
 
 def _mismatch(pairs: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Nothing if no token was compared: that is not agreement."""
+    """Compute the mismatch of learner and rollout; {} if no token was compared, which is not
+    agreement."""
     measured = [pair for pair in pairs if pair[0].numel()]
     if not measured:
         return {}

@@ -39,8 +39,7 @@ class Teacher:
 
     @torch.no_grad()
     def reads(self, samples: Sequence[Sample], share_prompts: bool) -> Other:
-        """Its forward over the tokens that are trained, each after what the teacher reads before
-        it."""
+        """Return the teacher's forward over the trained tokens, each after its teacher's prompt."""
         read = [
             s if s.teacher_ids is None else replace(s, prompt_ids=s.teacher_ids) for s in samples
         ]
@@ -132,8 +131,8 @@ def logprobs_learned(
         unlearned = of(distinct // size, distinct % size, hidden.detach())[inverse]
     results = results.masked_scatter(~learned, unlearned)
     if bool(learned.any()):
-        own = of(packed.rows[learned], packed.targets[learned], hidden)
-        results = results.masked_scatter(learned, own)
+        logprobs = of(packed.rows[learned], packed.targets[learned], hidden)
+        results = results.masked_scatter(learned, logprobs)
     model.ops.raise_faults()
     return results
 

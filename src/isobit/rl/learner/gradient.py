@@ -1,5 +1,5 @@
 """The gradient of an optimizer batch: a forward and a backward for each of its micro-batches, on
-one rank or on many.
+one rank or many.
 
 Micro-batches are a function of the samples alone. Where there are several ranks, each computes
 every `size`-th one. Gradients are added in the order of the micro-batches
@@ -66,7 +66,7 @@ class OptimizerBatch:
     ) -> "OptimizerBatch | None":
         """Return the batch of an update; None where the mask or the correction left nothing of
         it."""
-        chosen, importance = update.part, batch.importance
+        chosen, importance = update.samples, batch.importance
         if all(batch.masked[i] for i in chosen):
             return None
         if importance is not None and not any(bool(importance[i].any()) for i in chosen):
@@ -95,7 +95,7 @@ class OptimizerBatch:
             return None if rows is None else joined(rows, chosen)
 
         token_weights = torch.tensor([self.weights[i] for i in chosen])[sequence]
-        counted, importance = of(batch.kept), of(batch.importance)
+        counted, importance = of(batch.averaged), of(batch.importance)
         return LossInputs(
             policy_logprobs=logprobs,
             old_logprobs=joined(batch.old, chosen),

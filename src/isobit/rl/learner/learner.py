@@ -148,7 +148,7 @@ class Learner:
     def learn(
         self, samples: Sequence[Sample], advantages: Sequence[Advantage], step: int
     ) -> Learned:
-        """Optimizer steps on one rollout batch; `step` counts batches and sets the learning rate.
+        """Do the optimizer steps on one batch; `step` counts batches and sets the learning rate.
 
         The working weights must be those that sampled. Mismatch is measured with them: over all
         samples whose old log-probabilities are recomputed, else over those of the first optimizer
@@ -172,9 +172,9 @@ class Learner:
         return replace(learned, metrics={**learned.metrics, "mismatch/corrected": weighed})
 
     def compare(self, samples: Sequence[Sample]) -> list[Compared]:
-        """Samples of the present working weights that are learned from later, by other weights.
-        Raises Disagreement as `learn`, and under on_mismatch: correct too where no correction will
-        weigh them."""
+        """Compare samples of the present working weights that are learned from later, by other
+        weights. Raises Disagreement as `learn`, and under on_mismatch: correct too where no
+        correction will weigh them."""
         rows = rollout_logprobs(samples)
         compared = list(zip(samples, rows, self.logprobs(samples), strict=True))
         weighed = self.on_mismatch == "correct" and self.objective.rule.active
@@ -193,7 +193,8 @@ class Learner:
         return self._whole(replace(self._forward(), model=self.reference, plain=True), samples)
 
     def kl_baseline(self, samples: Sequence[Sample]) -> float:
-        """KTO's estimate of KL(policy ‖ reference), of the mismatched pairs of these answers."""
+        """Return KTO's estimate of KL(policy ‖ reference), of the mismatched pairs of these
+        answers."""
         pairs = mismatched(samples, self.model.config.max_positions)
         return kl_of_mismatched(self.logprobs(pairs), self.reference_logprobs(pairs))
 
@@ -314,7 +315,7 @@ class Learner:
             compared |= rows
             if gradient.finite:
                 if strict:
-                    require_agreement([*rows.values()], [samples[i] for i in update.part])
+                    require_agreement([*rows.values()], [samples[i] for i in update.samples])
                 self.optim_step(rate, gradient, objective)
                 totals.add(gradient.totals, gradient.norm)
             else:

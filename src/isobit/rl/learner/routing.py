@@ -48,7 +48,7 @@ def load_of(tape: RouteTape, num_experts: int) -> BatchLoad:
 
 
 def summed(tape: RouteTape) -> Tensor:
-    """Probabilities of each expert [E] over the rows and layers of a forward."""
+    """Return probabilities of each expert [E] over the rows and layers of a forward."""
     return torch.stack(tape.probabilities).sum(0)
 
 
@@ -85,7 +85,7 @@ class RoutingTotals:
         self.compared += other.compared
 
     def metrics(self) -> dict[str, float]:
-        """Empty for a dense model."""
+        """Return the metrics of the routing; {} for a dense model."""
         if self.load is None:
             return {}
         load = self.load.double()

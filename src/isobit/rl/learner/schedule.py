@@ -31,11 +31,11 @@ MicroBatches = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """An optimizer step on the samples `part`. Those with a trained token are in `micro_batches`;
-    `zero_advantage`: which of these have a gradient of 0; `measured`: micro-batches of a few of
-    their samples, on which the mismatch is measured all the same."""
+    """An optimizer step on these `samples`, by index. Those with a trained token are in
+    `micro_batches`; `zero_advantage`: which of these have a gradient of 0; `measured`:
+    micro-batches of a few of their samples, on which the mismatch is measured all the same."""
 
-    part: Sequence[int]
+    samples: Sequence[int]
     micro_batches: MicroBatches
     zero_advantage: frozenset[int] = frozenset()
     measured: MicroBatches = ()
@@ -177,7 +177,8 @@ def without_teaching(micro: Sequence[Sequence[int]], zero: Sequence[bool]) -> fr
 
 
 def drawn(candidates: Sequence[int], count: int, seed: int, step: int) -> list[int]:
-    """At most `count` of the candidates, by raw Philox numbers of (seed, step), in their order."""
+    """Return at most `count` of the candidates, by raw Philox numbers of (seed, step), in their
+    order."""
     key = np.random.SeedSequence([seed, step, 0x1D1E]).generate_state(2, np.uint64)
     order = np.argsort(np.random.Philox(key=key).random_raw(len(candidates)), kind="stable")
     return [candidates[i] for i in sorted(order[:count].tolist())]
@@ -186,8 +187,8 @@ def drawn(candidates: Sequence[int], count: int, seed: int, step: int) -> list[i
 def micro_batches(
     samples: Sequence[Sample], budget: int, share_prompts: bool = False, together: int = 1
 ) -> Iterator[range]:
-    """Consecutive ranges of samples of at most `budget` tokens each, those of a shared prompt
-    counted once; a longer sample stands alone. They begin at multiples of `together`."""
+    """Yield consecutive ranges of samples of at most `budget` tokens each, those of a shared
+    prompt counted once; a longer sample stands alone. They begin at multiples of `together`."""
     start, rows, keys, prompts = 0, 0, 0, set[tuple[int, ...]]()
     for index in range(0, len(samples), together):
         unit = samples[index : index + together]
@@ -206,7 +207,7 @@ def micro_batches(
 
 
 def _own_rows(samples: Sequence[Sample], prompts: set[tuple[int, ...]]) -> int:
-    """Tokens of samples, those of prompts that are there counted once."""
+    """Count the tokens of samples, those of known prompts once."""
     new = {sample.prompt_ids for sample in samples} - prompts
     return sum(map(len, new)) + sum(len(sample.completion_ids) for sample in samples)
 

@@ -50,8 +50,8 @@ class AdamW:
             for group in grouped(((name, parameters[name].numel()) for name in wide), AT_ONCE):
                 self._update_wide(group, rate, decay)
             narrow = [name for name in some if parameters[name].dtype != torch.float32]
-            for part in pieces(narrow, parameters):
-                self._update_narrow(part, rate, decay)
+            for chunk in pieces(narrow, parameters):
+                self._update_narrow(chunk, rate, decay)
 
     def tensors(self) -> Mapping[str, Mapping[str, Tensor]]:
         return self._state

@@ -103,7 +103,7 @@ class Moment:
         return Moment(torch.zeros(like.shape, dtype=torch.uint8, device=like.device), scale, signed)
 
     def read(self, part: slice) -> Tensor:
-        """Elements of whole blocks, [elements] float32."""
+        """Return elements of whole blocks, [elements] float32."""
         values = _values(self.signed, self.codes.device)[self.codes.view(-1)[part].int()].view(
             -1, _BLOCK
         )
@@ -203,9 +203,9 @@ def _fresh(parameter: Tensor) -> dict[str, Moment]:
     return {key: Moment.zeros(parameter, signed) for key, signed in _MOMENTS.items()}
 
 
-def _way_up(given: Tensor, below: Tensor, values: Tensor) -> Tensor:
+def _way_up(elements: Tensor, below: Tensor, values: Tensor) -> Tensor:
     """Return how far each element, which is overwritten, lies on the way from the value below it to
     the next one: from 0 to just below 1."""
     low = values[below]
-    way = given.sub_(low).div_(values[1:][below].sub_(low))
+    way = elements.sub_(low).div_(values[1:][below].sub_(low))
     return way.clamp_(0, 1 - 2**-16)  # a book has no -1, and 1 as its last

@@ -43,13 +43,13 @@ class UpdatedMasters:
     matrices: Mapping[str, Sequence[int]]
 
     def by_decay(self, names: Sequence[str], weight_decay: float) -> list[tuple[float, list[str]]]:
-        """Masters by their weight decay: matrices have it, norms and biases none."""
+        """Return masters by their weight decay: matrices have it, norms and biases none."""
         matrices = [name for name in names if self.parameters[name].ndim > 1]
         vectors = [name for name in names if self.parameters[name].ndim <= 1]
         return [(weight_decay, matrices), (0.0, vectors)]
 
     def gradient(self, name: str, part: slice) -> Tensor:
-        """Some elements [n] of that of a parameter that has one."""
+        """Return some elements [n] of the gradient of a parameter that has one."""
         gradient = self.holders[name].grad
         assert gradient is not None
         return gradient.reshape(-1)[part]
@@ -59,8 +59,8 @@ class UpdatedMasters:
             self.holders[name].grad = None
 
     def wide(self, name: str, part: slice) -> Tensor:
-        """Some elements [n] float32, to change in place: of FP32 masters the storage itself, else a
-        copy."""
+        """Return some elements [n] float32, to change in place: of FP32 masters the storage itself,
+        else a copy."""
         return self.parameters[name].detach().view(-1)[part].float()
 
     def put(self, name: str, part: slice, values: Tensor, step: int) -> None:
@@ -71,8 +71,8 @@ class UpdatedMasters:
             rows.copy_(self.ops.round_stochastically(values, key, step, self._first(name, part)))
 
     def draw(self, what: str, name: str, part: slice, step: int, chances: Tensor) -> Tensor:
-        """True with these chances [n], each below 1 and cut to 16 bits, for elements of a
-        parameter's update number `step`; `what` is theirs alone."""
+        """Return True with these chances [n], each below 1 and cut to 16 bits, for elements of a
+        parameter's update number `step`; `what` names the purpose of the draws."""
         floats = (chances.mul_(1 << 16).int() + _ONE).view(torch.float32)
         key = _key(f"{what} {self.seed}")
         return self.ops.round_stochastically(floats, key, step, self._first(name, part)) > 1
@@ -95,12 +95,12 @@ def pieces(names: Sequence[str], parameters: Mapping[str, Tensor]) -> Iterator[l
 
 
 def parts_of(count: int) -> Iterator[slice]:
-    """Elements 0 to `count` in parts of `AT_ONCE`, the last of which may have fewer."""
+    """Return elements 0 to `count` in parts of `AT_ONCE`, the last of which may have fewer."""
     return (slice(i, min(i + AT_ONCE, count)) for i in range(0, count, AT_ONCE))
 
 
 def grouped(items: Iterable[tuple[T, int]], at_once: int) -> Iterator[list[T]]:
-    """Items with their sizes, in order, of at most `at_once` together where one alone is not
+    """Yield items with their sizes, in order, of at most `at_once` together where one alone is not
     larger."""
     group, total = list[T](), 0
     for item, size in items:

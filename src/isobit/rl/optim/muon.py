@@ -154,7 +154,7 @@ class Muon:
         message = [tensor.reshape(-1) for tensors in sent for tensor in tensors]
         into = [tensor for tensors in received for tensor in tensors]
         sizes, expected = (
-            [sum(t.numel() for t in each) for each in side] for side in (sent, received)
+            [sum(t.numel() for t in group) for group in side] for side in (sent, received)
         )
         joined = torch.cat(message) if message else torch.empty(0, device=self._ops.device)
         data = self._ranks.all_to_all(joined, sizes, expected, range(self._ranks.size))()
@@ -226,8 +226,8 @@ def working_bytes(sizes: Sequence[int]) -> int:
 
 def _assigned(shapes: Mapping[str, tuple[int, ...]], size: int) -> list[list[str]]:
     """Return, by rank, the masters that the rank orthogonalizes: the costliest first, each given to
-    the rank that has the least to do. The result is a function of the shapes and of the number of
-    ranks alone."""
+    the rank that has the least to do. The result depends only on the shapes and the number of
+    ranks."""
 
     def cost(name: str) -> int:
         short, long = sorted(shapes[name])

@@ -180,15 +180,15 @@ class ShardedOptimizer:
         """Restore what `state` returned, bit for bit; from the state of all ranks this rank reads
         its rows. Raises IsobitError if the tensors are not of these parameters, or are another
         optimizer's."""
-        given: dict[str, dict[str, Tensor | FileTensor]] = {}
+        states: dict[str, dict[str, Tensor | FileTensor]] = {}
         for key, tensor in tensors.items():
             name = self._name_in(key)
-            given.setdefault(name, {})[key.removeprefix(f"{name}.")] = tensor
-        for name, state in given.items():
+            states.setdefault(name, {})[key.removeprefix(f"{name}.")] = tensor
+        for name, state in states.items():
             self._check(name, {key: tuple(tensor.shape) for key, tensor in state.items()})
         for kind, optimizer in self._optimizers.items():
-            mine = [n for n in self.parameters if n in given and self._kinds[n] is kind]
-            optimizer.load({name: self._own_rows(name, given[name]) for name in mine})
+            mine = [n for n in self.parameters if n in states and self._kinds[n] is kind]
+            optimizer.load({name: self._own_rows(name, states[name]) for name in mine})
 
     def _own_rows(self, name: str, state: Mapping[str, Tensor | FileTensor]) -> dict[str, Tensor]:
         forms = self._kinds[name].forms(self.shards.shapes[name])
@@ -201,8 +201,8 @@ class ShardedOptimizer:
         while name and name not in self.shards.shapes:
             name = name.rpartition(".")[0]
         if not name:
-            other = key.rpartition(".")[0] or key
-            raise IsobitError(f"optimizer state has {other!r}, which the model does not have")
+            prefix = key.rpartition(".")[0] or key
+            raise IsobitError(f"optimizer state has {prefix!r}, which the model does not have")
         return name
 
     def _check(self, name: str, state: Mapping[str, tuple[int, ...]]) -> None:
@@ -211,10 +211,10 @@ class ShardedOptimizer:
         kind, shape = self._kinds[name], self.shards.shapes[name]
         if state == {key: form.shape for key, form in kind.forms(shape).items()}:
             return
-        for other in OPTIMIZERS:
-            if other is not kind and state.keys() == other.forms(shape).keys():
+        for optimizer in OPTIMIZERS:
+            if optimizer is not kind and state.keys() == optimizer.forms(shape).keys():
                 raise IsobitError(
-                    f"optimizer state of {name} is of a run with {other.label}, and this run "
+                    f"optimizer state of {name} is of a run with {optimizer.label}, and this run "
                     f"trains it with {kind.label}; a run goes on with its own optimizer. Set it "
                     "back, or begin a new run from these weights with model.path"
                 )

@@ -94,19 +94,20 @@ def _check_targets(targets: Tensor, where: str, count: int, several: bool, vocab
         )
 
 
-def _check_numbers(given: Tensor, what: str, targets: Tensor) -> None:
-    if not given.is_floating_point():
-        raise IsobitError(f"{what} has dtype {given.dtype}; expected float32")
-    if given.shape != targets.shape:
+def _check_numbers(values: Tensor, what: str, targets: Tensor) -> None:
+    if not values.is_floating_point():
+        raise IsobitError(f"{what} has dtype {values.dtype}; expected float32")
+    if values.shape != targets.shape:
         raise IsobitError(
-            f"{what} has shape {list(given.shape)}, and {TARGETS} {list(targets.shape)}"
+            f"{what} has shape {list(values.shape)}, and {TARGETS} {list(targets.shape)}"
         )
-    if not bool(given.float().isfinite().all()):
+    if not bool(values.float().isfinite().all()):
         raise IsobitError(f"{what} has NaN or infinity in it")
 
 
 def micro_batches(data: Sequence[Datum], budget: int) -> Iterator[range]:
-    """Consecutive ranges of data of at most `budget` targets; a datum with more stands alone."""
+    """Yield consecutive ranges of data of at most `budget` targets; a datum with more stands
+    alone."""
     start = total = 0
     for index, datum in enumerate(data):
         size = datum.targets.numel()
@@ -160,9 +161,9 @@ def begun_alike(
     return first, shared
 
 
-def _in_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Tokens at the beginning of both."""
-    length = min(len(one), len(other))
-    if one[:length] == other[:length]:
+def _in_common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+    """Count the tokens at the beginning of both."""
+    length = min(len(first), len(second))
+    if first[:length] == second[:length]:
         return length
-    return next(index for index in range(length) if one[index] != other[index])
+    return next(index for index in range(length) if first[index] != second[index])

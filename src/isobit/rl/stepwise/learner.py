@@ -195,11 +195,11 @@ class StepwiseLearner:
         self.model.sync()
 
     def _checked(
-        self, data: Sequence[Datum], name: str, given: Mapping[str, float]
+        self, data: Sequence[Datum], name: str, settings: Mapping[str, float]
     ) -> tuple[SummedLoss, Mapping[str, float]]:
         """Return (the loss by this name, its options). Raises IsobitError for wrong arguments."""
         loss, config = loss_of(name), self.model.config
-        options = options_of(name, loss, given)
+        options = options_of(name, loss, settings)
         if not data:
             raise IsobitError("data: expected at least one datum")
         for index, datum in enumerate(data):

@@ -33,7 +33,7 @@ class Rows:
 
     @property
     def ratio(self) -> Tensor:
-        """The ratio p / q."""
+        """The ratio p / q of each row."""
         return torch.exp(self.logprobs - self.inputs["logprobs"])
 
     @property

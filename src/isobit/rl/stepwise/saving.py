@@ -2,7 +2,7 @@
 whole model a Hugging Face directory, and next to them AdamW's moments, if they are wanted.
 
 All in safetensors, FP32. What is read is whole and checked before anything of the learner changes.
-Left out: making the folder appear at once, which is for whoever names it.
+Left out: making the folder appear at once, which is for the code that names it.
 """
 
 from pathlib import Path

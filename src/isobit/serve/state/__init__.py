@@ -1,2 +1,2 @@
-"""What a server keeps over its end, in a folder of its own: sessions, training runs, their
+"""The state that a server keeps over its end, in one folder: sessions, training runs, their
 requests, and checkpoints. Knows no torch."""

@@ -1,5 +1,5 @@
 """The folder of a server's state and the tables in it, opened with checks that refuse files of
-other users and of other programs.
+other users or programs.
 
 The folder is this user's alone (mode 700), and one server's at a time. Tables are strict; the file
 must have the tables of this version, no others, and be whole. Commits are on the disk before they
@@ -64,14 +64,14 @@ def make_private(folder: Path) -> Path:
     folder."""
     try:
         make_directory(folder, 0o700)
-        found = folder.lstat()
+        status = folder.lstat()
     except (OSError, ValueError) as error:
         raise IsobitError(f"--state {folder}: cannot be made: {reason_of(error)}") from None
-    if not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
         raise IsobitError(f"--state {folder}: expected a folder, and no link to one")
-    if found.st_uid != os.getuid():
+    if status.st_uid != os.getuid():
         raise IsobitError(f"--state {folder}: it belongs to another user")
-    if found.st_mode & 0o077:
+    if status.st_mode & 0o077:
         raise IsobitError(f"--state {folder}: others may enter it; run chmod 700 {folder}")
     if (at := replaceable(folder)) is not None:
         raise IsobitError(
@@ -121,13 +121,13 @@ def _check_own(path: Path, directory: bool) -> None:
     """Raise IsobitError for a path that is not a file, or a folder, of this user. A path that does
     not exist passes."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except FileNotFoundError:
         return
-    right = stat.S_ISDIR(found.st_mode) if directory else stat.S_ISREG(found.st_mode)
-    if not right or found.st_uid != os.getuid() or (not directory and found.st_nlink != 1):
-        what = "folder" if directory else "file"
-        raise IsobitError(f"--state {path.parent}: {path.name} is no {what} of this server's own")
+    right = stat.S_ISDIR(status.st_mode) if directory else stat.S_ISREG(status.st_mode)
+    if not right or status.st_uid != os.getuid() or (not directory and status.st_nlink != 1):
+        noun = "folder" if directory else "file"
+        raise IsobitError(f"--state {path.parent}: {path.name} is no {noun} of this server's own")
 
 
 def _begin(connection: sqlite3.Connection, folder: Path) -> None:
@@ -159,9 +159,9 @@ def _begin(connection: sqlite3.Connection, folder: Path) -> None:
         )
     if _schema(connection) != _expected(_TABLES + _SINCE_3):
         raise IsobitError(f"--state {folder}: {FILE} has other tables than a server makes")
-    (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
-    if found != "ok" or connection.execute("PRAGMA foreign_key_check").fetchone():
-        raise IsobitError(f"--state {folder}: {FILE} is damaged: {brief(found, 200)}")
+    (problem,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+    if problem != "ok" or connection.execute("PRAGMA foreign_key_check").fetchone():
+        raise IsobitError(f"--state {folder}: {FILE} is damaged: {brief(problem, 200)}")
 
 
 def _schema(connection: sqlite3.Connection) -> list[tuple[str, ...]]:

@@ -40,7 +40,7 @@ class Reserve:
                 self._path.unlink(missing_ok=True)
 
     def release(self) -> bool:
-        """Remove the file, whose room is then free; return False where there is no such file."""
+        """Remove the file, whose room is then free; return False if the file does not exist."""
         try:
             self._path.unlink()
         except OSError:
@@ -54,12 +54,12 @@ def making_room(method: _Method) -> _Method:
     RunFailed where no room was held back."""
 
     @wraps(method)
-    def surely(self: Any, *given: Any) -> None:
+    def surely(self: Any, *arguments: Any) -> None:
         try:
-            method(self, *given)
+            method(self, *arguments)
         except RunFailed:
             if self._connection.in_transaction or not self._reserve.release():
                 raise
-            method(self, *given)
+            method(self, *arguments)
 
     return cast(_Method, surely)

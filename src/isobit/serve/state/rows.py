@@ -190,8 +190,8 @@ def checked_row(row: _Row) -> _Row:
     written."""
     values: Mapping[str, Any] = vars(row)
     for key, kind in (("metadata", str), ("targets", bool)):
-        found = values.get(key, {})
-        if not isinstance(found, dict) or not all(type(each) is kind for each in found.values()):
+        table = values.get(key, {})
+        if not isinstance(table, dict) or not all(type(v) is kind for v in table.values()):
             raise ValueError(f"{key} is no table of {kind.__name__}")
     for key in ("id", "run", "session", "tenant", "base"):
         if not 0 < len(values.get(key, "-")) <= _LONGEST:

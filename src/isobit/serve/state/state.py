@@ -103,8 +103,8 @@ class State(Store):
     ) -> Checkpoint:
         """Keep the files that `write(folder)` writes as a run's checkpoint, of these `weights`, and
         return it. In the same transaction the (number, answer) of the request for it is written,
-        and a `sampler` added. Raises BadRequest for a name that is taken or is not valid, and where
-        there is no room; RunFailed where the disk takes no more."""
+        and a `sampler` added. Raises BadRequest for a name that is taken or is not valid, and for
+        lack of room; RunFailed where the disk takes no more."""
         checked_name(name)
         self._check_free(run, kind, name, overwrite, 1)
         checkpoint = self._written(run, kind, name, write, optimizer, ttl, metadata or {}, weights)
@@ -166,25 +166,25 @@ class State(Store):
         name = CheckpointName.parse(path) if isinstance(path, str) else path
         self.drop_expired()
         run = self.run(name.run)
-        found = self._first(
+        saved = self._first(
             Checkpoint, "run = ? AND kind = ? AND name = ?", name.run, name.kind, name.name
         )
-        if found is None or run is None or run.tenant != tenant:
+        if saved is None or run is None or run.tenant != tenant:
             shown = Checkpoint("", name.run, name.kind, name.name, 0, "", False, 0.0).path
             raise BadRequest(f"no checkpoint {brief(shown, 300)}", "path", 404)
-        return found
+        return saved
 
     def loadable(self, tenant: str, path: str) -> Checkpoint:
         """Return a tenant's checkpoint whose weights this server's model can load. Raises as
         `checkpoint`, and BadRequest for an adapter of another model."""
-        found = self.checkpoint(tenant, path)
-        run = self.run(found.run)
+        saved = self.checkpoint(tenant, path)
+        run = self.run(saved.run)
         try:
             if run is not None and run.rank is not None:
                 self.check_model(run)
         except IsobitError as error:
-            raise BadRequest(f"{found.path}: {error}", "path") from None
-        return found
+            raise BadRequest(f"{saved.path}: {error}", "path") from None
+        return saved
 
     def live_runs(self) -> list[StoredRun]:
         """Return the runs to which requests may come, the oldest first."""
@@ -215,8 +215,8 @@ class State(Store):
         where += ")"
         order = f"{where} ORDER BY created DESC, id LIMIT ? OFFSET ?"
         with self._guard:
-            found = self._all(Checkpoint, order, *values, limit, offset)
-            return found, self._count("checkpoints", where, *values)
+            rows = self._all(Checkpoint, order, *values, limit, offset)
+            return rows, self._count("checkpoints", where, *values)
 
     def folder_of(self, checkpoint: Checkpoint) -> Path:
         """Return the folder of a checkpoint, whose files are checked to be those that were written.
@@ -233,18 +233,18 @@ class State(Store):
 
     def set_ttl(self, tenant: str, path: str | CheckpointName, ttl: float | None) -> None:
         """Let a checkpoint be dropped after `ttl` seconds, None: never. Raises as `checkpoint`."""
-        found = self.checkpoint(tenant, path)
+        saved = self.checkpoint(tenant, path)
         with self._transaction() as execute:
             expires = None if ttl is None else time.time() + ttl
-            execute("UPDATE checkpoints SET expires = ? WHERE id = ?", expires, found.id)
+            execute("UPDATE checkpoints SET expires = ? WHERE id = ?", expires, saved.id)
 
     @making_room
     def delete(self, tenant: str, path: str | CheckpointName) -> None:
         """Drop a checkpoint. Raises as `checkpoint`, and BadRequest where a run still needs it."""
-        found = self.checkpoint(tenant, path)
-        self._check_unpinned(found)
+        saved = self.checkpoint(tenant, path)
+        self._check_unpinned(saved)
         with self._transaction() as execute:
-            execute("DELETE FROM checkpoints WHERE id = ?", found.id)
+            execute("DELETE FROM checkpoints WHERE id = ?", saved.id)
             self._forget_empty()
         self._tidy()
 
@@ -310,27 +310,27 @@ class State(Store):
     def _check_free(self, run: str, kind: Kind, name: str, overwrite: bool, size: int) -> None:
         """Raise BadRequest unless a run's tenant may save `size` bytes by this name, in the place
         of the checkpoint that has the name."""
-        found = self.run(run)
-        if found is None:
+        entry = self.run(run)
+        if entry is None:
             raise BadRequest(f"no training run {brief(run)}", status=404)
-        before = self._first(Checkpoint, "run = ? AND kind = ? AND name = ?", run, kind, name)
-        if before is not None and not overwrite:
+        old = self._first(Checkpoint, "run = ? AND kind = ? AND name = ?", run, kind, name)
+        if old is not None and not overwrite:
             raise BadRequest(
                 f"checkpoint {name!r} is there already; choose another name, or set overwrite",
                 "path",
                 409,
             )
-        if before is not None:
-            self._check_unpinned(before)
-        own, owner = "run IN (SELECT id FROM runs WHERE tenant = ?)", self._owner(found.tenant)
-        if self._count("checkpoints", own, owner) - (before is not None) >= self._most_checkpoints:
+        if old is not None:
+            self._check_unpinned(old)
+        owned, owner = ("run IN (SELECT id FROM runs WHERE tenant = ?)", self._owner(entry.tenant))
+        if self._count("checkpoints", owned, owner) - (old is not None) >= self._most_checkpoints:
             raise BadRequest(
                 f"a tenant may have {self._most_checkpoints:,} checkpoints; delete some", status=429
             )
         with self._guard:
-            statement = f"SELECT coalesce(sum(bytes), 0) FROM checkpoints WHERE {own}"
+            statement = f"SELECT coalesce(sum(bytes), 0) FROM checkpoints WHERE {owned}"
             (held,) = self._run(statement, owner).fetchone()
-        held, share = held - (0 if before is None else before.bytes), self._most_bytes
+        held, share = held - (0 if old is None else old.bytes), self._most_bytes
         if held + size > share:
             raise BadRequest(
                 f"your checkpoints have {held:,} bytes, what your runs are kept as among them, and "
@@ -393,9 +393,9 @@ class State(Store):
         self._all(StoredRun, "true")
         self._all(StoredSampler, "true")
         gone = [
-            each.id
-            for each in self._all(Checkpoint, "true")
-            if (self._weights / each.id).is_symlink() or not (self._weights / each.id).is_dir()
+            row.id
+            for row in self._all(Checkpoint, "true")
+            if (self._weights / row.id).is_symlink() or not (self._weights / row.id).is_dir()
         ]
         if gone and not self.drops:
             raise IsobitError(
@@ -404,14 +404,14 @@ class State(Store):
                 "with --drop-runs"
             )
         with self._transaction() as execute:
-            for each in gone:
-                execute("DELETE FROM checkpoints WHERE id = ?", each)
+            for name in gone:
+                execute("DELETE FROM checkpoints WHERE id = ?", name)
             lost = execute(
                 "SELECT id FROM runs WHERE live AND applied >= 0 AND id NOT IN "
                 "(SELECT run FROM checkpoints WHERE kind = 'present')"
             )
-            for (each,) in lost.fetchall() if self.drops else ():
-                Store.end_run(self, each)
+            for (name,) in lost.fetchall() if self.drops else ():
+                Store.end_run(self, name)
             self._forget_empty()
 
     def _tidy(self) -> None:
@@ -422,10 +422,10 @@ class State(Store):
             there = list(self._weights.iterdir())
             with self._guard:
                 rows = self._run("SELECT id FROM checkpoints").fetchall()
-                kept = {name for (name,) in rows} | self._writing
-                kept |= {f".writing-{name}" for name in self._writing}
+                needed = {name for (name,) in rows} | self._writing
+                needed |= {f".writing-{name}" for name in self._writing}
             for path in there:
-                if path.name in kept:
+                if path.name in needed:
                     continue
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path, ignore_errors=True)

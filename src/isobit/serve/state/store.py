@@ -86,18 +86,18 @@ class Store:
         dropped. Checkpoints stay."""
         with self._transaction() as run:
             run("DELETE FROM sessions WHERE id = ?", name)
-            for (each,) in run("SELECT id FROM runs WHERE session = ? AND live", name).fetchall():
-                self.end_run(each)
+            for (run_id,) in run("SELECT id FROM runs WHERE session = ? AND live", name).fetchall():
+                self.end_run(run_id)
 
     def add_sampler(self, sampler: StoredSampler) -> StoredSampler:
         """Add a sampling client to its session, and return it; where the session has one of this
         number already, return that one."""
         with self._transaction():
             where = "session = ? AND number = ?"
-            found = self._first(StoredSampler, where, sampler.session, sampler.number)
-            if found is None:
+            known = self._first(StoredSampler, where, sampler.session, sampler.number)
+            if known is None:
                 self._insert(sampler)
-        return found or sampler
+        return known or sampler
 
     def sampler(self, name: str) -> StoredSampler | None:
         """Return the sampling client of an id; None: there is none, or its session has ended."""
@@ -135,9 +135,9 @@ class Store:
         """Add a training run, and return it; where its session has one of this number already,
         return that one. Raises BadRequest (429) where the tenant has too many runs."""
         with self._transaction() as execute:
-            found = self._first(StoredRun, "session = ? AND number = ?", run.session, run.number)
-            if found is not None:
-                return found
+            known = self._first(StoredRun, "session = ? AND number = ?", run.session, run.number)
+            if known is not None:
+                return known
             (count,) = execute(
                 "SELECT count(*) FROM runs WHERE tenant = ?", self._owner(run.tenant)
             ).fetchone()
@@ -160,8 +160,8 @@ class Store:
         owner = self._owner(tenant)
         order = "tenant = ? ORDER BY created DESC, id LIMIT ? OFFSET ?"
         with self._guard:
-            found = self._all(StoredRun, order, owner, limit, offset)
-            return found, self._count("runs", "tenant = ?", owner)
+            rows = self._all(StoredRun, order, owner, limit, offset)
+            return rows, self._count("runs", "tenant = ?", owner)
 
     def runs_of(self, session: str) -> list[StoredRun]:
         """Return the runs of a session, in the order of their numbers."""
@@ -257,8 +257,8 @@ class Store:
         if row is None:
             return None
         kind, body, status, media, answer = row
-        kept = None if status is None else Answer(status, media, answer)
-        return StoredRequest(run, number, kind, body, kept)
+        stored_answer = None if status is None else Answer(status, media, answer)
+        return StoredRequest(run, number, kind, body, stored_answer)
 
     # rows
 
@@ -316,8 +316,8 @@ class Store:
         return int(count)
 
     def _first(self, kind: type[_Row], where: str, *values: Any) -> _Row | None:
-        found = self._all(kind, where, *values)
-        return found[0] if found else None
+        rows = self._all(kind, where, *values)
+        return rows[0] if rows else None
 
     def _all(self, kind: type[_Row], where: str, *values: Any) -> list[_Row]:
         """Return the rows of a table that fit `where`, as values. Raises IsobitError for a row that

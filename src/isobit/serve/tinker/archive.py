@@ -48,8 +48,8 @@ class Archive:
     async def runs(self, request: Request) -> Response:
         """Answer with a tenant's training runs, the newest first."""
         limit, offset = _page(request, 20)
-        found, count = await in_thread(self._state.runs, request.state.tenant, limit, offset)
-        listed = [await in_thread(self._run_value, run) for run in found]
+        rows, count = await in_thread(self._state.runs, request.state.tenant, limit, offset)
+        listed = [await in_thread(self._run_value, run) for run in rows]
         return JSONResponse({"training_runs": listed, "cursor": _cursor(limit, offset, count)})
 
     async def run(self, request: Request) -> Response:
@@ -59,15 +59,15 @@ class Archive:
     async def checkpoints(self, request: Request) -> Response:
         """Answer with the checkpoints that a run has saved."""
         run = await self._find(request)
-        found, _ = await in_thread(self._state.checkpoints, run.tenant, run.id)
-        return JSONResponse({"checkpoints": [_value(each) for each in found]})
+        saved, _ = await in_thread(self._state.checkpoints, run.tenant, run.id)
+        return JSONResponse({"checkpoints": [_value(checkpoint) for checkpoint in saved]})
 
     async def all_checkpoints(self, request: Request) -> Response:
         """Answer with the checkpoints that a tenant's runs have saved, the newest first."""
         limit, offset = _page(request, 100)
         tenant = request.state.tenant
-        found, count = await in_thread(self._state.checkpoints, tenant, None, limit, offset)
-        values = [_value(each) for each in found]
+        saved, count = await in_thread(self._state.checkpoints, tenant, None, limit, offset)
+        values = [_value(checkpoint) for checkpoint in saved]
         return JSONResponse({"checkpoints": values, "cursor": _cursor(limit, offset, count)})
 
     async def delete(self, request: Request) -> Response:
@@ -146,12 +146,12 @@ class Archive:
         self._take(tenant, len(names), held)
 
         def opened() -> dict[str, IO[bytes]]:
-            found = dict[str, IO[bytes]]()
+            files = dict[str, IO[bytes]]()
             with suppress(FileNotFoundError):
-                found = {name: held.enter_context(paths[name].open("rb")) for name in names}
-            if not found or self._state.by_id(checkpoint.id) is None:  # files go after their row
+                files = {name: held.enter_context(paths[name].open("rb")) for name in names}
+            if not files or self._state.by_id(checkpoint.id) is None:  # files go after their row
                 raise deleted(checkpoint)
-            return found
+            return files
 
         return await in_thread(opened)
 
@@ -167,37 +167,37 @@ class Archive:
     async def sessions(self, request: Request) -> Response:
         """Answer with a tenant's sessions that have not ended, the newest first."""
         limit, offset = _page(request, 20)
-        found = await in_thread(self._state.sessions, request.state.tenant, limit, offset)
-        return JSONResponse({"sessions": [each.id for each in found]})
+        rows = await in_thread(self._state.sessions, request.state.tenant, limit, offset)
+        return JSONResponse({"sessions": [session.id for session in rows]})
 
     async def session(self, request: Request) -> Response:
         """Answer with the runs, sampling clients and metadata of a session."""
         name = request.path_params["name"]
-        found = await in_thread(self._state.session, name)
-        if found is None or found.tenant != request.state.tenant:
+        stored = await in_thread(self._state.session, name)
+        if stored is None or stored.tenant != request.state.tenant:
             raise BadRequest(f"no session {brief(name)}: it has ended", status=404)
         runs = await in_thread(self._state.runs_of, name)
         samplers = await in_thread(self._state.samplers, name)
         value = {
-            "training_run_ids": [each.id for each in runs],
-            "sampler_ids": [each.id for each in samplers],
-            "user_metadata": dict(found.metadata) or None,
-            "display_name": found.display_name,
+            "training_run_ids": [run.id for run in runs],
+            "sampler_ids": [sampler.id for sampler in samplers],
+            "user_metadata": dict(stored.metadata) or None,
+            "display_name": stored.display_name,
         }
         return JSONResponse(value)
 
     async def _find(self, request: Request) -> StoredRun:
         name = request.path_params["run"]
-        found = await in_thread(self._state.run, name)
-        if found is None or found.tenant != request.state.tenant:
+        stored_run = await in_thread(self._state.run, name)
+        if stored_run is None or stored_run.tenant != request.state.tenant:
             raise BadRequest(f"no training run {brief(name)}", status=404)
-        return found
+        return stored_run
 
     def _run_value(self, run: StoredRun) -> dict[str, Any]:
         saved, _ = self._state.checkpoints(run.tenant, run.id)
 
         def last(kind: str) -> Any:
-            return next((_value(each) for each in saved if each.kind == kind), None)
+            return next((_value(c) for c in saved if c.kind == kind), None)
 
         return {
             "training_run_id": run.id,
@@ -238,13 +238,13 @@ def _name(request: Request) -> CheckpointName:
 def _page(request: Request, default: int) -> tuple[int, int]:
     """Return the (limit, offset) of a request for a list. Raises BadRequest for other than whole
     numbers."""
-    found = []
+    numbers = []
     for key, value in (("limit", default), ("offset", 0)):
         text = request.query_params.get(key, str(value))
         if not (text.isascii() and text.isdigit() and len(text) < 10):
             raise BadRequest(f"{key}: expected a whole number, got {brief(text)!r}", key)
-        found.append(int(text))
-    return min(found[0], _MOST_LISTED), found[1]
+        numbers.append(int(text))
+    return min(numbers[0], _MOST_LISTED), numbers[1]
 
 
 def _cursor(limit: int, offset: int, count: int) -> dict[str, int]:

@@ -43,8 +43,8 @@ class Futures:
         """Tell whether a request of this name has come before, and its future is not forgotten.
         Raises BadRequest where its content, known by its `digest`, was another one then; an empty
         digest: the content is not known."""
-        before = self._digests.get((tenant, name), "")
-        if before and digest and before != digest:
+        known = self._digests.get((tenant, name), "")
+        if known and digest and known != digest:
             raise BadRequest(
                 f"request {brief(name, 200)} came before with other content; give each request a "
                 "number of its own"

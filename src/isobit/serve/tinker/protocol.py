@@ -160,15 +160,15 @@ class SetTtl(Declared):
     ttl_seconds: Seconds | None = None
 
 
-def metadata_of(given: Metadata) -> dict[str, str]:
+def metadata_of(metadata: Metadata) -> dict[str, str]:
     """Return the metadata that a client gives its session, run or checkpoint: texts unchanged,
     other values as JSON. Raises BadRequest."""
     key = "user_metadata"
-    if len(given) > _MOST_METADATA:
-        raise BadRequest(f"{key}: at most {_MOST_METADATA} entries, got {len(given):,}", key)
+    if len(metadata) > _MOST_METADATA:
+        raise BadRequest(f"{key}: at most {_MOST_METADATA} entries, got {len(metadata):,}", key)
     texts = {
         name: value if isinstance(value, str) else json.dumps(value)
-        for name, value in given.items()
+        for name, value in metadata.items()
         if value is not None
     }
     for name, text in texts.items():

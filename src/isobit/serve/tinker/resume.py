@@ -131,25 +131,25 @@ class Resume:
     async def _end(self, session: Session, stored: StoredRun, why: IsobitError) -> None:
         """End a run; requests to it, and for answers of it that were not kept, get an error that
         says why."""
-        said = f"it could not go on when the server began again: {why}"
-        await self._runs.lose(session.tenant, stored.id, said)
+        reason = f"it could not go on when the server began again: {why}"
+        await self._runs.lose(session.tenant, stored.id, reason)
         for number in await in_thread(self._state.requests, stored.id):
             request = await self._request(stored.id, number)
-            lost = failed(BadRequest(f"training run {stored.id}: {said}", status=410))
+            lost = failed(BadRequest(f"training run {stored.id}: {reason}", status=410))
             self._give(session, request, lost)
         await in_thread(self._state.end_run, stored.id)
 
     async def _request(self, run: str, number: int) -> StoredRequest:
         """Return the kept request of a number to a run, which does not end meanwhile."""
-        found = await in_thread(self._state.request, run, number)
-        assert found is not None
-        return found
+        stored = await in_thread(self._state.request, run, number)
+        assert stored is not None
+        return stored
 
     def _give(self, session: Session, request: StoredRequest, otherwise: Response) -> None:
         """Answer a request's future with the answer that was kept, or with `otherwise` where none
         was."""
-        if (kept := request.answer) is not None:
-            otherwise = Response(kept.body, kept.status, media_type=kept.media_type or None)
+        if (answer := request.answer) is not None:
+            otherwise = Response(answer.body, answer.status, media_type=answer.media_type or None)
         name, digest = f"{request.run}:{request.number}", digest_of(request.kind)
         self._futures.done(session.tenant, name, otherwise, digest)
 
@@ -180,8 +180,8 @@ class Resume:
         later = {number: taken for number, taken in requests.items() if number > applied}
         for number, taken in later.items():
             if (kind := taken.kind.partition(":")[0]) not in self._handlers:
-                what = f"request {number} is none that a server keeps: {brief(kind)}"
-                raise IsobitError(f"{what}; was it another isobit's?")
+                problem = f"request {number} is none that a server keeps: {brief(kind)}"
+                raise IsobitError(f"{problem}; was it another isobit's?")
         last = max((number for number, taken in later.items() if taken.answered), default=applied)
         there = {applied, *requests}
         for number in requests:
@@ -190,7 +190,7 @@ class Resume:
             request = await self._request(run.name, number)
             await self._give_again(run, request, applied, number - 1 in there)
         oldest = max(1, last - MOST_ANSWERS)
-        run.line = Line(last + 1, (each for each in range(oldest, last + 1) if each not in there))
+        run.line = Line(last + 1, (n for n in range(oldest, last + 1) if n not in there))
         for number in later:
             if number > last:
                 request = await self._request(run.name, number)
@@ -213,19 +213,19 @@ class Resume:
             return
         if not follows:
             error: Exception = BadRequest("the request before this one never came", status=410)
-            found = failed(error)
+            response = failed(error)
         else:
             try:
-                found = await self._handle(run.session, request, Before(done=True))
+                response = await self._handle(run.session, request, Before(done=True))
             except Exception as error:
                 if answer is not None or _is_of_the_server(error):
                     raise
-                found = failed(error)
+                response = failed(error)
         if answer is None:
-            await in_thread(self._state.answer, run.name, request.number, answer_of(found))
-        elif bytes(found.body) != answer.body:
+            await in_thread(self._state.answer, run.name, request.number, answer_of(response))
+        elif bytes(response.body) != answer.body:
             _LOG.warning("request %d of %s has other bits now", request.number, run.name)
-        self._give(run.session, request, found)
+        self._give(run.session, request, response)
 
     async def _handle(self, session: Session, stored: StoredRequest, before: Before) -> Response:
         """Call the handler of a kept request, as if the request came once more."""

@@ -61,23 +61,23 @@ class Tinker:
         self._sessions, self._futures = Sessions(gateway), Futures(gateway)
         self._samplers = Samplers(gateway, self._sessions, self._futures)
         self._training: list[tuple[str, Handler]] = [(path, _no_training) for path in TRAINING]
-        self._kept: list[tuple[str, str, Handler]] = [(*each[:2], _no_training) for each in KEPT]
+        self._kept: list[tuple[str, str, Handler]] = [(*route[:2], _no_training) for route in KEPT]
         if gateway.state is not None:
             archive = Archive(gateway, gateway.state)
-            self._kept = [(*each[:2], getattr(archive, each[2])) for each in KEPT]
+            self._kept = [(*route[:2], getattr(archive, route[2])) for route in KEPT]
             runs = Runs(gateway, self._sessions, self._futures, gateway.state)
             training = Training(gateway, self._sessions, self._samplers, runs, gateway.state)
-            found = {"get_info": runs.info, "unload_model": runs.unload}
+            handlers = {"get_info": runs.info, "unload_model": runs.unload}
             self._training = [
-                (path, found.get(path) or getattr(training, path)) for path in TRAINING
+                (path, handlers.get(path) or getattr(training, path)) for path in TRAINING
             ]
-            parts = (self._sessions, self._samplers, runs, self._futures)
-            gateway.resume = Resume(gateway, gateway.state, *parts, dict(self._training)).all
+            services = (self._sessions, self._samplers, runs, self._futures)
+            gateway.resume = Resume(gateway, gateway.state, *services, dict(self._training)).all
 
     def routes(self) -> list[Route]:
         """Return all routes, the last of which refuses all other paths."""
         chunk = min(_CHUNK_BYTES, self._gateway.limits.body_bytes // 2)
-        found: list[tuple[str, str, Handler]] = [
+        paths: list[tuple[str, str, Handler]] = [
             ("GET", "healthz", _always({"status": "ok"})),
             ("POST", "client/config", _always({"fwdbwd_max_chunk_bytes_count": chunk})),
             ("POST", "client/dynamic_config", _always({"sample_cancel_enabled": True})),
@@ -95,7 +95,7 @@ class Tinker:
             *self._kept,
         ]
         self._routes = [
-            Route(f"{PREFIX}/{path}", handler, methods=[method]) for method, path, handler in found
+            Route(f"{PREFIX}/{path}", handler, methods=[method]) for method, path, handler in paths
         ]
         return [
             *self._routes,

@@ -73,7 +73,7 @@ class Run:
     learner: StepwiseLearner | None = None
     steps: int = 0
     unkept: bool = False
-    kept: "asyncio.Future[None] | None" = None
+    saving: "asyncio.Future[None] | None" = None
     """Done when the state has the request that began the run."""
     close: Callable[[], Awaitable[None]] | None = None
     """Ends the run with its session."""
@@ -122,16 +122,16 @@ class Runs:
         response = JSONResponse({"request_id": future})
         digest = digest_of(kind)
         if self._futures.knows(session.tenant, future, digest):
-            if name in self._runs and (kept := self._runs[name].kept) is not None:
-                await asyncio.wait({kept})
+            if name in self._runs and (saving := self._runs[name].saving) is not None:
+                await asyncio.wait({saving})
             return response
         if name in self._runs:
             raise BadRequest(f"the training run {name} is there already", status=410)
         if row.rank is None:
             await self._end_silent()
         run = self.opened(session, row, again=taken_before(request) is not None)
-        kept = asyncio.ensure_future(in_thread(self._keep_first, row, kind, body))
-        run.kept = kept
+        saving = asyncio.ensure_future(in_thread(self._keep_first, row, kind, body))
+        run.saving = saving
 
         def first() -> Response:
             learner, response = make(), JSONResponse({**answer, "model_id": name})
@@ -143,7 +143,7 @@ class Runs:
 
         async def work() -> Response:
             try:
-                await kept
+                await saving
                 whole = self._gateway.whole
                 response: Response = await self._gateway.work(run.tenant, first, alone=whole)
                 if session.ended:
@@ -156,7 +156,7 @@ class Runs:
             return response
 
         self._futures.begin(session.tenant, future, work(), digest=digest)
-        await asyncio.wait({kept})
+        await asyncio.wait({saving})
         return response
 
     def _keep_first(self, row: StoredRun, kind: str, body: bytes) -> None:
@@ -164,8 +164,8 @@ class Runs:
         self.state.accept(row.id, 0, kind, body, always=True)
 
     def opened(self, session: Session, described: StoredRun, *, again: bool = False) -> Run:
-        """Add a run to a session, and return it, without its learner. Raises BadRequest where there
-        is no room, except for one that goes on `again`, which had room before."""
+        """Add a run to a session, and return it, without its learner. Raises BadRequest for lack
+        of room, except for one that goes on `again`, which had room before."""
         rank, targets = described.rank, described.targets
         size = self._room_for(session.tenant, rank, targets, again)
         run = Run(described.id, session, described.base, rank, targets, size)
@@ -210,12 +210,12 @@ class Runs:
         """Keep a request to a run, and do it once, in its turn; return a response with the future's
         name. `size`: its bytes, unpacked. One that an earlier server has done is done again now."""
         kind, body = as_it_came(request)
-        before = taken_before(request)
-        if before is not None and before.done:
+        taken = taken_before(request)
+        if taken is not None and taken.done:
             return await work(body)
         future, digest = f"{run.name}:{number}", digest_of(kind)
         size = len(body) if size is None else size
-        if not self._futures.knows(run.tenant, future, digest) and before is None:
+        if not self._futures.knows(run.tenant, future, digest) and taken is None:
             work = await self._accepted(run, number, kind, body, work, size)
         if not self._futures.knows(run.tenant, future, digest):  # nor came again meanwhile
             answer = self._answer(run, number, work, size)
@@ -283,13 +283,13 @@ class Runs:
     def find(self, request: Request, name: str | None) -> Run:
         """Return the run that a request names, and note that its session's client was heard. Raises
         BadRequest (404) for a name that is not of a run of the request's tenant."""
-        found = self._runs.get(name or "")
-        if found is None or found.tenant != request.state.tenant or found.learner is None:
+        run = self._runs.get(name or "")
+        if run is None or run.tenant != request.state.tenant or run.learner is None:
             whose, why = self._lost.get(name or "", ("", ""))
             why = why if whose == request.state.tenant else "it was unloaded"
             raise BadRequest(f"no training run {brief(name)}: {why}", status=404)
-        found.session.seen = time.monotonic()
-        return found
+        run.session.seen = time.monotonic()
+        return run
 
     async def work(self, run: Run, function: Callable[[], Any]) -> Any:
         """Return the result of a function, which the device thread calls, for a run."""
@@ -310,9 +310,9 @@ class Runs:
         model, snapshots = self._gateway.model, self._gateway.device.snapshots
 
         def changed() -> Response:
-            before = model.weights_version
+            version = model.weights_version
             response = JSONResponse(function())
-            if model.weights_version != before:
+            if model.weights_version != version:
                 new = f"{run.name}:{number}"
                 snapshots.present = new if loaded is None else loaded.weights
             run.steps += 1
@@ -323,8 +323,8 @@ class Runs:
                 self._keep(run, number, response)
             return response
 
-        found: Response = await self._gateway.work(run.tenant, changed, alone=self._gateway.whole)
-        return found
+        result: Response = await self._gateway.work(run.tenant, changed, alone=self._gateway.whole)
+        return result
 
     def _keep(self, run: Run, number: int, response: Response) -> None:
         """Keep the state of a run after a request, which has changed the run even if the disk takes
@@ -371,8 +371,8 @@ class Runs:
         if self._gateway.whole:
             name = sampler.snapshot.rpartition(":")[0]
         else:
-            kept = self.state.by_id(sampler.snapshot)
-            name = kept.run if kept is not None and kept.kind == "snapshot" else ""
+            saved = self.state.by_id(sampler.snapshot)
+            name = saved.run if saved is not None and saved.kind == "snapshot" else ""
         if name in self._runs and sampler.id not in self._runs[name].unnamed:
             self._runs[name].unnamed.append(sampler.id)
 
@@ -420,8 +420,8 @@ class Runs:
     def _room_for(
         self, tenant: str, rank: int | None, trained: Mapping[str, bool], again: bool
     ) -> int:
-        """Return the bytes of the factors of one more run, in FP32. Raises BadRequest where there
-        is no room for it, except for one of an adapter that had room before (`again`)."""
+        """Return the bytes of the factors of one more run, in FP32. Raises BadRequest where it does
+        not fit, except for one of an adapter that had room before (`again`)."""
         limits = self._gateway.limits
         if rank is None:
             if self._runs:
@@ -430,8 +430,8 @@ class Runs:
                     f"first, or wait until its client was silent for {SILENT_SECONDS:g} seconds"
                 )
             return 0
-        own = [run for run in self._runs.values() if run.tenant == tenant]
-        if len(own) >= limits.runs and not again:
+        open_runs = [run for run in self._runs.values() if run.tenant == tenant]
+        if len(open_runs) >= limits.runs and not again:
             raise BadRequest(
                 f"{limits.runs} training runs of yours are open, which is the most; unload one",
                 status=429,
@@ -439,7 +439,7 @@ class Runs:
         config = self._gateway.model.config
         shapes = factor_shapes(targeted(config, targets_of(config, trained)), rank)
         size = 4 * sum(map(math.prod, shapes.values()))
-        held = sum(run.factor_bytes for run in own)
+        held = sum(run.factor_bytes for run in open_runs)
         if _COPIES * (held + size) > self._training_bytes and not again:
             raise BadRequest(
                 f"an adapter of rank {rank:,} trains in {_COPIES * size:,} bytes, and yours may have "
@@ -466,13 +466,13 @@ def new_adapter_of(
 
 def targets_of(config: ModelConfig, trained: Mapping[str, bool]) -> list[str]:
     """Return the names of the matrices that a run trains. Raises IsobitError for no matrices."""
-    names = dict.fromkeys(one.name.rpartition(".")[2] for one in projections(config))
-    found = [
+    names = dict.fromkeys(projection.name.rpartition(".")[2] for projection in projections(config))
+    targets = [
         name for name in names if trained["train_mlp" if name in MLP_PROJECTIONS else "train_attn"]
     ]
-    if not found:
+    if not targets:
         raise IsobitError(
             "lora_config: an adapter of the unembedding alone is not offered; set train_attn or "
             "train_mlp"
         )
-    return found
+    return targets

@@ -41,15 +41,15 @@ is remembered."""
 @dataclass(eq=False)
 class Sampler:
     """A sampling client: the model's name as it was given, and the weights to which the client is
-    pinned. `snapshot`: None while it rests, its weights not in memory; `kept`: the checkpoint of
-    the weights, None: there is none, and it never rests; `number`: in its session; `open`: its
-    requests that are not answered, by their futures' names."""
+    pinned. `snapshot`: None while it rests, its weights not in memory; `checkpoint`: of the
+    weights, None: there is none, and it never rests; `number`: in its session; `open`: its requests
+    that are not answered, by their futures' names."""
 
     tenant: str
     model: str
     path: str | None
     snapshot: Snapshot | None
-    kept: Checkpoint | None = None
+    checkpoint: Checkpoint | None = None
     number: int = -1
     open: set[str] = field(default_factory=set)
     ended: bool = False
@@ -83,13 +83,13 @@ class Samplers:
         session = self._sessions.find(request, keys.session_id)
         number, base, path = keys.sampling_session_seq_id, keys.base_model, keys.model_path
         called = base or self._gateway.name
-        before = self._samplers.get(self._numbered.get((session.name, number), ""))
-        if before is None:
+        known = self._samplers.get(self._numbered.get((session.name, number), ""))
+        if known is None:
             self.check_room(session)
-            snapshot, kept = await self._snapshot(session.tenant, base, path)
-            made = Sampler(session.tenant, called, path, snapshot, kept)
+            snapshot, checkpoint = await self._snapshot(session.tenant, base, path)
+            made = Sampler(session.tenant, called, path, snapshot, checkpoint)
             await self.add(session, number, made)
-        elif (before.model, before.path) != (called, path):
+        elif (known.model, known.path) != (called, path):
             raise BadRequest(
                 f"sampling_session_seq_id: sampling client {number} of this session is of another "
                 "model or path; give each a number of its own",
@@ -142,16 +142,16 @@ class Samplers:
         """Restore a sampling client of an earlier server. Raises IsobitError where its weights are
         not kept."""
         state = self._gateway.state
-        kept = None if state is None or row.snapshot is None else state.by_id(row.snapshot)
+        checkpoint = None if state is None or row.snapshot is None else state.by_id(row.snapshot)
         if self._gateway.whole:
-            snapshot, kept = Snapshot(None, 0, 1, weights=row.snapshot or ""), None
+            snapshot, checkpoint = Snapshot(None, 0, 1, weights=row.snapshot or ""), None
         elif row.snapshot is None:
-            snapshot, kept = await self._snapshot(row.tenant, row.base, row.path)
-        elif kept is None:
+            snapshot, checkpoint = await self._snapshot(row.tenant, row.base, row.path)
+        elif checkpoint is None:
             raise IsobitError(f"the weights of sampling client {row.id} are not kept")
         else:
-            snapshot = await self._read(row.tenant, kept)
-        made = Sampler(row.tenant, row.base, row.path, snapshot, kept)
+            snapshot = await self._read(row.tenant, checkpoint)
+        made = Sampler(row.tenant, row.base, row.path, snapshot, checkpoint)
         await self.add(session, row.number, made, row.id)
 
     def leave(self, session: Session, row: StoredSampler, why: str) -> None:
@@ -176,25 +176,25 @@ class Samplers:
     async def show(self, request: Request) -> Response:
         """Answer with the model and the path from which a sampling client samples."""
         name = request.path_params["name"]
-        found = self._find(request, name)
+        sampler = self._find(request, name)
         return JSONResponse(
-            {"sampler_id": name, "base_model": found.model, "model_path": found.path}
+            {"sampler_id": name, "base_model": sampler.model, "model_path": sampler.path}
         )
 
     async def sample(self, request: Request) -> Response:
         """Begin to sample; answer with the future's name, which is made of the sampling client and
         the request's number."""
         keys = await read_request(request, Sample, self._gateway.limits)
-        found, count = self._find(request, keys.sampling_session_id), keys.num_samples
+        sampler, count = self._find(request, keys.sampling_session_id), keys.num_samples
         future = f"{keys.sampling_session_id}:{keys.seq_id}"
-        asked = self._asked(keys)
+        parameters = self._asked(keys)
         digest = hashlib.sha256(request.state.body).hexdigest()
-        if not self._futures.knows(found.tenant, future, digest):
+        if not self._futures.knows(sampler.tenant, future, digest):
             with ExitStack() as held:  # also while the weights are read
-                held.enter_context(self._gateway.room(found.tenant, count))
-                answer, over = self._answer(found, future, *asked), held.pop_all().close
-            self._futures.begin(found.tenant, future, answer, over, digest)
-        ids = [f"{future}:{place}" for place in range(count)]
+                held.enter_context(self._gateway.room(sampler.tenant, count))
+                answer, over = self._answer(sampler, future, *parameters), held.pop_all().close
+            self._futures.begin(sampler.tenant, future, answer, over, digest)
+        ids = [f"{future}:{index}" for index in range(count)]
         return JSONResponse({"request_id": future, "sample_sequence_ids": ids})
 
     def _asked(self, keys: Sample) -> tuple[list[int], Sampling, Scoring | None]:
@@ -241,9 +241,9 @@ class Samplers:
         completions, scores = list[Completion](), None
         sampler.open.add(name)
         try:
-            given = sampler.tenant, [prompt], sampling, await self._awake(sampler)
-            asked = self._gateway.ask(*given, streamed=False, scorings=[scoring], counted=True)
-            async with asked as events:
+            arguments = sampler.tenant, [prompt], sampling, await self._awake(sampler)
+            stream = self._gateway.ask(*arguments, streamed=False, scorings=[scoring], counted=True)
+            async with stream as events:
                 async for _, event in events:
                     if isinstance(event, Done):
                         completions.append(event.completion)
@@ -294,28 +294,28 @@ class Samplers:
         """Read a client's weights. The caller lets this run to its end even where the request is
         cancelled: weights that are read and not registered would never be released."""
         async with sampler.waking:
-            if sampler.snapshot is None and sampler.kept is not None and not sampler.ended:
-                sampler.snapshot = await self._read(sampler.tenant, sampler.kept)
+            if sampler.snapshot is None and sampler.checkpoint is not None and not sampler.ended:
+                sampler.snapshot = await self._read(sampler.tenant, sampler.checkpoint)
             if sampler.ended:
                 await self._release(sampler)
 
     async def _rest(self, session: Session) -> None:
         """Release the weights of a session's oldest clients of saved weights, except of the newest
         `_MOST_AWAKE` that are in memory."""
-        found = [self._samplers[name] for name in self._of_session[session.name]]
-        awake = [one for one in found if one.kept is not None and one.snapshot is not None]
+        samplers = [self._samplers[name] for name in self._of_session[session.name]]
+        awake = [s for s in samplers if s.checkpoint is not None and s.snapshot is not None]
         for sampler in awake[:-_MOST_AWAKE]:
             if not sampler.open and not sampler.waking.locked():
                 await self._release(sampler)
 
     def _find(self, request: Request, name: str | None) -> Sampler:
-        found = self._samplers.get(name or "")
-        if found is None or found.tenant != request.state.tenant:
+        sampler = self._samplers.get(name or "")
+        if sampler is None or sampler.tenant != request.state.tenant:
             gone = self._gone.get(name or "")
-            own = gone is not None and gone.tenant == request.state.tenant
-            why = gone.why if gone is not None and own else "it has ended"
+            is_own = gone is not None and gone.tenant == request.state.tenant
+            why = gone.why if gone is not None and is_own else "it has ended"
             raise BadRequest(f"no sampling session {brief(name)}: {why}", status=404)
-        return found
+        return sampler
 
     async def _close(self, session: Session) -> None:
         """End a session's sampling clients, cancel their samples, for which no client waits, and
@@ -340,6 +340,6 @@ class Samplers:
 def _kept_as(sampler: Sampler) -> str | None:
     """Return a state's name of the weights of a sampling client that are kept for it; None: the
     weights are the base's, or an adapter's of the server."""
-    if sampler.kept is not None:
-        return sampler.kept.id
+    if sampler.checkpoint is not None:
+        return sampler.checkpoint.id
     return None if sampler.snapshot is None else sampler.snapshot.weights or None

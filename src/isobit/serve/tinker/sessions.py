@@ -49,7 +49,7 @@ class Sessions:
         self._tell_untested(keys.sdk_version)
         await self._drop_idle()
         tenant = request.state.tenant
-        if sum(each.tenant == tenant for each in self._sessions.values()) >= _MOST_SESSIONS:
+        if sum(session.tenant == tenant for session in self._sessions.values()) >= _MOST_SESSIONS:
             raise BadRequest(
                 f"{_MOST_SESSIONS:,} sessions of yours are open; finish some", status=429
             )
@@ -86,15 +86,15 @@ class Sessions:
     def find(self, request: Request, name: str | None) -> Session:
         """Return the session that a request names. Raises BadRequest (410) for a name that is not
         of an open session of the request's tenant."""
-        found = self._find(request, name)
-        if found is None:
+        session = self._find(request, name)
+        if session is None:
             raise BadRequest(f"no session {brief(name)}: it has ended", status=410)
-        return found
+        return session
 
     def _find(self, request: Request, name: str | None) -> Session | None:
         """Return the session of a name; None: the request's tenant has no open one of this name."""
-        found = self._sessions.get(name or "")
-        return found if found is not None and found.tenant == request.state.tenant else None
+        session = self._sessions.get(name or "")
+        return session if session is not None and session.tenant == request.state.tenant else None
 
     def _tell_untested(self, version: str | None) -> None:
         """Log once for each version that a client is of a version that was not tested."""

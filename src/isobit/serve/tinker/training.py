@@ -79,17 +79,17 @@ class Training:
         if seed is None:
             chosen = hashlib.sha256(f"{session.name}:{keys.model_seq_id}".encode()).digest()
             seed = int.from_bytes(chosen[:7], "big")
-        trained = {part: getattr(lora, part) for part in PARTS}
+        trained = {name: getattr(lora, name) for name in PARTS}
         if not whole:
             trained["train_unembed"] = False  # which no adapter trains, even if it is asked for
         elif not all(trained.values()):
             raise BadRequest("lora_config: all weights are trained here, none left out")
-        given = (
+        adapter = (
             None
             if rank is None
             else new_adapter_of(self._gateway.model.config, rank, seed, trained)
         )
-        row, make = self._row(session, keys, rank, seed, trained), partial(self._learner, given)
+        row, make = self._row(session, keys, rank, seed, trained), partial(self._learner, adapter)
         return await self._runs.create(request, session, row, make, {"type": "create_model"})
 
     async def load_weights(self, request: Request) -> Response:
@@ -132,10 +132,10 @@ class Training:
             batch = await in_thread(read, packed)
 
             def compute() -> Parts[bytes]:
-                given, learner = (batch.data, batch.loss, batch.options), run.trains
+                arguments, learner = (batch.data, batch.loss, batch.options), run.trains
                 if batch.forward_only:
-                    return write_outputs((yield from learner.forward_in_parts(*given)))
-                return write_outputs((yield from learner.forward_backward_in_parts(*given)))
+                    return write_outputs((yield from learner.forward_in_parts(*arguments)))
+                return write_outputs((yield from learner.forward_backward_in_parts(*arguments)))
 
             return Response(await self._runs.work(run, compute), media_type=PROTOBUF)
 
@@ -198,11 +198,11 @@ class Training:
             return JSONResponse({"type": kind, "sampling_session_id": name})
 
         def keep() -> Snapshot:
-            def row(kept: Checkpoint) -> StoredSampler:
+            def row(checkpoint: Checkpoint) -> StoredSampler:
                 whose = (name, run.tenant, run.session.name, number, run.base)
-                return StoredSampler(*whose, snapshot=kept.id)
+                return StoredSampler(*whose, snapshot=checkpoint.id)
 
-            kept = self._state.save(
+            checkpoint = self._state.save(
                 run.name,
                 "snapshot",
                 f"sampler-{number}",
@@ -212,7 +212,7 @@ class Training:
                 sampler=row,
             )
             try:
-                return snapshots.open(kept.id, run.trains.adapter, run.tenant)
+                return snapshots.open(checkpoint.id, run.trains.adapter, run.tenant)
             except IsobitError:  # where there is no room for it, nothing of it is kept
                 self._state.drop_sampler(name)
                 raise
@@ -245,8 +245,8 @@ class Training:
         assert old is not None
         whole, of_whole = self._gateway.whole, old.rank is None
         if whole != of_whole:
-            what, train = ("all weights", "full") if of_whole else ("an adapter", "adapters")
-            raise BadRequest(f"{path}: it is of {what}; serve the model with --train {train}")
+            weights, train = ("all weights", "full") if of_whole else ("an adapter", "adapters")
+            raise BadRequest(f"{path}: it is of {weights}; serve the model with --train {train}")
 
         def make() -> StepwiseLearner:
             with _called(folder, path):
@@ -313,12 +313,12 @@ class Training:
         )
 
     async def _save(self, kind: Kind, run: Run, keys: Save) -> Response:
-        optimizer, asked = kind == "training", _SAVES[kind]
+        optimizer, route = kind == "training", _SAVES[kind]
         name, metadata = keys.path or f"request-{keys.seq_id}", metadata_of(keys.user_metadata)
 
         def shown(saved: Checkpoint) -> Response:
             size = {"size_bytes": saved.bytes} if kind == "external" else {}
-            return JSONResponse({"type": asked, "path": saved.path, **size})
+            return JSONResponse({"type": route, "path": saved.path, **size})
 
         def save() -> Response:
             saved = self._state.save(

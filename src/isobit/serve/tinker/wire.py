@@ -121,7 +121,7 @@ def unpacked(body: bytes, limit: int) -> bytes:
     except ModuleNotFoundError:
         raise BadRequest("Content-Encoding: zstd needs pip install zstandard") from None
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 27)
-    found, size, frames = list[bytes](), 0, 0
+    chunks, size, frames = list[bytes](), 0, 0
     frame: Any = None
     try:
         for start in range(0, len(body), _FED_BYTES):
@@ -131,8 +131,8 @@ def unpacked(body: bytes, limit: int) -> bytes:
                     frame, frames = decompressor.decompressobj(), frames + 1
                     if frames > _MOST_FRAMES:
                         raise BadRequest(f"the body has more than {_MOST_FRAMES:,} frames of zstd")
-                found.append(frame.decompress(rest))
-                size += len(found[-1])
+                chunks.append(frame.decompress(rest))
+                size += len(chunks[-1])
                 if size > limit:
                     raise BadRequest(
                         f"the body is longer than {limit:,} bytes when unpacked", status=413
@@ -142,7 +142,7 @@ def unpacked(body: bytes, limit: int) -> bytes:
         raise BadRequest("the body is no zstd, as its Content-Encoding says") from None
     if frame is not None or not frames:
         raise BadRequest("the body is cut: its last frame of zstd does not end")
-    return b"".join(found)
+    return b"".join(chunks)
 
 
 def read_message(body: bytes) -> Any:
@@ -168,38 +168,38 @@ def _count_parts(body: memoryview, descriptor: Any, room: _Room, depth: int) -> 
     `depth` levels: deeper messages do not count as parts. Raises BadRequest for bytes that are not
     a message."""
     inner = {field.number: field.message_type for field in descriptor.fields}
-    place = 0
-    while place < len(body):
-        tag, place = _varint(body, place)
+    position = 0
+    while position < len(body):
+        tag, position = _varint(body, position)
         room.take(parts=1)
         wire_type = tag & 7
         if wire_type == 0:
-            _, place = _varint(body, place)
+            _, position = _varint(body, position)
         elif wire_type in (1, 5):
-            place += 8 if wire_type == 1 else 4
+            position += 8 if wire_type == 1 else 4
         elif wire_type == 2:
-            size, place = _varint(body, place)
+            size, position = _varint(body, position)
             message_type = inner.get(tag >> 3)
             if depth > 1 and size and message_type is not None:
-                _count_parts(body[place : place + size], message_type, room, depth - 1)
-            place += size
+                _count_parts(body[position : position + size], message_type, room, depth - 1)
+            position += size
         else:
             raise _no_message()
-    if place > len(body):
+    if position > len(body):
         raise _no_message()
 
 
-def _varint(body: memoryview, place: int) -> tuple[int, int]:
+def _varint(body: memoryview, position: int) -> tuple[int, int]:
     """Return (the number at a place, the place after it). Raises BadRequest for a number that does
     not end."""
-    found = 0
+    number = 0
     for shift in range(10):
-        if place >= len(body):
+        if position >= len(body):
             break
-        byte, place = body[place], place + 1
-        found |= (byte & 127) << 7 * shift
+        byte, position = body[position], position + 1
+        number |= (byte & 127) << 7 * shift
         if byte < 128:
-            return found, place
+            return number, position
     raise _no_message()
 
 
@@ -218,7 +218,7 @@ def read_batch(message: Any) -> Batch:
     """Return the batch of a ForwardBackwardRequest. Raises BadRequest."""
     _measure(message)
     weighed = message.loss_fn == "cross_entropy"
-    data = [_read_datum(each, place, weighed) for place, each in enumerate(message.data)]
+    data = [_read_datum(datum, index, weighed) for index, datum in enumerate(message.data)]
     options = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
@@ -231,12 +231,12 @@ def write_outputs(outputs: Outputs) -> bytes:
     """Return a ForwardBackwardOutput: log-probabilities by datum, in records of one trailing
     shape."""
     messages = package()
-    found = messages.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    output = messages.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     for name, value in outputs.metrics.items():
-        found.metrics[name] = value
-    for shape, group in groupby(outputs.logprobs, key=lambda each: each.shape[1:]):
-        arrays = [each.numpy().astype(np.float32) for each in group]
-        record = found.loss_fn_outputs.add(num_datums=len(arrays))
+        output.metrics[name] = value
+    for shape, group in groupby(outputs.logprobs, key=lambda logprobs: logprobs.shape[1:]):
+        arrays = [logprobs.numpy().astype(np.float32) for logprobs in group]
+        record = output.loss_fn_outputs.add(num_datums=len(arrays))
         field = record.fields["logprobs"]
         field.dtype = messages.DTYPE_FLOAT32
         field.data = b"".join(array.tobytes() for array in arrays)
@@ -244,17 +244,17 @@ def write_outputs(outputs: Outputs) -> bytes:
             [0, *(array.nbytes for array in arrays)], dtype=np.int64
         ).tobytes()
         field.trailing_shape.extend(shape)
-    return bytes(found.SerializeToString())
+    return bytes(output.SerializeToString())
 
 
 def encoded(completions: list[Completion], scores: Scores | None) -> bytes:
     """Return a SampleResponse of completions and a prompt's scores, None: none. Raises IsobitError
     where the package is missing."""
     messages = package()
-    found = messages.SampleResponse()
+    response = messages.SampleResponse()
     for completion in completions:
         stopped = completion.finish_reason == "stop"
-        sequence = found.sequences.add(
+        sequence = response.sequences.add(
             stop_reason=messages.STOP_REASON_STOP if stopped else messages.STOP_REASON_LENGTH,
             tokens=np.asarray(completion.token_ids, np.int32).tobytes(),
             logprobs=np.asarray(completion.logprobs, np.float32).tobytes(),
@@ -262,10 +262,10 @@ def encoded(completions: list[Completion], scores: Scores | None) -> bytes:
         if completion.top_logprobs is not None:
             _write_top(sequence.topk_sampled_logprobs, completion.top_logprobs)
     if scores is not None:
-        found.prompt_logprobs = np.asarray(scores.logprobs, np.float32).tobytes()
+        response.prompt_logprobs = np.asarray(scores.logprobs, np.float32).tobytes()
         if scores.tops is not None:
-            _write_top(found.topk_prompt_logprobs, scores.tops)
-    return bytes(found.SerializeToString())
+            _write_top(response.topk_prompt_logprobs, scores.tops)
+    return bytes(response.SerializeToString())
 
 
 def _write_top(message: Any, tops: list[Top]) -> None:
@@ -274,16 +274,16 @@ def _write_top(message: Any, tops: list[Top]) -> None:
     width = max(map(len, tops), default=0)
     tokens = np.zeros((len(tops), width), np.int32)
     logprobs = np.full((len(tops), width), -99999.0, np.float32)
-    for place, top in enumerate(tops):
+    for index, top in enumerate(tops):
         for rank, (token, logprob) in enumerate(top):
-            tokens[place, rank], logprobs[place, rank] = token, logprob
+            tokens[index, rank], logprobs[index, rank] = token, logprob
     message.token_ids, message.logprobs = tokens.tobytes(), logprobs.tobytes()
     message.length, message.k = tokens.shape
 
 
-def _read_datum(message: Any, place: int, weighed: bool) -> Datum:
+def _read_datum(message: Any, index: int, weighed: bool) -> Datum:
     """Return a datum; where a loss has it `weighed` and it has no weights, these are ones."""
-    where, tokens = f"data.{place}", list[int]()
+    where, tokens = f"data.{index}", list[int]()
     for chunk in message.model_input:
         if chunk.WhichOneof("chunk") != "encoded_text":
             raise BadRequest(f"{where}.model_input: only tokens are offered, no images or audio")
@@ -320,8 +320,8 @@ def _read_tensor(message: Any, where: str) -> Tensor:
         values = _dense(message.sparse_csr, values, shape, where)
     elif len(values) != np.prod(shape):
         raise BadRequest(f"{where}: {len(values):,} values for a tensor of shape {shape}")
-    found = torch.from_numpy(values.copy()).view(shape)
-    return found if found.is_floating_point() else found.long()
+    tensor = torch.from_numpy(values.copy()).view(shape)
+    return tensor if tensor.is_floating_point() else tensor.long()
 
 
 def _dense(csr: Any, values: Any, shape: list[int], where: str) -> Any:
@@ -339,15 +339,15 @@ def _dense(csr: Any, values: Any, shape: list[int], where: str) -> Any:
         or ((columns < 0) | (columns >= shape[1])).any()
     ):
         raise BadRequest(f"{where}: its indices are not those of a sparse matrix of shape {shape}")
-    found = np.zeros(shape, values.dtype)
-    found[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
-    return found.reshape(-1)
+    dense = np.zeros(shape, values.dtype)
+    dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
+    return dense.reshape(-1)
 
 
 def _array(content: bytes, kind: Any, where: str) -> Any:
     if len(content) % np.dtype(kind).itemsize:
         raise BadRequest(f"{where}: {len(content):,} bytes are no {np.dtype(kind).name}")
-    found = np.frombuffer(content, kind)
-    if not np.isfinite(found).all():
+    array = np.frombuffer(content, kind)
+    if not np.isfinite(array).all():
         raise BadRequest(f"{where} has NaN or infinity in it")
-    return found
+    return array

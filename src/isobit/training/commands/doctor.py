@@ -190,7 +190,7 @@ def _gpu() -> str:
 
 
 def _settings() -> str:
-    """Environment variables that change what is computed or how fast."""
+    """Return a line of the environment variables that change what is computed or how fast."""
     begins = ("ISOBIT_", "OMP_", "MKL_", "CUDA_VISIBLE", "TRITON_")
     names = sorted(name for name in os.environ if name.startswith(begins) or name == "CXX")
     return ", ".join(f"{name}={os.environ[name]}" for name in names)

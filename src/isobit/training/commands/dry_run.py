@@ -169,11 +169,11 @@ def _memory(job: Job) -> str:
     return f"memory{whose}, planned from config.json\n{planned.table()}\n{advice(job, planned)}"
 
 
-def _opened(parts: SampledParts) -> str:
+def _opened(run: SampledParts) -> str:
     """Return a line on the sizes that the weights and the memory decided."""
-    prompt, positions = parts.engine.longest_prompt, parts.model.config.max_positions
-    longest = prompt + min(parts.config.most_tokens, positions - prompt)
+    prompt, positions = run.engine.longest_prompt, run.model.config.max_positions
+    longest = prompt + min(run.config.most_tokens, positions - prompt)
     return (
         f"weights are read; longest sequence: {longest} tokens; cache: "
-        f"{parts.engine.pages.num_pages} pages; micro-batches of {parts.micro_batch_tokens} tokens"
+        f"{run.engine.pages.num_pages} pages; micro-batches of {run.micro_batch_tokens} tokens"
     )

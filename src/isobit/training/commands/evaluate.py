@@ -230,7 +230,7 @@ def _ask(
     processes: Processes,
     now: datetime,
 ) -> list[tuple[Question, ...]]:
-    """Return the answers of a model and of each of its adapters; `now`: the date in prompts."""
+    """Return the answers of a model and its adapters; `now`: the date in prompts."""
     gc.collect()  # of a model that was asked before
     plan, names, rules = evaluation_plan(config), [None, *adapters], text_rules(config, now)
     flow = (config.precision, config.backend, config.consistency)

@@ -53,7 +53,7 @@ def plan_command(
 
 
 def _counts(gpus: str) -> list[int]:
-    """Numbers of GPUs between commas."""
+    """Return the numbers of GPUs between commas."""
     words = gpus.split(",")
     if not all(word.strip().isdecimal() and 1 <= int(word) <= _MOST_GPUS for word in words):
         raise IsobitError(
@@ -62,8 +62,8 @@ def _counts(gpus: str) -> list[int]:
     return list(map(int, words))
 
 
-def _text(found: Planned) -> str:
-    job, first = found[0]
+def _text(plans: Planned) -> str:
+    job, first = plans[0]
     config, trained = job.config, ""
     if (adapter := config.adapter) is not None:
         count, names = num_parameters(job.model, adapter), ", ".join(adapter.targets)
@@ -76,31 +76,31 @@ def _text(found: Planned) -> str:
         "prompts of "
         f"{job.prompt:,} tokens, completions of at most {job.completion:,}; {batches}"
     )
-    unit = GIB if max(ranked.total for _, ranked in found) >= GIB else MIB
-    table = f"Memory of each GPU in {_UNITS[unit]}\n{_memory_table(found, unit)}"
-    notes = [f"{_gpus(ranked)}: {advice(ranked, planned)}" for ranked, planned in found]
+    unit = GIB if max(ranked.total for _, ranked in plans) >= GIB else MIB
+    table = f"Memory of each GPU in {_UNITS[unit]}\n{_memory_table(plans, unit)}"
+    notes = [f"{_gpus(ranked)}: {advice(ranked, planned)}" for ranked, planned in plans]
     notes += [
         f"warning: {_gpus(ranked)}: {line}"
-        for ranked, planned in found
+        for ranked, planned in plans
         for line in warnings(ranked, planned)
     ]
     return "\n\n".join([heading, table, "\n".join(notes), _NO_SECONDS])
 
 
-def _memory_table(found: Planned, unit: int) -> str:
+def _memory_table(plans: Planned, unit: int) -> str:
     labels = list(
-        dict.fromkeys(label for _, planned in found for label, _ in (*planned.held, *planned.parts))
+        dict.fromkeys(label for _, planned in plans for label, _ in (*planned.held, *planned.parts))
     )
-    sizes = [dict((*planned.held, *planned.parts)) for _, planned in found]
-    rows = [["", *(_gpus(job) for job, _ in found)]]
+    sizes = [dict((*planned.held, *planned.parts)) for _, planned in plans]
+    rows = [["", *(_gpus(job) for job, _ in plans)]]
     rows += [
         [label, *(f"{size[label] / unit:,.1f}" if label in size else "" for size in sizes)]
         for label in labels
     ]
     total = "total: what is held, and the largest part of a step"
-    rows.append([total, *(f"{planned.total / unit:,.1f}" for _, planned in found)])
+    rows.append([total, *(f"{planned.total / unit:,.1f}" for _, planned in plans)])
     rows.append(
-        ["free", *(f"{(job.machine.memory - planned.total) / unit:,.1f}" for job, planned in found)]
+        ["free", *(f"{(job.machine.memory - planned.total) / unit:,.1f}" for job, planned in plans)]
     )
     return text_table(rows, rule=True)
 
@@ -109,9 +109,9 @@ def _gpus(job: Job) -> str:
     return f"{job.ranks} GPU{'s' * (job.ranks > 1)}"
 
 
-def _plain(found: Planned) -> dict[str, Any]:
+def _plain(plans: Planned) -> dict[str, Any]:
     """Return all of it as plain values, in bytes."""
-    job = found[0][0]
+    job = plans[0][0]
     return {
         "model": {
             "family": job.model.family,
@@ -132,7 +132,7 @@ def _plain(found: Planned) -> dict[str, Any]:
                 "advice": _advice(candidate, planned),
                 "warnings": warnings(candidate, planned),
             }
-            for candidate, planned in found
+            for candidate, planned in plans
         ],
     }
 

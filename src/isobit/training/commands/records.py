@@ -73,9 +73,9 @@ def read_records(run: Path, config: Config | SftConfig, steps: set[int]) -> Reco
     return records
 
 
-def _steps(path: Path, found: Records) -> Iterator[tuple[int, list[bytes]]]:
+def _steps(path: Path, records: Records) -> Iterator[tuple[int, list[bytes]]]:
     """Yield (step, the lines of its completions) for one step after another; problems are added to
-    `found`."""
+    `records`."""
     offset = 0
     for member in completions.members(path):
         offset = member.start + member.length
@@ -83,15 +83,15 @@ def _steps(path: Path, found: Records) -> Iterator[tuple[int, list[bytes]]]:
             lines = completions.lines(path, member)
             yield int(completions.parse(lines[0])["step"]), lines
         except (IsobitError, IndexError) as error:
-            found.problems.append(str(error) or f"{path}: no row at byte {member.start}")
+            records.problems.append(str(error) or f"{path}: no row at byte {member.start}")
     if path.is_file() and path.stat().st_size > offset and not runs.in_use(path.parent):
-        found.problems.append(f"{path.name}: bytes from {offset:,} on are no whole step")
+        records.problems.append(f"{path.name}: bytes from {offset:,} on are no whole step")
 
 
 def _take(
-    step: int, lines: Sequence[bytes], steps: set[int], config: Config, found: Records
+    step: int, lines: Sequence[bytes], steps: set[int], config: Config, records: Records
 ) -> None:
-    """Check each row of a step, add its problems to `found`, and keep its sample where the step
+    """Check each row of a step, add its problems to `records`, and keep its sample where the step
     that it was sampled after is in `steps`."""
     groups: dict[int, list[int]] = {}
     prompts: dict[int, object] = {}
@@ -101,32 +101,32 @@ def _take(
             where = f"step {step}, prompt {row['prompt_index']}, sample {row['sample_index']}"
             sample = _sample(row)
         except (IsobitError, KeyError) as error:
-            found.problems.append(f"{COMPLETIONS}, step {step}: {error}")
+            records.problems.append(f"{COMPLETIONS}, step {step}: {error}")
             continue
         groups.setdefault(row["prompt_index"], []).append(row["sample_index"])
         if row["step"] != step:
-            found.problems.append(f"{where}: the row says step {row['step']}")
+            records.problems.append(f"{where}: the row says step {row['step']}")
         if (problem := _reward_problem(row, config)) is not None:
-            found.problems.append(f"{where}: {problem}")
+            records.problems.append(f"{where}: {problem}")
         if sample is None or "rollout_step" not in row:  # rows may be recorded in part
             continue
         if prompts.setdefault(sample.prompt_index, sample.prompt_ids) != sample.prompt_ids:
-            found.problems.append(f"{where}: its prompt is not that of its group")
+            records.problems.append(f"{where}: its prompt is not that of its group")
         if (problem := _segments_problem(sample, config)) is not None:
-            found.problems.append(f"{where}: {problem}")
-        found.tokens += len(sample.completion_ids)
-        found.segments += len(sample.drawn)
+            records.problems.append(f"{where}: {problem}")
+        records.tokens += len(sample.completion_ids)
+        records.segments += len(sample.drawn)
         for segment in sample.drawn:
             key, rolled = (sample.prompt_index, sample.sample_index), segment.rollout_step
             if rolled in steps:
                 recorded = sample.until(segment) if config.partial.used else sample
-                found.samples.setdefault(rolled, {})[key] = recorded
+                records.samples.setdefault(rolled, {})[key] = recorded
                 # the row is there once, though it may be learned from again
-                found.rows[rolled, sample.prompt_index, sample.sample_index] = row
+                records.rows[rolled, sample.prompt_index, sample.sample_index] = row
     size = config.sampling.group_size
     for prompt, samples in groups.items():
         if sorted(samples) != list(range(size)):
-            found.problems.append(
+            records.problems.append(
                 f"step {step}, prompt {prompt}: its samples are {sorted(samples)}, and a group "
                 f"has 0 to {size - 1}"
             )
@@ -201,42 +201,42 @@ def _against_chain(
     chain: Chain,
     members: Mapping[int, str],
     last: int | None,
-    found: Records,
+    report: Records,
 ) -> None:
     if chain.first:
-        found.problems.append(f"{CERTIFICATE} begins at step {chain.first}: rows are missing")
+        report.problems.append(f"{CERTIFICATE} begins at step {chain.first}: rows are missing")
     for step in sorted({*members, *chain.rows}):
         if step < chain.first or (last is not None and step > last):
             continue
         recorded, digest = chain.rows.get(step, {}).get("rollouts"), members.get(step)
         if step not in chain.rows:
-            found.problems.append(
+            report.problems.append(
                 f"{COMPLETIONS}: step {step} is not in {CERTIFICATE}; {_whole_again(run)}"
             )
         elif recorded != digest:
             problem = "are missing" if digest is None else "are not those that were recorded"
-            found.problems.append(f"{COMPLETIONS}: completions of step {step} {problem} (SHA-256)")
+            report.problems.append(f"{COMPLETIONS}: completions of step {step} {problem} (SHA-256)")
     seen: dict[int, str] = {}
-    for row in runs.read_jsonl(run / runs.METRICS, found.problems.append):
+    for row in runs.read_jsonl(run / runs.METRICS, report.problems.append):
         step = int(row["step"])
         if step in seen:
-            found.problems.append(f"{runs.METRICS}: step {step} is there twice")
+            report.problems.append(f"{runs.METRICS}: step {step} is there twice")
         seen[step] = certificate.of_metrics(row)
     for step, held in chain.rows.items():
         if step and step not in seen and (last is None or step <= last):
-            found.problems.append(
+            report.problems.append(
                 f"{runs.METRICS}: the row of step {step} is missing; {_whole_again(run)}"
             )
         elif step and step in seen and seen[step] != held["metrics"]:
-            found.problems.append(
+            report.problems.append(
                 f"{runs.METRICS}: the row of step {step} is not the one that was recorded"
             )
     if extra := [step for step in seen if step > chain.last and last is None]:
-        found.problems.append(
+        report.problems.append(
             f"{runs.METRICS}: step {extra[0]} is not in {CERTIFICATE}; {_whole_again(run)}"
         )
     if of_config(read_source(run / runs.CONFIG, ())[0]) != chain.rows[chain.last]["config"]:
-        found.problems.append(
+        report.problems.append(
             f"{runs.CONFIG} is not the config that step {chain.last} was done with"
         )
 

@@ -57,12 +57,12 @@ def serve_model(config: ServerConfig, adapters: Mapping[str, Path], files: Files
             f"serve.host {serve.host}: other machines could reach it; give the token's file with "
             "--token FILE"
         )
-    given = Path(config.model.path)
-    called = given.resolve().name if serve.name is None else serve.name
+    model_path = Path(config.model.path)
+    called = model_path.resolve().name if serve.name is None else serve.name
     tool_format = config.environment.parser
     _check_names(called, adapters, tool_format)
     _check_training(files, adapters)
-    path, full, file = _model_of(given), files.train == "full", files.token or default_file()
+    path, full, file = _model_of(model_path), files.train == "full", files.token or default_file()
     template = config.model
     rules = TextRules(
         chat_template=template.chat_template, chat_template_kwargs=template.chat_template_kwargs
@@ -91,7 +91,7 @@ def serve_model(config: ServerConfig, adapters: Mapping[str, Path], files: Files
             if store is not None:
                 print(f"training runs are kept in {store.folder}", file=sys.stderr)
 
-        options = app.ServerOptions(serve.grace, given, tool_format)
+        options = app.ServerOptions(serve.grace, model_path, tool_format)
         app.run(engine, called, dict(adapters), tokens, options, listener, started, store)
 
 
@@ -127,14 +127,14 @@ def _opened(path: Path, flow: Flow, rules: TextRules, full: bool, serves: bool) 
     return serving if serves and not full else base  # a GPU captures its decode steps
 
 
-def _model_of(given: Path) -> Path:
+def _model_of(model_path: Path) -> Path:
     """Return the directory of a model, or of the model of a run. Raises IsobitError for an
     adapter."""
-    path = model_directory(given)
+    path = model_directory(model_path)
     if is_adapter(path):
         raise IsobitError(
-            f"{given} is an adapter; give the model that it is for: isobit serve MODEL --adapter "
-            f"{given}; or write both as one model with isobit export --merge"
+            f"{model_path} is an adapter; give the model that it is for: isobit serve MODEL --adapter "
+            f"{model_path}; or write both as one model with isobit export --merge"
         )
     return model_folder(path)
 

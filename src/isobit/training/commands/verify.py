@@ -395,19 +395,19 @@ def _pairs(ids: Sequence[int], logprobs: Sequence[float]) -> list[tuple[int, int
     return list(zip(ids, np.asarray(logprobs, np.float32).view(np.uint32).tolist()))
 
 
-def _said(ids: Sequence[int], logprobs: Sequence[float], place: int) -> str:
+def _said(ids: Sequence[int], logprobs: Sequence[float], index: int) -> str:
     return (
-        f"id {ids[place]} with log-probability {logprobs[place]!r}" if place < len(ids) else "none"
+        f"id {ids[index]} with log-probability {logprobs[index]!r}" if index < len(ids) else "none"
     )
 
 
-def _line(step: int, found: Compared) -> str:
-    text = f"step {step}: {found.completions:,} completions, {found.tokens:,} tokens"
-    if found.first is None:
+def _line(step: int, comparison: Compared) -> str:
+    text = f"step {step}: {comparison.completions:,} completions, {comparison.tokens:,} tokens"
+    if comparison.first is None:
         return f"{text}: drawn again, every token and every bit of its log-probability"
     note = (
-        f" (recorded with another {', '.join(found.other)}, where bits may differ)"
-        if found.other
+        f" (recorded with another {', '.join(comparison.other)}, where bits may differ)"
+        if comparison.other
         else ""
     )
-    return f"{text}: {found.differing:,} differ; first: {found.first}{note}"
+    return f"{text}: {comparison.differing:,} differ; first: {comparison.first}{note}"

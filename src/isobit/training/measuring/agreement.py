@@ -91,8 +91,8 @@ def _where(mismatch: Disagreement, learner: Learner) -> str:
         )
     except NonFiniteError as error:
         return f"computed anew, the sequence fails: {error}"
-    if located.found is not None:
-        return located.found
+    if located.difference is not None:
+        return located.difference
     sides = {first.rollout: "the rollout", first.learner: "the learner"}
     agrees = sides.get(located.logprob, "neither")
     reason = ": the rollout had other weights, scales or keys" if agrees == "the learner" else ""

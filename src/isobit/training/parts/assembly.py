@@ -80,9 +80,9 @@ def open_parts(
     objects.require(config)
     samples = recorded is None and before_weights is None
     with ExitStack() as held:
-        place = take_place(config) if samples else None
-        if place is not None:
-            held.callback(place.listener.close)
+        address = take_place(config) if samples else None
+        if address is not None:
+            held.callback(address.listener.close)
         check_trackers(plain(config.tracking))
         task = task_of(config, objects)
         require_held_out(config, task)
@@ -100,16 +100,16 @@ def open_parts(
         vocabulary = shared_vocabulary(config, base)
         model = load_trained(config, base, checkpoint, ranks, date_of(began, ranks), vocabulary)
         check_alike(ranks, computed_by(model.ops))  # a machine may lack a compiler
-        parts = _put_together(config, task, processes, base, model, objects, recorded)
+        run_parts = _put_together(config, task, processes, base, model, objects, recorded)
         if samples:
             fleet = ranks.run_on_all(
-                lambda: open_fleet(parts.config, parts.sampling, parts.engine, ranks)
+                lambda: open_fleet(run_parts.config, run_parts.sampling, run_parts.engine, ranks)
             )
-            coming = parts.optimizer.nbytes + parts.optimizer.gradient_bytes
-            serving = open_serving(parts.config, model, coming, place)
-            parts = replace(parts, fleet=fleet, serving=serving)
+            coming = run_parts.optimizer.nbytes + run_parts.optimizer.gradient_bytes
+            serving = open_serving(run_parts.config, model, coming, address)
+            run_parts = replace(run_parts, fleet=fleet, serving=serving)
         held.pop_all()  # the run closes them
-        return parts
+        return run_parts
 
 
 def task_of(config: Config, objects: Objects = NO_OBJECTS) -> Task:
@@ -150,10 +150,10 @@ def _put_together(
         tokenizer=model.tokenizer,
     )
     longest = encode_prompt(fitted.longest, model, tools)
-    config, other = in_steps(config, len(task.train)), tuple[str, ...]()
+    config, differences = in_steps(config, len(task.train)), tuple[str, ...]()
     if recorded is not None:
-        other = tuple(unlike(recorded, config, machine_facts(model, config.algorithm)))
-    resolved = resolve(config, model, scorer.weights, learns_like_recorded=not other)
+        differences = tuple(unlike(recorded, config, machine_facts(model, config.algorithm)))
+    resolved = resolve(config, model, scorer.weights, learns_like_recorded=not differences)
     _check_router(resolved.objective, model)
     check_functions(resolved.objective)
     precision = config.reference.precision or config.precision
@@ -193,7 +193,7 @@ def _put_together(
         scorer,
         engine,
         sampling,
-        other,
+        differences,
         dialogue=dialogue,
         teaching=teaching,
         recorded=recorded,
@@ -282,10 +282,10 @@ def _held_out(
 def evaluation_plan(config: Config) -> EvaluationPlan:
     """Return the plan by which a run's config asks held-out prompts."""
     evaluation, seed = config.evaluation, (config.seed + SEED_OFFSET) % 2**63
-    given = {name: getattr(evaluation, name) for name in ("temperature", "top_p", "top_k")}
-    asked = {name: value for name, value in given.items() if value is not None}
+    options = {name: getattr(evaluation, name) for name in ("temperature", "top_p", "top_k")}
+    overrides = {name: value for name, value in options.items() if value is not None}
     return EvaluationPlan(
-        replace(config.sampling, seed=seed, **asked),
+        replace(config.sampling, seed=seed, **overrides),
         num_samples=evaluation.num_samples,
         ks=tuple(sorted(set(evaluation.pass_at))) or default_ks(evaluation.num_samples),
         tag=evaluation.tag,
@@ -301,12 +301,12 @@ def held_out_scorer(scorer: RewardScorer) -> Scorer:
 
 def reward_models(config: Config, now: datetime, ranks: Ranks = ALONE) -> list[WeightedModel]:
     """Load the reward models of a config, whole on every rank; `now`: the run's date."""
-    found = []
-    for given in config.rewards.models:
-        flow = given.precision, config.backend, config.consistency
-        model = RewardModel.load(given.path, *flow, ranks, TextRules(now=now))
-        found.append(WeightedModel(model, given.weight, given.name))
-    return found
+    models = []
+    for entry in config.rewards.models:
+        flow = entry.precision, config.backend, config.consistency
+        model = RewardModel.load(entry.path, *flow, ranks, TextRules(now=now))
+        models.append(WeightedModel(model, entry.weight, entry.name))
+    return models
 
 
 def sized_engine(

@@ -52,35 +52,35 @@ def cached_model(
         )
     task = load_supervised(config)
     name = _identity(config, task)
-    place = cache_directory("sft", f"{name}/config.json") / name
-    made = place / "config.json"
+    directory = cache_directory("sft", f"{name}/config.json") / name
+    made = directory / "config.json"
     if made.is_file():
-        return place
+        return directory
     with ExitStack() as held:
         try:
-            held.enter_context(alone(place.parent / f".{place.name}.lock"))
+            held.enter_context(alone(directory.parent / f".{directory.name}.lock"))
         except OSError as error:
             raise IsobitError(
-                f"cannot write the cache {place.parent}: {error.strerror}; set ISOBIT_CACHE"
+                f"cannot write the cache {directory.parent}: {error.strerror}; set ISOBIT_CACHE"
             ) from None
         if not made.is_file():
             if not quiet:
                 print(f"making the base model of {path}, once", file=sys.stderr)
-            _make(config, place, quiet)
-    return place
+            _make(config, directory, quiet)
+    return directory
 
 
-def _make(config: SftConfig, place: Path, quiet: bool) -> None:
-    """Make the model at `place` by a run in a directory next to it, of which only the model is
+def _make(config: SftConfig, target: Path, quiet: bool) -> None:
+    """Make the model at `target` by a run in a directory next to it, of which only the model is
     kept. Raises KeyboardInterrupt, after a checkpoint is saved, where a signal ends the run."""
-    directory = place.parent / f"{place.name}.run"
+    directory = target.parent / f"{target.name}.run"
     with _opened(_alone(config, directory), quiet) as run:
         training_loop(run)
         if run.interruption.signal is not None:
             run.saver.save()
             raise KeyboardInterrupt
         run.trained.save_model(directory / "model")
-    durable.put_in_place(directory / "model", place)
+    durable.put_in_place(directory / "model", target)
     shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -111,24 +111,24 @@ def _identity(config: SftConfig, task: Task) -> str:
     precision, the examples, the weights and the chat template it starts from, isobit's version; and
     the held-out examples, where an evaluation may end its making."""
     settings = dump_config(_alone(config, None))
-    given, found = (
-        f"consistency: {each}\n" for each in (config.consistency, resolved(config.consistency))
+    auto, actual = (
+        f"consistency: {order}\n" for order in (config.consistency, resolved(config.consistency))
     )
-    settings = settings.replace(given, found)
+    settings = settings.replace(auto, actual)
     digest = hashlib.sha256()
 
-    def add(part: str) -> None:
-        data = part.encode("utf-8", "backslashreplace")
+    def add(text: str) -> None:
+        data = text.encode("utf-8", "backslashreplace")
         digest.update(len(data).to_bytes(8, "little"))  # so that no part ends within another
         digest.update(data)
 
-    for part in (__version__, settings, str(precision_from(config.precision).formats())):
-        add(part)
+    for item in (__version__, settings, str(precision_from(config.precision).formats())):
+        add(item)
     for dataset in (task.train, *([task.held_out] if config.evaluation.stops else [])):
         add(str(len(dataset)))
-        for one in dataset.examples:
-            parts = [one.prompt, one.columns, one.answer, one.source]
-            add(json.dumps(parts, sort_keys=True, default=str))
+        for example in dataset.examples:
+            content = [example.prompt, example.columns, example.answer, example.source]
+            add(json.dumps(content, sort_keys=True, default=str))
     files = [] if config.model.path is None else sorted(model_named(config.model.path).glob("*.*"))
     if config.model.chat_template is not None:
         files.append(Path(config.model.chat_template))

@@ -38,7 +38,7 @@ _OF_LOSSES = (("sapo_temperatures", "sapo"), ("vespo_k", "vespo"), ("vespo_lambd
 
 def cautions(config: Config, task: Task, model: Model | Described) -> list[str]:
     """Return the warnings for a run, one line each."""
-    found = [
+    lines = [
         *_of_data(config, task),
         *_of_steps(config),
         *_of_precision(config, model.config.num_layers),
@@ -48,7 +48,7 @@ def cautions(config: Config, task: Task, model: Model | Described) -> list[str]:
         *without_effect(config, task.train.examples[0]),
     ]
     ranks = ranks_caution(config.ranks)
-    return [*(f"warning: {line}" for line in found), *([] if ranks is None else [ranks])]
+    return [*(f"warning: {line}" for line in lines), *([] if ranks is None else [ranks])]
 
 
 def _of_data(config: Config, task: Task) -> Iterator[str]:
@@ -68,17 +68,17 @@ def _of_data(config: Config, task: Task) -> Iterator[str]:
             f"all {prompts:,} training prompts are the same, that of "
             f"{task.train.examples[0].place}: is another column the prompt (task.columns)?"
         )
-    asked = task.held_out.examples[: config.evaluation.samples] if config.evaluation.every else ()
-    if both := [example for example in asked if same_task(example, by_columns) in known]:
-        what = "rows" if by_columns else "prompts"
+    tested = task.held_out.examples[: config.evaluation.samples] if config.evaluation.every else ()
+    if both := [example for example in tested if same_task(example, by_columns) in known]:
+        noun = "rows" if by_columns else "prompts"
         yield (
-            f"{len(both):,} of {len(asked):,} held-out {what} are training {what} too, the first "
-            f"{both[0].place}: accuracy on these does not say what the model makes of {what} that "
+            f"{len(both):,} of {len(tested):,} held-out {noun} are training {noun} too, the first "
+            f"{both[0].place}: accuracy on these does not say what the model makes of {noun} that "
             "it was not trained on"
         )
     samples = config.evaluation.samples
-    if config.evaluation.every and len(asked) < samples != EvaluationConfig.samples:
-        yield f"evaluation.samples {samples}: there are {len(asked):,} held-out prompts, and all are asked"
+    if config.evaluation.every and len(tested) < samples != EvaluationConfig.samples:
+        yield f"evaluation.samples {samples}: there are {len(tested):,} held-out prompts, and all are asked"
 
 
 def _of_longrope(config: Config, model: ModelConfig) -> Iterator[str]:
@@ -110,7 +110,7 @@ def _of_steps(config: Config) -> Iterator[str]:
             f"partial.tokens_per_round {round_} is not below sampling.max_new_tokens {most}: every "
             "completion is whole after one round, and none goes on after an update"
         )
-    reward_weights = [each.weight for each in config.rewards.functions] + [
+    reward_weights = [function.weight for function in config.rewards.functions] + [
         m.weight for m in config.rewards.models
     ]
     if reward_weights and not any(reward_weights):
@@ -140,17 +140,18 @@ def _of_speculation(config: Config, model: Model | Described) -> Iterator[str]:
 
 
 def without_effect(config: Config | SftConfig, example: Example) -> Iterator[str]:
-    """Lines that begin with the key. `example`: one that is trained on."""
+    """Yield a line, which begins with the key, for each option without effect. `example`: one that
+    is trained on."""
     optimizer, model = config.optimizer, config.model
     if optimizer.final_fraction and optimizer.schedule == "constant":
         yield "optimizer.final_fraction has no effect under optimizer.schedule: constant"
     turns = isinstance(config, Config) and config.environment.used
     rendered = turns or not isinstance(example.prompt, str)
-    for key, given in (
+    for key, value in (
         ("chat_template", model.chat_template),
         ("chat_template_kwargs", model.chat_template_kwargs),
     ):
-        if given and not rendered:
+        if value and not rendered:
             yield (
                 f"model.{key} has no effect on prompts that are text, which no template renders; "
                 "task.chat: true makes chats of them"
@@ -161,7 +162,7 @@ def without_effect(config: Config | SftConfig, example: Example) -> Iterator[str
 
 
 def of_rate(config: Config | SftConfig) -> Iterator[str]:
-    """Where the learning rate is far from what works, or never reaches its peak."""
+    """Yield a line where the learning rate is far from what works, or never reaches its peak."""
     rate = config.optimizer.learning_rate
     if rate >= _LARGE_RATE:
         yield (
@@ -181,15 +182,15 @@ def of_rate(config: Config | SftConfig) -> Iterator[str]:
 
 
 def supervised_cautions(config: SftConfig, train: Dataset) -> list[str]:
-    """Warnings of a supervised run."""
-    found = [*of_rate(config), *without_effect(config, train.examples[0])]
-    found += _of_answers(config, train)
+    """Return the warnings for a supervised run."""
+    lines = [*of_rate(config), *without_effect(config, train.examples[0])]
+    lines += _of_answers(config, train)
     if len(train) < config.batch_size:
-        found.append(
+        lines.append(
             f"{len(train)} training examples for batch_size {config.batch_size}: a step learns from "
             f"the same example up to {-(-config.batch_size // len(train))} times"
         )
-    return [f"warning: {line}" for line in found]
+    return [f"warning: {line}" for line in lines]
 
 
 def _of_answers(config: SftConfig, train: Dataset) -> Iterator[str]:
@@ -208,7 +209,7 @@ def _of_answers(config: SftConfig, train: Dataset) -> Iterator[str]:
 
 
 def _of_sections(config: Config) -> Iterator[str]:
-    """Of sections that are switched off."""
+    """Yield a line for each section that is switched off and has settings."""
     compared = config.algorithm.kl_coefficient > 0 or config.algorithm.distills
     sections = (
         ("replay", config.replay.groups_per_step, "replay.groups_per_step", {"max_staleness"}),
@@ -229,11 +230,11 @@ def _of_sections(config: Config) -> Iterator[str]:
 
 
 def _of_algorithm(algorithm: Objective) -> Iterator[str]:
-    own = vars(algorithm)  # not by their names: what is only compared here has no effect
-    preset = vars(OBJECTIVES[own["preset"]])
-    changed = {key for key in preset if own[key] != preset[key]}
+    values = vars(algorithm)  # not by their names: what is only compared here has no effect
+    preset = vars(OBJECTIVES[values["preset"]])
+    changed = {key for key in preset if values[key] != preset[key]}
     for key, switch in _SWITCHED:
-        if key in changed and not own[switch]:
+        if key in changed and not values[switch]:
             yield f"algorithm.{key} has no effect without algorithm.{switch}"
     for key, loss in _OF_LOSSES:
         if key in changed and algorithm.loss != loss and ":" not in algorithm.loss:
@@ -241,8 +242,8 @@ def _of_algorithm(algorithm: Objective) -> Iterator[str]:
 
 
 def _changed(section: Any) -> list[str]:
-    """The keys of a section that have another value than the default."""
+    """Return the keys of a section that have another value than the default."""
     kind: type = type(section)
     options = options_of(kind)
-    own = vars(section)
-    return [key for key, option in options.items() if own[key] != option.default]
+    values = vars(section)
+    return [key for key, option in options.items() if values[key] != option.default]

@@ -126,7 +126,7 @@ class Lessons:
     """Tokens of the held-out prompts that are answered too."""
 
     def first(self, model: Model | Described) -> str:
-        """Return a text of the example that a run starts with, as the model reads it, and of the
+        """Return a text of the example that a run starts with, as the model reads it, with the
         tokens learned from it."""
         example = self.train.at(0)
         sample = self.taught[example.index][0]
@@ -144,25 +144,25 @@ class Lessons:
         self, config: SftConfig, model: ModelConfig, machine: Machine, ranks: int | None = None
     ) -> Job:
         """Return the job of the run, for which memory is planned."""
-        rows = [each for found in self.taught.values() for each in found]
-        longest = max(rows, key=lambda each: len(each.prompt_ids) + len(each.completion_ids))
-        given = Given(
+        rows = [sample for samples in self.taught.values() for sample in samples]
+        longest = max(rows, key=lambda sample: len(sample.prompt_ids) + len(sample.completion_ids))
+        shape = Given(
             len(longest.completion_ids),
             max(map(len, self.taught.values())),
             len(self.questions),
             max(self.questions, default=1),
         )
-        return supervised_job(config, model, len(longest.prompt_ids), given, machine, ranks)
+        return supervised_job(config, model, len(longest.prompt_ids), shape, machine, ranks)
 
 
 def lessons_of(task: Task, model: Model | Described, config: SftConfig, quiet: bool) -> Lessons:
     """Return the lessons of a task. Raises IsobitError for an example that is too long, unless such
     examples are dropped, or from which nothing can be learned."""
     train, taught = _fitted(task.train, "training", task, model, config, quiet)
-    asked = _asked(task, model, config, quiet)
-    questions = [] if asked is None or not asked.rewards else asked.examples
+    held_out = _asked(task, model, config, quiet)
+    questions = [] if held_out is None or not held_out.rewards else held_out.examples
     lengths = [len(encode_prompt(example, model)) for example in questions]
-    return Lessons(train, taught, asked, lengths)
+    return Lessons(train, taught, held_out, lengths)
 
 
 def open_given(
@@ -196,8 +196,8 @@ def open_given(
     weights = config.desirable_weight, config.undesirable_weight
     objective = supervised_objective(config.loss, config.beta, weights)
     trained = trained_by(config, optimizer, model, objective, reference)
-    asked = lessons.asked
-    held_out = None if asked is None else HeldOutAnswers(model, trained.learner, asked)
+    answers = lessons.asked
+    held_out = None if answers is None else HeldOutAnswers(model, trained.learner, answers)
     return GivenParts(config, trained, lessons.train, lessons.taught, held_out)
 
 
@@ -249,9 +249,9 @@ def _asked(task: Task, model: Model | Described, config: SftConfig, quiet: bool)
     if not len(task.held_out):
         return None
     chosen = replace(task.held_out, examples=task.held_out.examples[: config.evaluation.samples])
-    kept, taught = _fitted(chosen, "held-out", task, model, config, quiet)
-    samples = [each for i, e in enumerate(kept.examples) for each in given(taught[e.index], i)]
-    return Asked(kept.examples, samples, task.rewards, config.max_new_tokens)
+    fitted, taught = _fitted(chosen, "held-out", task, model, config, quiet)
+    samples = [s for i, e in enumerate(fitted.examples) for s in given(taught[e.index], i)]
+    return Asked(fitted.examples, samples, task.rewards, config.max_new_tokens)
 
 
 def _fitted(
@@ -280,10 +280,10 @@ def _fitted(
             return f"{both} exceeds the model's context of {context}"
         return outside(prompt, config.task)
 
-    kept = keep(data, problem, config.task, name, quiet)
-    within = {example.index for example in kept.examples}
+    fitted = keep(data, problem, config.task, name, quiet)
+    within = {example.index for example in fitted.examples}
     taught = [(example, samples) for example, samples in taught if example.index in within]
     if not quiet and name == "training":
-        say_special_tokens(kept.examples, model)
+        say_special_tokens(fitted.examples, model)
         teacher.say([(example, sample) for example, samples in taught for sample in samples])
-    return kept, {example.index: samples for example, samples in taught}
+    return fitted, {example.index: samples for example, samples in taught}

@@ -61,9 +61,9 @@ class HeldOutAnswers:
         line = f"held-out loss {(loss := metrics['loss/held_out']):.4f}"
         if self._asked.rewards:
             answered = self.answers()
-            found = proportion(sum(each.greedy.correct for each in answered), len(answered))
-            metrics["accuracy/held_out"] = found.value
-            line = f"held-out greedy accuracy {found}, loss {loss:.4f}"
+            accuracy = proportion(sum(q.greedy.correct for q in answered), len(answered))
+            metrics["accuracy/held_out"] = accuracy.value
+            line = f"held-out greedy accuracy {accuracy}, loss {loss:.4f}"
         return metrics, line, answered
 
     def loss(self) -> float:
@@ -79,7 +79,7 @@ class HeldOutAnswers:
         side of its label."""
         learner, samples = self._learner, self._asked.samples
         rows = zip(learner.logprobs(samples), learner.reference_logprobs(samples), strict=True)
-        ratios = torch.stack([block_sum(mine.double() - other.double()) for mine, other in rows])
+        ratios = torch.stack([block_sum(mine.double() - theirs.double()) for mine, theirs in rows])
         objective = learner.objective
         if objective.loss in PAIR_LOSSES:
             lengths = torch.tensor([sample.num_trained for sample in samples])
@@ -89,8 +89,8 @@ class HeldOutAnswers:
         else:
             labels = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
             baseline = learner.kl_baseline(samples)
-            given = labels, baseline, objective.beta, objective.answer_weights
-            losses = of_labels(ratios, *given).tolist()
+            arguments = labels, baseline, objective.beta, objective.answer_weights
+            losses = of_labels(ratios, *arguments).tolist()
             preferred = (labels * (ratios - baseline) > 0).tolist()
         return {
             "loss/held_out": math.fsum(losses) / len(losses),

@@ -33,8 +33,8 @@ def trained_by(
     frozen: Sequence[Transformer] = (),
     expects_equal_bits: bool = False,
 ) -> Trained:
-    """Return what a learner of the objective changes. `frozen`: models beside a reference that do
-    not learn; `expects_equal_bits`: of rollout and learner."""
+    """Return what a learner of the objective changes. `frozen`: models other than the reference
+    that do not learn; `expects_equal_bits`: of rollout and learner."""
     following = reference if isinstance(reference, FollowingReference) else None
     compared = reference.model if isinstance(reference, FollowingReference) else reference
     tokens = config.optimizer.micro_batch_tokens

@@ -47,8 +47,8 @@ def shared_vocabulary(config: Config, base: Path) -> int | None:
         return None
     teacher, adapter = model_named(config.reference.path), config.adapter
     init = None if adapter is None or adapter.init is None else str(model_named(adapter.init))
-    policy, other = described(base, init), described(teacher)
-    ours, theirs = (each.tokenizer.fast.get_vocab() for each in (policy, other))
+    policy, teacher_model = described(base, init), described(teacher)
+    ours, theirs = (model.tokenizer.fast.get_vocab() for model in (policy, teacher_model))
     if theirs != ours:
         word = min(
             word
@@ -60,7 +60,7 @@ def shared_vocabulary(config: Config, base: Path) -> int | None:
             f"{brief(word)!r} is token {theirs.get(word)} there and {ours.get(word)} here; a teacher "
             "reads the policy's tokens, so take one of its family"
         )
-    same = policy.config.vocab_size == other.config.vocab_size
+    same = policy.config.vocab_size == teacher_model.config.vocab_size
     return None if same else policy.tokenizer.vocab_size
 
 
@@ -80,8 +80,8 @@ def load_trained(
     if checkpoint is not None:  # the template is saved in it
         rules = replace(rules, chat_template=None)
     flow = config.precision, config.backend, config.consistency, ranks
-    given, masters = config.adapter, config.optimizer.masters
-    if given is None:
+    lora, masters = config.adapter, config.optimizer.masters
+    if lora is None:
         path = checkpoint or base
         model = Model.load(path, *flow, masters=masters, rules=rules, vocabulary=vocabulary)
         if model.transformer.adapter is not None:
@@ -89,18 +89,18 @@ def load_trained(
                 f"model.path: {base} is an adapter; give its model, and the adapter as adapter.init"
             )
         return model
-    new = NewAdapter(given.rank, given.alpha, given.targets, config.seed, given.rslora)
-    init = None if given.init is None else model_named(given.init)
+    new = NewAdapter(lora.rank, lora.alpha, lora.targets, config.seed, lora.rslora)
+    init = None if lora.init is None else model_named(lora.init)
     if init is not None and checkpoint is None:
         check_served(model_folder(init, "adapter"), base)
-    own = checkpoint or init or new
-    model = Model.load(base, *flow, own, masters, rules, vocabulary)
-    found, wanted = model.transformer.adapter, targeted(model.config, given.targets)
-    assert found is not None
-    settings = (given.rank, given.alpha, given.rslora, wanted)
-    if (found.rank, found.alpha, found.rslora, found.projections) != settings:
+    adapter_source = checkpoint or init or new
+    model = Model.load(base, *flow, adapter_source, masters, rules, vocabulary)
+    adapter, wanted = model.transformer.adapter, targeted(model.config, lora.targets)
+    assert adapter is not None
+    settings = (lora.rank, lora.alpha, lora.rslora, wanted)
+    if (adapter.rank, adapter.alpha, adapter.rslora, adapter.projections) != settings:
         raise IsobitError(
-            f"adapter.init: {given.init} is an {found}; set rank, alpha, rslora and targets to "
+            f"adapter.init: {lora.init} is an {adapter}; set rank, alpha, rslora and targets to "
             "these"
         )
     return model
@@ -109,9 +109,9 @@ def load_trained(
 def model_warning(config: Config | SftConfig, model: Model | Described) -> str | None:
     """Return a warning for an adapter with a rank above the one that its matrices can use, or for a
     model that reads images too, of which only the language model is saved; or None."""
-    given, architecture = config.adapter, FAMILIES[model.config.family].architecture
-    if given is not None:
-        line = beyond_use(model.config, given.rank, given.targets)
+    adapter, architecture = config.adapter, FAMILIES[model.config.family].architecture
+    if adapter is not None:
+        line = beyond_use(model.config, adapter.rank, adapter.targets)
     elif model.config.wrapped:
         line = (
             f"{config.model.path} reads images too: its language model is trained, and saved alone, "
@@ -129,8 +129,8 @@ def initial_model(
     began: Mapping[str, Any],
     checkpoint: Path | None = None,
 ) -> Model:
-    """The model, or its state in a `checkpoint` of the run, whose facts `began` has. Raises
-    IsobitError for what is no model, and for random weights without an alphabet."""
+    """Return the model, or its state in a `checkpoint` of the run, whose facts `began` has. Raises
+    IsobitError for a path without a model, and for random weights without an alphabet."""
     now = date_of(began, ranks)
     if config.model.path is not None:
         base = model_named(config.model.path)
@@ -144,7 +144,7 @@ def initial_model(
 
 
 def described_model(config: SftConfig, task: Task) -> Described:
-    """The same without its weights."""
+    """Return the description of the model without its weights."""
     if config.model.path is not None:
         adapter = None if config.adapter is None else config.adapter.init
         return described(model_named(config.model.path), adapter, text_rules(config))
@@ -154,7 +154,7 @@ def described_model(config: SftConfig, task: Task) -> Described:
 
 
 def _tokenizer(config: SftConfig, task: Task, now: datetime | None = None) -> Tokenizer:
-    """Of characters, for random weights."""
+    """Return a tokenizer of characters, for random weights."""
     assert config.model.init is not None
     alphabet = config.model.init.vocabulary or task.alphabet
     if alphabet is None:
@@ -168,7 +168,7 @@ def _tokenizer(config: SftConfig, task: Task, now: datetime | None = None) -> To
 def _random(config: SftConfig, task: Task, ranks: Ranks, now: datetime) -> Model:
     assert config.model.init is not None
     tokenizer = _tokenizer(config, task, now)
-    given = (
+    arguments = (
         architecture_of(config.model.init, tokenizer),
         tokenizer,
         config.precision,
@@ -177,11 +177,11 @@ def _random(config: SftConfig, task: Task, ranks: Ranks, now: datetime) -> Model
         config.consistency,
         ranks,
     )
-    return Model.init(*given, masters=config.optimizer.masters)
+    return Model.init(*arguments, masters=config.optimizer.masters)
 
 
 def architecture_of(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig:
-    """What `model.init` describes, for this tokenizer."""
+    """Return the architecture that `model.init` describes, for this tokenizer."""
     family, head_dim = FAMILIES[init.family], init.head_dim or init.hidden_size // init.num_heads
     scoring = None if family.mixtures is None else family.mixtures.scoring
     linear = (

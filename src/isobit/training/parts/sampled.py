@@ -108,13 +108,14 @@ class SampledParts:
 
     @property
     def engines(self) -> list[Engine]:
-        """That of the rollout, of held-out prompts and of others' requests, in this process."""
+        """The engines of the rollout, of held-out prompts and of others' requests, in this
+        process."""
         held_out = [] if self.held_out is None else [self.held_out.engine]
         return [self.engine, *held_out, *([] if self.serving is None else [self.serving.engine])]
 
     @property
     def micro_batch_tokens(self) -> int:
-        """As resolved: `auto` is a number here, which the run's config.yaml keeps."""
+        """The resolved number: `auto` is a number here, which the run's config.yaml keeps."""
         return self.resolved.micro_batch_tokens
 
     @property
@@ -198,7 +199,7 @@ class SampledParts:
         beside = batches if isinstance(batches, AsyncRollouts) else None
         held: tuple[AbstractContextManager[Any] | None, ...]
         held = self.processes, self.serving, beside
-        return Source(rollouts, learning, [each for each in held if each is not None])
+        return Source(rollouts, learning, [resource for resource in held if resource is not None])
 
     def _batches(self, context: RunContext) -> PrefetchedRollouts | AsyncRollouts:
         state, config = context.state, self.config

@@ -85,9 +85,9 @@ class Evaluating:
         context.meter.phase("evaluate")
         with context.saver.broken_weights_end_the_run():
             progress = context.state.progress(self._steps, len(context.train))
-            found, line, answered = self._held_out.evaluate(progress)
+            values, line, answered = self._held_out.evaluate(progress)
         context.trained.learner.check_memory()
         context.display.note(f"step {step}: {line}")
         context.run.write_held_out(rows_of(step, answered))
-        context.best.consider(step, found)
-        return found
+        context.best.consider(step, values)
+        return values

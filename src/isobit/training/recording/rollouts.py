@@ -53,7 +53,8 @@ _OF_LABELS = ("chosen_reward", "rejected_reward", "desirable", "kl_baseline")
 def _of_labels(
     chosen_reward: float, rejected_reward: float, desirable: float, kl_baseline: float
 ) -> dict[str, float]:
-    """Of means over all answers those over the desirable and over the others, NaN without any."""
+    """Return means over the desirable answers and over the others from means over all, NaN without
+    any."""
     chosen = chosen_reward / desirable if desirable else nan
     rejected = rejected_reward / (1 - desirable) if desirable < 1 else nan
     return {
@@ -69,31 +70,31 @@ _OF_PAIRS = ("chosen_reward", "rejected_reward", "margin", "accuracy")
 
 @dataclass(frozen=True)
 class LearnedAnswers:
-    """What a supervised run says of a step, by its `loss`."""
+    """The record of a supervised run's steps, by its `loss`."""
 
     loss: str
 
     def metrics(self, batch: StepBatch, lesson: Lesson) -> dict[str, float]:
-        """The loss, the length of the answers, and what else the learner measured."""
-        found = dict(lesson.metrics)
+        """Return the loss, the length of the answers, and what else the learner measured."""
+        measured = dict(lesson.metrics)
         lengths = [sample.num_trained for group in batch.groups for sample in group]
-        said = {
-            f"loss/{self.loss}": found.pop("loss/policy"),
+        values = {
+            f"loss/{self.loss}": measured.pop("loss/policy"),
             "length/mean": sum(lengths) / len(lengths),
         }
         if self.loss in PAIR_LOSSES:  # shared out over the tokens of both answers
             scale = sum(lengths) / len(lengths)
-            said |= {f"preference/{n}": found.pop(f"loss/{n}", nan) * scale for n in _OF_PAIRS}
+            values |= {f"preference/{n}": measured.pop(f"loss/{n}", nan) * scale for n in _OF_PAIRS}
         if self.loss == "kto":
             scale = sum(lengths) / len(lengths)
-            means = {n: found.pop(f"loss/{n}", nan) * scale for n in _OF_LABELS}
-            said |= _of_labels(**means)
-        return said | {name: value for name, value in found.items() if name not in _UNSAID}
+            means = {n: measured.pop(f"loss/{n}", nan) * scale for n in _OF_LABELS}
+            values |= _of_labels(**means)
+        return values | {name: value for name, value in measured.items() if name not in _UNSAID}
 
     def rows(self, step: int, batch: StepBatch, lesson: Lesson) -> Iterator[dict[str, Any]]:
-        """None: the answers are in the data."""
+        """Return an empty iterator: the answers are in the data."""
         return iter(())
 
     def shown(self, batch: StepBatch) -> Iterator[Shown]:
-        """None: nothing was sampled."""
+        """Return an empty iterator: nothing was sampled."""
         return iter(())

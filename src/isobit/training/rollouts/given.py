@@ -26,7 +26,7 @@ class GivenAnswers:
     batch_size: int
 
     def next(self) -> Rollout:
-        """The answers of the next examples, each with its reward."""
+        """Return the answers of the next examples, each with its reward."""
         first = self.state.cursor
         groups = [self._group(cursor) for cursor in range(first, first + self.batch_size)]
         self.state.cursor += self.batch_size
@@ -37,20 +37,20 @@ class GivenAnswers:
 
 
 def given(taught: Sequence[SupervisedSample], cursor: int) -> list[Sample]:
-    """The answers of an example as the learner takes samples: of no weights of the run, and with no
-    log-probabilities of a rollout."""
+    """Return the answers of an example as the learner takes samples: of no weights of the run, and
+    with no log-probabilities of a rollout."""
     return [
         Sample(
             prompt_index=cursor,
             sample_index=number,
-            prompt_ids=each.prompt_ids,
-            completion_ids=each.completion_ids,
-            rollout_logprobs=(0.0,) * len(each.completion_ids),
+            prompt_ids=answer.prompt_ids,
+            completion_ids=answer.completion_ids,
+            rollout_logprobs=(0.0,) * len(answer.completion_ids),
             completion="",
             truncated=False,
             weights_version=-1,
-            reward=each.reward,
-            completion_mask=each.completion_mask,
+            reward=answer.reward,
+            completion_mask=answer.completion_mask,
         )
-        for number, each in enumerate(taught)
+        for number, answer in enumerate(taught)
     ]

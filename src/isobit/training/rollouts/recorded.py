@@ -44,17 +44,17 @@ def require_recorded(run_dir: Path, recorded: Path, config: Config) -> None:
 
 def _refuse_other_rollouts(config: Config, began: Config, recorded: Path) -> None:
     """Raise IsobitError where a config says of the rollouts what they are not: none are sampled."""
-    now, before = (
+    now, recorded_values = (
         {
-            "prompts_per_step": each.prompts_per_step,
-            **{f"sampling.{key}": value for key, value in plain(each.sampling).items()},
+            "prompts_per_step": source.prompts_per_step,
+            **{f"sampling.{key}": value for key, value in plain(source.sampling).items()},
         }
-        for each in (config, began)
+        for source in (config, began)
     )
     for key, value in now.items():
-        if value != before[key]:
+        if value != recorded_values[key]:
             raise IsobitError(
-                f"{key}={value}: {recorded} sampled its rollouts with {before[key]}, and they are "
+                f"{key}={value}: {recorded} sampled its rollouts with {recorded_values[key]}, and they are "
                 f"learned from as they are; leave {key} out, or sample anew: isobit train "
                 f"{recorded / runs.CONFIG} {key}={value} --out DIR"
             )

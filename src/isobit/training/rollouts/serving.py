@@ -216,13 +216,13 @@ def take_place(config: Config) -> Place | None:
 
 
 def open_serving(
-    config: Config, model: Model, reserved: int, place: Place | None
+    config: Config, model: Model, reserved: int, address: Place | None
 ) -> Serving | None:
-    """Return the server of a run at its `place`, or None without one. The server answers once it is
+    """Return the server of a run at its `address`, or None without one. The server answers once it is
     entered as a context manager. `reserved`: bytes of the GPU that the first update will take.
     Raises IsobitError for a precision under which the answer to a request depends on more than the
     weights."""
-    if place is None:
+    if address is None:
         return None
     from isobit.model.text.tool_formats.table import format_of
     from isobit.serve.app import Background, ServerOptions
@@ -238,10 +238,10 @@ def open_serving(
     tools = format_of("auto", model.tokenizer.chat_template)
     gateway = Gateway(engine, name, tools, Limits(), device=PumpedDevice)
     gateway.name_by(config.run.dir)
-    server = Background(gateway, place.tokens, ServerOptions(grace=_GRACE_S), place.listener)
+    server = Background(gateway, address.tokens, ServerOptions(grace=_GRACE_S), address.listener)
     lines = (
         f"serving {name} on http://127.0.0.1:{server.port}/v1 while it trains",
-        f"token: {'(a new one)' if place.made else '(the one)'} in {place.file}",
+        f"token: {'(a new one)' if address.made else '(the one)'} in {address.file}",
     )
     return Serving(gateway, server, serve.share, lines)
 

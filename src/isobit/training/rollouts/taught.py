@@ -1,4 +1,4 @@
-"""What supervised training learns of an example: the tokens of its prompt, and those of the answer
+"""The lesson of an example in supervised training: the tokens of its prompt, and those of the answer
 after it.
 
 A text prompt and its answer are encoded as one text, a chat and its answer as the template writes
@@ -15,7 +15,7 @@ TRL is not: what would be learned does not follow what is sampled.
 Of a conversation all of the assistant's turns may be learned. Each is cut as the last one is, after
 the messages before it, so its boundaries are the template's own. Where the template writes every
 message alike whatever follows, they are one row with a mask; else, as where it leaves out earlier
-thoughts, each is a row of its own (tests/training/test_taught_turns.py). A text without an answer
+thoughts, each is a separate row (tests/training/test_taught_turns.py). A text without an answer
 is learned whole, but for its first token, which nothing predicts.
 """
 
@@ -59,8 +59,9 @@ class SupervisedSample:
 
 
 class Teacher:
-    """Makes samples of a task's examples for a model, and counts what is said about them before
-    training starts. `turns`: which of the assistant's are learned, last or all."""
+    """A maker of samples of a task's examples for a model, which also counts what is to be reported
+    about them before training starts. `turns`: which of the assistant's are learned, last or
+    all."""
 
     def __init__(self, task: Task, model: Model | Described, turns: str = "last") -> None:
         self._task, self._model, self._tokenizer = task, model, model.tokenizer
@@ -87,18 +88,18 @@ class Teacher:
         return self._after(example, *_answer(example, self._task), self._turns)
 
     def lesson(self, example: Example, loss: str) -> list[SupervisedSample]:
-        """What a `loss` learns of an example. Raises IsobitError with its place."""
+        """Return what a `loss` learns of an example. Raises IsobitError with its place."""
         if loss in PAIR_LOSSES:
             return self.pair(example)
         return [self.labelled(example)] if loss == "kto" else self.samples(example)
 
     def labelled(self, example: Example) -> SupervisedSample:
-        """The answer, and whether it is desirable: the column `completion` where there is one, also
-        of a task that has right answers. Raises IsobitError with its place."""
+        """Return the answer, and whether it is desirable: the column `completion` where there is
+        one, also of a task that has right answers. Raises IsobitError with its place."""
         label = example.columns.get("label")
         if not isinstance(label, bool):
-            found = "there is none" if label is None else f"got {brief(repr(label))}"
-            raise IsobitError(f"{example.place}: column 'label': expected true or false, {found}")
+            actual = "there is none" if label is None else f"got {brief(repr(label))}"
+            raise IsobitError(f"{example.place}: column 'label': expected true or false, {actual}")
         if example.answer is None and "completion" in example.columns:
             answer = _answer_in(example, "completion", gold=False)
         else:
@@ -106,7 +107,7 @@ class Teacher:
         return replace(self._one(example, *answer), reward=1.0 if label else -1.0)
 
     def pair(self, example: Example) -> list[SupervisedSample]:
-        """The answer that is preferred, and the one that is not. Raises IsobitError with its
+        """Return the answer that is preferred, and the one that is not. Raises IsobitError with its
         place."""
         return [
             self._one(example, *_answer_in(example, name, gold=False))
@@ -164,11 +165,11 @@ class Teacher:
             first = len(prompt) - goes_on
             self._check_calls(chat)
             wanted = [
-                place
-                for place, message in enumerate(chat)
+                index
+                for index, message in enumerate(chat)
                 if message["role"] == "assistant"
-                and (place >= first or (turns == "all" and place > 0))
-                and _learned(message, place)
+                and (index >= first or (turns == "all" and index > 0))
+                and _learned(message, index)
             ]
             if not wanted:
                 raise IsobitError(
@@ -176,23 +177,23 @@ class Teacher:
                     "learn earlier turns with turns: all"
                 )
             samples = [
-                self._turn(prompt if goes_on and place == first else chat[:place], chat, place)
-                for place in wanted
+                self._turn(prompt if goes_on and index == first else chat[:index], chat, index)
+                for index in wanted
             ]
         except IsobitError as error:
-            place = f"{example.place}: "
-            raise IsobitError(f"{place}{str(error).removeprefix(place)}") from None
+            prefix = f"{example.place}: "
+            raise IsobitError(f"{prefix}{str(error).removeprefix(prefix)}") from None
         merged = _merged(samples)
         return samples if merged is None else [merged]
 
     def _turn(
-        self, prompt: Sequence[Message], chat: Sequence[Message], place: int
+        self, prompt: Sequence[Message], chat: Sequence[Message], index: int
     ) -> SupervisedSample:
         """Return what is learned of the assistant's message at this place of a chat."""
-        goes_on = len(prompt) > place
+        goes_on = len(prompt) > index
         prompt_ids = self._tokenizer.encode_chat(prompt, continues=goes_on)
-        whole = self._tokenizer.encode_chat(chat[: place + 1], add_generation_prompt=False)
-        return self._cut(prompt_ids, whole, (prompt, chat[: place + 1], goes_on))
+        whole = self._tokenizer.encode_chat(chat[: index + 1], add_generation_prompt=False)
+        return self._cut(prompt_ids, whole, (prompt, chat[: index + 1], goes_on))
 
     def _cut(
         self,
@@ -219,10 +220,10 @@ class Teacher:
         """Return how many of these tokens begin a turn of the assistant anew, as the template does
         behind a user's message. Some write it in a conversation, and not before what is sampled."""
         if self._begins is None:
-            self._begins, asked = [], [{"role": "user", "content": "?"}]
+            self._begins, question = [], [{"role": "user", "content": "?"}]
             with suppress(IsobitError):  # a template that takes no such conversation
-                alone = self._tokenizer.encode_chat(asked, add_generation_prompt=False)
-                begun = self._tokenizer.encode_chat(asked)
+                alone = self._tokenizer.encode_chat(question, add_generation_prompt=False)
+                begun = self._tokenizer.encode_chat(question)
                 self._begins = begun[len(alone) :] if begun[: len(alone)] == alone else []
         return len(self._begins) if list(ids[: len(self._begins)]) == self._begins else 0
 
@@ -287,14 +288,16 @@ class Teacher:
         if calls not in self._ends_behind:
             function = {"name": "f", "arguments": {}}
             call = {"id": "call00000", "type": "function", "function": function}
-            said: list[Message] = [{"role": "user", "content": "a"}]
-            said += [
+            conversation: list[Message] = [{"role": "user", "content": "a"}]
+            conversation += [
                 {"role": "assistant", "content": "b"} | ({"tool_calls": [call]} if calls else {})
             ]
-            told = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": "c"}
-            more = [*said, told if calls else said[0]]
+            result = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": "c"}
+            more = [*conversation, result if calls else conversation[0]]
             try:
-                ids, longer = (self._tokenizer.encode_chat(chat, False) for chat in (said, more))
+                ids, longer = (
+                    self._tokenizer.encode_chat(chat, False) for chat in (conversation, more)
+                )
             except TookTooMuch:
                 raise
             except IsobitError:
@@ -347,30 +350,30 @@ def _warn(text: str) -> None:
     print(printable(f"warning: {text}"), file=sys.stderr)
 
 
-def _common(one: Sequence[object], other: Sequence[object]) -> int:
-    """How many tokens both begin with."""
+def _common(first: Sequence[object], second: Sequence[object]) -> int:
+    """Count the tokens that both begin with."""
     return next(
-        (i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other))
+        (i for i, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second))
     )
 
 
 def is_text(example: Example, task: Task) -> bool:
-    """Whether an example is a text to learn whole: it has a column `text`, and no answer."""
-    given = isinstance(example.prompt, str) and "text" in example.columns
-    return given and task.gold is None and "completion" not in example.columns
+    """Return whether an example is a text to learn whole: it has a column `text`, and no answer."""
+    has_text = isinstance(example.prompt, str) and "text" in example.columns
+    return has_text and task.gold is None and "completion" not in example.columns
 
 
-def _learned(message: Message, place: int) -> bool:
+def _learned(message: Message, index: int) -> bool:
     """Return whether a message of the assistant is learned. Raises IsobitError."""
     try:
         return is_learned(message)
     except ValueError as error:
-        raise IsobitError(f"messages[{place}]: {error}") from None
+        raise IsobitError(f"messages[{index}]: {error}") from None
 
 
 def _merged(turns: Sequence[SupervisedSample]) -> SupervisedSample | None:
-    """One row of which the turns' tokens are learned; None where the last one does not begin with
-    what each of the others is."""
+    """Return a single row of which the turns' tokens are learned; None where the last turn does not
+    begin with all of the others."""
     first, last = turns[0], turns[-1]
     whole, start = (*last.prompt_ids, *last.completion_ids), len(first.prompt_ids)
     learned = [False] * (len(whole) - start)
@@ -378,8 +381,8 @@ def _merged(turns: Sequence[SupervisedSample]) -> SupervisedSample | None:
         end = len(turn.prompt_ids) + len(turn.completion_ids)
         if whole[:end] != (*turn.prompt_ids, *turn.completion_ids):
             return None
-        for place in range(len(turn.prompt_ids), end):
-            learned[place - start] = True
+        for index in range(len(turn.prompt_ids), end):
+            learned[index - start] = True
     joined = any(turn.joined for turn in turns)
     return SupervisedSample(whole[:start], whole[start:], tuple(learned), joined)
 
@@ -427,17 +430,17 @@ def _refuse_other_beginning(
     whole = tokenizer.render_chat(chat, add_generation_prompt=False)
     if whole.startswith(alone):
         return
-    place = max(0, _common(alone, whole) - _SHOWN // 2)
-    before, after = alone[place:][-_SHOWN:], whole[place:][:_SHOWN]
+    start = max(0, _common(alone, whole) - _SHOWN // 2)
+    expected, actual = alone[start:][-_SHOWN:], whole[start:][:_SHOWN]
     raise IsobitError(
-        f"the chat template writes {before!r} before an answer that is sampled, but {after!r} in a "
+        f"the chat template writes {expected!r} before an answer that is sampled, but {actual!r} in a "
         "conversation: what is learned would not follow what is sampled; give answers the "
         "thoughts that it begins, or with model.chat_template a template that writes both alike"
     )
 
 
 def end_of_text(tokenizer: Tokenizer) -> int | None:
-    """The token that ends a text: the tokenizer's own where generation stops at it, else the first
-    at which it does."""
-    own = tokenizer.fast.token_to_id(token_text(tokenizer.settings.get("eos_token")))
-    return own if own in tokenizer.eos_ids else next(iter(tokenizer.eos_ids), None)
+    """Return the token that ends a text: the tokenizer's own where generation stops at it, else the
+    first at which it does."""
+    eos_id = tokenizer.fast.token_to_id(token_text(tokenizer.settings.get("eos_token")))
+    return eos_id if eos_id in tokenizer.eos_ids else next(iter(tokenizer.eos_ids), None)

@@ -40,8 +40,8 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 def inputs_of(config: Config | SftConfig) -> Inputs:
     """Return the hashes of all files that a config names, as the files are now."""
-    found = {key: dict(_hashed(place, weights)) for key, place, weights in _places(config)}
-    return {key: files for key, files in found.items() if files}
+    hashes = {key: dict(_hashed(path, weights)) for key, path, weights in _places(config)}
+    return {key: files for key, files in hashes.items() if files}
 
 
 def config_of(config: Config | SftConfig) -> Inputs:
@@ -54,26 +54,26 @@ def check_inputs(run: Path, now: Inputs, on_change: str) -> list[str]:
     """Return a warning where files or the config have changed since the run began, or since it was
     made to go on with changed ones, or where the record of them is missing or cannot be read.
     Changes raise IsobitError instead, unless `on_change` is warn."""
-    before = _recorded(run)
-    if CONFIG not in before:
+    old = _recorded(run)
+    if CONFIG not in old:
         how = "cannot be read" if exists(run / INPUTS) else "is missing"
         return [
             f"warning: {run / INPUTS} {how}: whether data, reward functions and config are what the "
             "run began with is not known"
         ]
-    changed = {key: _changed(before.get(key), files) for key, files in now.items() if key != CONFIG}
-    changed[CONFIG] = _edited(before.get(CONFIG, {}), now.get(CONFIG, {}))
+    changed = {key: _changed(old.get(key), files) for key, files in now.items() if key != CONFIG}
+    changed[CONFIG] = _edited(old.get(CONFIG, {}), now.get(CONFIG, {}))
     if not any(changed.values()):
         return []
-    what = listed(
+    changes = listed(
         f"{key} ({', '.join(sorted(files)[:3])})" for key, files in changed.items() if files
     )
     if on_change == "warn":
         return [
-            f"warning: {run}: changed since the run began: {what}: from here on the new files count"
+            f"warning: {run}: changed since the run began: {changes}: from here on the new files count"
         ]
     raise IsobitError(
-        f"{run}: changed since the run began: {what}; bring the files back, or go on with the new "
+        f"{run}: changed since the run began: {changes}; bring the files back, or go on with the new "
         f"ones: isobit train --resume {run} run.on_change=warn"
     )
 
@@ -81,57 +81,57 @@ def check_inputs(run: Path, now: Inputs, on_change: str) -> list[str]:
 def record_inputs(run: RunDirectory, now: Inputs) -> None:
     """Write the hashes to the record of a run, the newest last: hashes with which the run has gone
     on before stay, and files that are gone are removed."""
-    kept = _recorded(run.directory)
+    recorded = _recorded(run.directory)
     for key, files in now.items():
-        old = kept.setdefault(key, {})
+        old = recorded.setdefault(key, {})
         for file, digest in files.items():
             if old.get(file, [])[-1:] != [digest]:
                 old[file] = [*old.get(file, []), digest]
         for gone in [file for file in old if file not in files]:
             del old[gone]
-    run.write_object(INPUTS, kept)
+    run.write_object(INPUTS, recorded)
 
 
 def _recorded(run: Path) -> dict[str, dict[str, list[str]]]:
     """Return the digests that are kept in `run`; entries of an edited file that are not lists of
     digests by file are left out."""
-    found: dict[str, dict[str, list[str]]] = {}
+    by_key: dict[str, dict[str, list[str]]] = {}
     for key, files in (object_in(run / INPUTS) or {}).items():
         if isinstance(files, dict):
-            found[key] = {
-                f: [str(digest) for digest in kept]
-                for f, kept in files.items()
-                if isinstance(kept, list)
+            by_key[key] = {
+                f: [str(digest) for digest in digests]
+                for f, digests in files.items()
+                if isinstance(digests, list)
             }
-    return found
+    return by_key
 
 
-def _changed(before: Mapping[str, list[str]] | None, now: Mapping[str, str]) -> list[str]:
+def _changed(recorded: Mapping[str, list[str]] | None, now: Mapping[str, str]) -> list[str]:
     """Return the files of a recorded place that have changed, are new, or are missing; none where
     the place was not recorded."""
-    if before is None:
+    if recorded is None:
         return []
-    return [file for file in {**before, **now} if before.get(file, [])[-1:] != [now.get(file)]]
+    return [file for file in {**recorded, **now} if recorded.get(file, [])[-1:] != [now.get(file)]]
 
 
-def _edited(before: Mapping[str, list[str]], now: Mapping[str, str]) -> list[str]:
+def _edited(recorded: Mapping[str, list[str]], now: Mapping[str, str]) -> list[str]:
     """Return a line for each key of the config whose value differs from the one that was kept, with
     both values. A key that is in only one of the two comes from another version and is not
     compared, nor is a record that is damaged."""
-    found: list[str] = []
+    lines: list[str] = []
     for section, text in now.items():
         with suppress(BadJson, IndexError):
-            kept = parse_json(before.get(section, [])[-1])
-            found += _differing(kept, parse_json(text), section)
-    return found
+            old = parse_json(recorded.get(section, [])[-1])
+            lines += _differing(old, parse_json(text), section)
+    return lines
 
 
-def _differing(before: Any, now: Any, key: str) -> Iterator[str]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        for name in [name for name in now if name in before]:
-            yield from _differing(before[name], now[name], f"{key}.{name}")
-    elif before != now:
-        yield f"{key}: {brief(json.dumps(now), 60)}, and it began with {brief(json.dumps(before), 60)}"
+def _differing(old: Any, now: Any, key: str) -> Iterator[str]:
+    if isinstance(old, dict) and isinstance(now, dict):
+        for name in [name for name in now if name in old]:
+            yield from _differing(old[name], now[name], f"{key}.{name}")
+    elif old != now:
+        yield f"{key}: {brief(json.dumps(now), 60)}, and it began with {brief(json.dumps(old), 60)}"
 
 
 def _places(config: Config | SftConfig) -> Iterator[tuple[str, Path, bool]]:
@@ -165,27 +165,27 @@ def _of_rollouts(config: Config) -> Iterator[tuple[str, Path, bool]]:
         if not s.by_name
     ]
     functions += _of_environment(config.environment)
-    own = (
+    algorithm_functions = (
         ("algorithm.loss", algorithm.loss, LOSSES),
         ("algorithm.advantage", algorithm.advantage, ADVANTAGES),
     )
-    functions += [(key, name) for key, name, named in own if name not in named]
+    functions += [(key, name) for key, name, named in algorithm_functions if name not in named]
     if config.reference.shown is not None and config.reference.shown.feedback is not None:
         functions.append(("reference.shown.feedback", config.reference.shown.feedback))
     for key, reference in functions:
         option = key.partition(":")[0]
-        what = "reward function" if option == "rewards.functions" else option
-        if not reference.startswith(OBJECT) and (file := _file_of(reference, what)) is not None:
+        label = "reward function" if option == "rewards.functions" else option
+        if not reference.startswith(OBJECT) and (file := _file_of(reference, label)) is not None:
             yield key, file, False
 
 
-def _of_environment(given: EnvironmentConfig) -> Iterator[tuple[str, str]]:
+def _of_environment(config: EnvironmentConfig) -> Iterator[tuple[str, str]]:
     """Yield (key, reference) of each tool and factory."""
-    for tool in given.tools:
+    for tool in config.tools:
         yield f"environment.tools: {tool.rpartition(':')[2]}", tool
-    if isinstance(given.factory, str):
-        yield "environment.factory", given.factory
-    for name, factory in given.factory.items() if isinstance(given.factory, dict) else ():
+    if isinstance(config.factory, str):
+        yield "environment.factory", config.factory
+    for name, factory in config.factory.items() if isinstance(config.factory, dict) else ():
         yield f"environment.factory: {name}", factory
 
 
@@ -202,14 +202,14 @@ def _of_task(section: str, task: TaskSettings) -> Iterator[tuple[str, Path, bool
 
 def _file_of(reference: str, what: str) -> Path | None:
     """Return the file of `file.py:function` or `package.module:function`, without importing it;
-    None if there is no such file. Raises IsobitError for a reference of another form; `what` names
-    it in the message."""
+    None if the file cannot be found. Raises IsobitError for a reference of another form; `what`
+    names it in the message."""
     home, _ = split_reference(reference, what)
     if home.endswith(".py"):
         return Path(home)
     where, name, origin = None, "", None
-    for part in home.split("."):
-        name = f"{name}.{part}" if name else part
+    for component in home.split("."):
+        name = f"{name}.{component}" if name else component
         spec = PathFinder.find_spec(name, where)
         if spec is None:  # a module built into Python, or none: the loader reports it
             return None
@@ -217,16 +217,16 @@ def _file_of(reference: str, what: str) -> Path | None:
     return None if origin is None else Path(origin)
 
 
-def _hashed(place: Path, model: bool) -> Iterator[tuple[str, str]]:
+def _hashed(path: Path, model: bool) -> Iterator[tuple[str, str]]:
     try:
-        folder = place.is_dir()
-        files = sorted(place.rglob("*")) if folder and not model else [place]
+        folder = path.is_dir()
+        files = sorted(path.rglob("*")) if folder and not model else [path]
         if folder and model:
             files = sorted(
                 {
                     file
                     for pattern in (*_DESCRIPTIONS, "*.safetensors")
-                    for file in place.glob(pattern)
+                    for file in path.glob(pattern)
                 }
             )
     except (OSError, ValueError):
@@ -241,17 +241,17 @@ def _hashed(place: Path, model: bool) -> Iterator[tuple[str, str]]:
             )
         except OSError:  # a directory, or not readable: the loader reports it
             continue
-        yield str(file.relative_to(place)) if folder else file.name, digest
+        yield str(file.relative_to(path)) if folder else file.name, digest
 
 
 def _sampled(file: Path, size: int) -> str:
     """Return the SHA-256 of the size, the header and evenly spread samples of a safetensors
     file."""
-    found = hashlib.sha256(f"{size}\n".encode())
+    digest = hashlib.sha256(f"{size}\n".encode())
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-        found.update(os.pread(opened.fileno(), min(length + 8, 1 << 24), 0))
+        digest.update(os.pread(opened.fileno(), min(length + 8, 1 << 24), 0))
         for number in range(_SAMPLES):
-            place = number * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1)
-            found.update(os.pread(opened.fileno(), _SAMPLE_BYTES, place))
-    return found.hexdigest()
+            offset = number * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1)
+            digest.update(os.pread(opened.fileno(), _SAMPLE_BYTES, offset))
+    return digest.hexdigest()

@@ -15,7 +15,7 @@ from isobit.training.plan.host import cores
 
 
 def machine_facts(model: Model, objective: Objective) -> dict[str, object]:
-    """Plain values by name."""
+    """Return facts about the machine and the model as plain values by name."""
     ops = model.ops
     facts: dict[str, object] = {
         "why": ops.why,
@@ -34,8 +34,8 @@ def machine_facts(model: Model, objective: Objective) -> dict[str, object]:
 
 
 def date_of(began: Mapping[str, Any], ranks: Ranks = ALONE) -> datetime:
-    """What chat templates say the date is, to all ranks: of a run with these facts, that of its
-    beginning, so that its prompts stay what they are; else now."""
+    """Return the date that chat templates name, to all ranks: of a run with these facts, that of
+    its beginning, so that its prompts stay the same; else now."""
 
     def said() -> str:
         try:
@@ -47,7 +47,7 @@ def date_of(began: Mapping[str, Any], ranks: Ranks = ALONE) -> datetime:
 
 
 def ranks_caution(ranks: int) -> str | None:
-    """A warning where this machine's ranks, which compute on its cores or move what its GPUs
+    """Return a warning where this machine's ranks, which compute on its cores or move what its GPUs
     compute, are more than these; or None."""
     here = number_in("LOCAL_WORLD_SIZE") or ranks
     if here <= (there := cores()):

@@ -2,7 +2,7 @@
 model decide, the memory of the machine for `optimizer.micro_batch_tokens: auto`, and the data for
 `epochs`.
 
-It is computed once, when a run is opened, and whoever needs a part of it is given it.
+It is computed once, when a run is opened, and passed to all code that needs a part of it.
 `resolved.json` keeps it in the run directory, and a run that goes on must come to the same
 (`keep`). Left out: what computes (`running/machine.py`), and what the config says itself.
 """
@@ -28,8 +28,8 @@ _Config = TypeVar("_Config", Config, SftConfig)
 
 
 def in_steps(config: _Config, prompts: int) -> _Config:
-    """The config with as many steps as its `epochs` over so many training prompts take, rounded
-    up; one without `epochs` as it is."""
+    """Return the config with `steps` in place of `epochs` over this number of training prompts,
+    rounded up; one without `epochs` is returned unchanged."""
     if config.epochs is None:
         return config
     steps = math.ceil(Fraction(str(config.epochs)) * prompts / config.prompts_per_step)
@@ -56,7 +56,7 @@ class Resolved:
     expects_equal_bits: bool
 
     def plain(self) -> dict[str, Any]:
-        """As `resolved.json` has it."""
+        """Return the values of `resolved.json`."""
         objective = self.objective
         return {
             "correction": str(objective.rule),
@@ -83,14 +83,14 @@ def keep(values: Mapping[str, Any], run: RunDirectory) -> None:
     """Write what was resolved, in plain values, into the run that begins. Raises IsobitError where
     one that goes on began with something else; whether bits are promised may change with the
     machine."""
-    before = object_in(run.directory / RESOLVED)
-    if not before:
+    recorded = object_in(run.directory / RESOLVED)
+    if not recorded:
         run.write_object(RESOLVED, values)
         return
-    for name in sorted(before.keys() & values.keys() - {"expects_equal_bits"}):
-        if before[name] != values[name]:
+    for name in sorted(recorded.keys() & values.keys() - {"expects_equal_bits"}):
+        if recorded[name] != values[name]:
             raise IsobitError(
-                f"run {run.directory} began with {name} {before[name]} ({RESOLVED}), and here "
+                f"run {run.directory} began with {name} {recorded[name]} ({RESOLVED}), and here "
                 "it would go on with "
                 f"{values[name]}; resume it with the version of isobit that began it"
             )
@@ -103,9 +103,9 @@ def resolve(
     *,
     learns_like_recorded: bool = True,
 ) -> Resolved:
-    """What a config means for a model. `learns_like_recorded`: nothing differs from the run whose
-    rollouts this one learns from, if it samples none. `optimizer.micro_batch_tokens: auto` is 1
-    until it is known what fits."""
+    """Return the meaning of a config for a model. `learns_like_recorded`: nothing differs from the
+    run whose rollouts this one learns from, if it samples none. `optimizer.micro_batch_tokens:
+    auto` is 1 until it is known what fits."""
     objective = objective_of(config, model.precision, reward_weights)
     mixture, recurrent = model.config.routed is not None, model.config.linear is not None
     routes = mixture and (objective.recompute_old or objective.router_replay)
@@ -129,12 +129,12 @@ def resolve(
 def objective_of(
     config: Config, precision: Precision, reward_weights: Sequence[tuple[str, float]] = ()
 ) -> ResolvedObjective:
-    """The config's algorithm, with `auto` resolved and what sampling and rewards decide."""
+    """Return the config's algorithm, with `auto` resolved and what sampling and rewards decide."""
     sampling, partial = config.sampling, config.partial.used
     stale = bool(config.rollouts_ahead or config.replay.groups_per_step or partial)
-    found = for_precision(config.algorithm, precision, stale=stale)
+    objective = for_precision(config.algorithm, precision, stale=stale)
     return replace(
-        found,
+        objective,
         max_new_tokens=config.most_sampled,
         temperature=sampling.temperature,
         filtering=sampling.filtering,

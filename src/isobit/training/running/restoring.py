@@ -47,9 +47,9 @@ class Restored:
 
 @contextmanager
 def locked(run_dir: Path, overrides: Sequence[str], ranks: Ranks) -> Iterator[runs.Lock | None]:
-    """The directory of a run that goes on is this run's alone before anything in it is read or
-    cleared away; whoever opens it keeps the lock, and an error gives it back. Raises IsobitError
-    for what is no run, and for overrides that would make another run of it."""
+    """Lock the directory of a run that goes on before anything in it is read or cleared away; the
+    code that opens the run keeps the lock, and an error gives it back. Raises IsobitError for a
+    directory without a run, and for overrides that would make another run of it."""
     runs.require_run(run_dir)
     check_resumed(overrides, run_dir)
     lock = ranks.on_first(lambda: runs.Lock(run_dir))
@@ -81,7 +81,7 @@ def restore(
         queue,
         counted.get("unrecorded"),
         head=ranks.broadcast_result(lambda: head_of(checkpoint)),
-        solved={int(index): part for index, part in counted.get("solved", {}).items()},
+        solved={int(index): fraction for index, fraction in counted.get("solved", {}).items()},
         unfinished=groups_from_json(counted.get("unfinished", [])),
     )
     if state.step > config.steps:
@@ -132,15 +132,15 @@ def _take_the_last_row(
     ends: dict[str, int],
     ranks: Ranks,
 ) -> bool:
-    """Whether the run has finished after its checkpoint, with an evaluation of its last step: the
-    row is written after everything else, and stays. If it is to be recorded anew, its times, which
-    no checkpoint holds, are taken over."""
+    """Return whether the run has finished after its checkpoint, with an evaluation of its last
+    step: the row is written after everything else, and stays. If it is to be recorded anew, its
+    times, which no checkpoint holds, are taken over."""
     if state.unrecorded is None:
         return False
-    found = ranks.broadcast_result(lambda: files.row_at(run_dir / runs.METRICS, ends[runs.METRICS]))
-    if found is None or found[0].get("step") != state.step:
+    last = ranks.broadcast_result(lambda: files.row_at(run_dir / runs.METRICS, ends[runs.METRICS]))
+    if last is None or last[0].get("step") != state.step:
         return False
-    row, end = found
+    row, end = last
     lasting = {name for name in row if not metrics.of_the_machine(name)}
     if evaluated_only_as_the_last(config, state.step) and lasting > {"step", *state.unrecorded}:
         state.unrecorded, ends[runs.METRICS] = None, end
@@ -151,8 +151,7 @@ def _take_the_last_row(
 
 
 def of_ranks(config: _Config, ranks: Ranks) -> _Config:
-    """The config with the number of ranks that there are. Raises IsobitError unless they are
-    alike."""
+    """Return the config with the number of ranks. Raises IsobitError unless they are alike."""
     if ranks.size > 1:
         check_alike(
             ranks, {"isobit's source": source_digest()[:16], **versions(), **_flat(plain(config))}
@@ -161,19 +160,20 @@ def of_ranks(config: _Config, ranks: Ranks) -> _Config:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
-    """`section.key` to value."""
-    found: dict[str, object] = {}
+    """Return the values of nested sections by `section.key`."""
+    flat: dict[str, object] = {}
     for key, value in values.items():
-        found |= (
+        flat |= (
             _flat(value, f"{prefix}{key}.")
             if isinstance(value, dict)
             else {f"{prefix}{key}": value}
         )
-    return found
+    return flat
 
 
 def directory(path: Path, ranks: Ranks, opened: Callable[[], RunDirectory]) -> RunDirectory:
-    """The run directory as this rank has it: the first one opens it, the others must see it."""
+    """Return the run directory as this rank has it: the first one opens it, the others must see
+    it."""
     mine = ranks.on_first(opened)
 
     def followed() -> RunDirectory:

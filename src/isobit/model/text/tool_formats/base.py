@@ -34,7 +34,7 @@ Pieces = Sequence[tuple[str, str]]
 
 
 class Answer(Protocol):
-    """What was sampled behind a prompt: its tokens, and its text without what ended it."""
+    """A sampled completion: its tokens, and its text without the token or string that ended it."""
 
     @property
     def prompt_token_ids(self) -> Sequence[int]: ...
@@ -58,8 +58,9 @@ class NoCall(ValueError):
 
 @dataclass(frozen=True)
 class Reply:
-    """What an answer says: to the user, of its thoughts, and to tools; and why what looks like a
-    call of a tool is none, a line each. `said`: all but the thoughts, as it was written."""
+    """The content of an answer: text for the user, reasoning, and calls of tools; `problems`, a
+    line each, say why text that looks like a call is invalid. `said`: all but the reasoning, as the
+    model wrote it."""
 
     content: str
     calls: tuple[Call, ...] = ()
@@ -70,10 +71,11 @@ class Reply:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes calls. Text is held back from the first of the `opens` on. `read` takes an
-    answer cut at `marks`, and the tools that there are, whose schemas say which arguments are text;
-    None: nothing in it looks like a call. `closes`: the marks behind which a call is over. With
-    `channels` every answer is written in them, thoughts too, whether there are tools or not."""
+    """The way in which a model writes calls. Text is held back from the first of the `opens` on.
+    `read` takes an answer cut at `marks`, and the tools, whose schemas say which arguments are
+    text; None: nothing in it looks like a call. `closes`: the marks behind which a call is over.
+    With `channels` every answer is written in them, thoughts too, whether there are tools or
+    not."""
 
     opens: tuple[str, ...]
     read: Callable[[Pieces, Tools], Reply | None]
@@ -95,15 +97,15 @@ class ToolFormat:
             return replace(self.read(pieces, tools) or Reply(answer.text), said=answer.text)
         begun = thoughts.begun_by(answer.prompt_token_ids, tokenizer)
         calls = self.opens, self.closes
-        found = thoughts.apart(pieces, begun, special.values(), self.marks, calls)
+        split = thoughts.apart(pieces, begun, special.values(), self.marks, calls)
         hidden = special.values()
-        said = "".join(("" if mark in hidden else mark) + text for mark, text in found.pieces)
-        reply = self.read(found.pieces, tools) or Reply(said)
+        visible = "".join(("" if mark in hidden else mark) + text for mark, text in split.pieces)
+        reply = self.read(split.pieces, tools) or Reply(visible)
         problems = reply.problems
-        if found.open and any(len(mark) > 1 and mark in found.reasoning for mark in self.opens):
-            end = thoughts.CLOSES[found.open]
+        if split.open and any(len(mark) > 1 and mark in split.reasoning for mark in self.opens):
+            end = thoughts.CLOSES[split.open]
             problems += (f"a tool call is invalid: expected {end} before it, where thoughts end",)
-        return replace(reply, reasoning=found.reasoning, problems=problems, said=said)
+        return replace(reply, reasoning=split.reasoning, problems=problems, said=visible)
 
 
 def _pieces(answer: Answer, tokenizer: Tokenizer, special: Mapping[int, str]) -> Pieces:
@@ -122,7 +124,7 @@ def _pieces(answer: Answer, tokenizer: Tokenizer, special: Mapping[int, str]) ->
 
 
 def special_tokens(names: Collection[str], tokenizer: Tokenizer) -> dict[int, str]:
-    """Those of the names that are special tokens of a model, by their ids."""
+    """Return those of the names that are special tokens of a model, by their ids."""
     ids = {tokenizer.fast.token_to_id(name): name for name in names}
     return {
         token: name
@@ -134,12 +136,12 @@ def special_tokens(names: Collection[str], tokenizer: Tokenizer) -> dict[int, st
 def calls_in(
     before: str, written: Sequence[_Written], one: Callable[[_Written], Sequence[Call]]
 ) -> Reply:
-    """The reply of text `before` calls, each of which `one` reads; what raises NoCall there is a
-    problem of the reply."""
+    """Return the reply of text `before` calls, each of which `one` reads; what raises NoCall there
+    is a problem of the reply."""
     calls, problems = list[Call](), list[str]()
-    for number, each in enumerate(written, 1):
+    for number, block in enumerate(written, 1):
         try:
-            calls += one(each)
+            calls += one(block)
         except NoCall as error:
             problems.append(numbered(number, error))
     return Reply(before, tuple(calls), problems=tuple(problems))
@@ -151,33 +153,33 @@ def behind(text: str) -> str:
 
 
 def numbered(number: int, error: NoCall) -> str:
-    """Return the problem of a call, which the model is told."""
+    """Return the problem of a call in words for the model."""
     return f"tool call {number} is invalid{error}"
 
 
 def json_value(text: str) -> Any:
-    """The value of a JSON text. Raises NoCall."""
+    """Return the value of a JSON text. Raises NoCall."""
     try:
         return parse_json(text)
     except BadJson as error:
-        place = ""
+        position = ""
         if error.column is not None:
             line = f"line {error.line}, " if error.line != 1 else ""
-            place = f" at {line}column {error.column}"
-        raise NoCall(f"{_plainly(error.reason)}{place}", " JSON") from None
+            position = f" at {line}column {error.column}"
+        raise NoCall(f"{_plainly(error.reason)}{position}", " JSON") from None
 
 
 def _plainly(reason: str) -> str:
-    """Return why a text is no JSON in words that need no knowledge of a parser."""
-    begins = next((each for each in _PLAINLY if reason.startswith(each)), None)
+    """Return why a text is invalid JSON in words that need no knowledge of a parser."""
+    begins = next((prefix for prefix in _PLAINLY if reason.startswith(prefix)), None)
     if begins is not None:
         return _PLAINLY[begins]
     return reason.replace("Expecting", "expected").removesuffix(" delimiter")
 
 
 def call_of(value: Any, *keys: str) -> Call:
-    """A call that is a JSON object with a name, and arguments under one of the `keys`. Raises
-    NoCall."""
+    """Return the call that a JSON object with a name, and arguments under one of the `keys`, stands
+    for. Raises NoCall."""
     if not isinstance(value, dict):
         raise NoCall(f"expected a JSON object with name and {keys[0]}, got {kind(value)}")
     if not isinstance(value.get("name"), str):
@@ -187,32 +189,33 @@ def call_of(value: Any, *keys: str) -> Call:
 
 
 def named_call(name: str, arguments: Any, what: str = "the arguments") -> Call:
-    """A call of this name. Raises NoCall where the arguments are no object."""
+    """Return a call of this name. Raises NoCall where the arguments are not an object."""
     if not isinstance(arguments, dict):
         raise NoCall(f"expected {what} that are a JSON object, got {kind(arguments)}")
     return Call(name, dumped(arguments))
 
 
 def dumped(arguments: Any) -> str:
-    """Arguments as JSON text."""
+    """Return arguments as JSON text."""
     return json.dumps(arguments, ensure_ascii=False)
 
 
 def _shortened(pieces: Pieces, length: int) -> list[tuple[str, str]]:
-    """Pieces up to so many characters of text: a stop string ends an answer in front of it."""
-    found = []
+    """Return pieces up to `length` characters of text: a stop string ends an answer in front of
+    it."""
+    shortened = []
     for mark, text in pieces:
-        found.append((mark, text[:length]))
+        shortened.append((mark, text[:length]))
         length = max(length - len(text), 0)
-    return found
+    return shortened
 
 
 def _cut(pieces: Pieces, marks: Sequence[str]) -> list[tuple[str, str]]:
-    """Pieces that are also cut at marks which their text spells."""
+    """Return pieces that are also cut at marks which their text spells."""
     if not marks:
         return list(pieces)
-    found, mark = [], re.compile("(" + "|".join(map(re.escape, marks)) + ")")
-    for before, text in pieces:
+    cut_pieces, mark = [], re.compile("(" + "|".join(map(re.escape, marks)) + ")")
+    for opening, text in pieces:
         first, *rest = mark.split(text)
-        found += [(before, first), *zip(rest[::2], rest[1::2])]
-    return found
+        cut_pieces += [(opening, first), *zip(rest[::2], rest[1::2])]
+    return cut_pieces

@@ -1,4 +1,4 @@
-"""DeepSeek's calls, between marks that are tokens of their own: V3 and R1, and V3.1.
+"""DeepSeek's calls, between marks that are single tokens: V3 and R1, and V3.1.
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add
     ```json
@@ -31,8 +31,8 @@ _FENCE = "```"
 
 
 def _deepseek(pieces: Pieces, tools: Tools) -> Reply | None:
-    (_, before), *rest = pieces
-    written, content = list[list[tuple[str, str]]](), [before]
+    (_, text_before), *rest = pieces
+    written, content = list[list[tuple[str, str]]](), [text_before]
     for mark, text in rest:
         if mark == _CALL:
             written.append([(mark, text)])
@@ -44,26 +44,26 @@ def _deepseek(pieces: Pieces, tools: Tools) -> Reply | None:
             content.append(text.strip())
         else:
             return Reply(
-                before, problems=(f"a tool call is invalid: {mark} without {_CALL} before it",)
+                text_before, problems=(f"a tool call is invalid: {mark} without {_CALL} before it",)
             )
     if rest and not written:
         return Reply(
-            before, problems=(f"a tool call is invalid: {_CALLS} without {_CALL} behind it",)
+            text_before, problems=(f"a tool call is invalid: {_CALLS} without {_CALL} behind it",)
         )
     return calls_in("".join(content), written, _one) if written else None
 
 
 def _one(pieces: Pieces) -> list[Call]:
-    """The call that begins these pieces. Raises NoCall."""
+    """Return the call that begins these pieces. Raises NoCall."""
     (_, head), *rest = pieces
     if not rest or rest[0][0] != _SEP:
         raise NoCall(f"expected {_SEP} behind what it is")
     if rest[1:]:
         raise NoCall(f"expected nothing behind it, got {brief(''.join(rest[1]).strip(), 60)!r}")
     name, body = head.strip(), rest[0][1].strip()
-    before, fence, fenced = body.partition(f"\n{_FENCE}")
+    name_line, fence, fenced = body.partition(f"\n{_FENCE}")
     if fence and fenced.endswith(_FENCE):
-        name, body = before.strip(), fenced.removesuffix(_FENCE).removeprefix("json")
+        name, body = name_line.strip(), fenced.removesuffix(_FENCE).removeprefix("json")
     if not _NAME.fullmatch(name):
         raise NoCall("expected the name of a tool, without spaces")
     return [named_call(name, json_value(body))]

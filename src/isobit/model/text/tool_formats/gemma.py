@@ -2,7 +2,7 @@
 
     <|tool_call>call:rain{city:<|"|>Ulm<|"|>,days:[1,2]}<tool_call|>
 
-What is no text is JSON but for its keys, which need no quotes; Python's `None` is null. Text behind
+All but texts is JSON except for its keys, which need no quotes; Python's `None` is null. Text behind
 a call is content, where the template writes it.
 """
 
@@ -45,24 +45,24 @@ def _gemma4(pieces: Pieces, tools: Tools) -> Reply | None:
 
 
 def _one(pieces: Pieces) -> list[Call]:
-    """The call of these pieces, from its opening mark on. Raises NoCall."""
-    found = _HEAD.fullmatch("".join(_as_json(pieces)).strip())
-    if found is None:
+    """Return the call of these pieces, from its opening mark on. Raises NoCall."""
+    match = _HEAD.fullmatch("".join(_as_json(pieces)).strip())
+    if match is None:
         raise NoCall("expected call:NAME{KEY:VALUE, ...}")
-    return [named_call(found[1], json_value(found[2]))]
+    return [named_call(match[1], json_value(match[2]))]
 
 
 def _as_json(pieces: Pieces) -> Iterator[str]:
-    """A call's pieces with its texts and keys as JSON writes them. Raises NoCall."""
+    """Yield a call's pieces with its texts and keys as JSON writes them. Raises NoCall."""
     if len(pieces) % 2 == 0:
         raise NoCall(f"a text in it does not end with {_QUOTE}")
-    for place, (mark, text) in enumerate(pieces):
-        if mark != (_QUOTE if place else _OPEN):
+    for index, (mark, text) in enumerate(pieces):
+        if mark != (_QUOTE if index else _OPEN):
             raise NoCall(f"expected no {mark} in it")
-        if place % 2:
+        if index % 2:
             yield json.dumps(text)
         else:
-            keyed = _KEY.sub(lambda found: f"{found[1]}{json.dumps(found[2].strip())}:", text)
+            keyed = _KEY.sub(lambda match: f"{match[1]}{json.dumps(match[2].strip())}:", text)
             yield _NULL.sub(r"\1null", keyed)
 
 

@@ -4,9 +4,9 @@
     <|channel|>commentary json<|message|>{"city": "Ulm"}<|call|>
 
 What the channel `final` says is content. A message to `functions.NAME`, which the header names
-behind its role or its channel, is a call, and content if its text is no JSON object. All else, the
-analysis first of all, is reasoning. Left out: the model's own tools (browser, python), which no
-server here has: what is said to them is reasoning too.
+behind its role or its channel, is a call, and content if its text is not a JSON object. All else,
+the analysis first of all, is reasoning. Left out: the model's own tools (browser, python), which
+this server does not have: messages to them are reasoning too.
 
 Source: OpenAI, "OpenAI harmony response format" (2025).
 """
@@ -37,27 +37,27 @@ NEXT = "\n"
 
 @dataclass
 class Header:
-    """What stands in front of a message's text: `said` as a whole, and the `channel`."""
+    """The header in front of a message's text: its whole text, and the `channel`."""
 
     said: str = ""
     channel: str = ""
 
     def add(self, mark: str, text: str) -> None:
-        """One more piece of it."""
+        """Append a piece to the header; one behind the channel mark names the channel."""
         if mark == _CHANNEL:
             self.channel = (text.split() or [""])[0]
         self.said += f" {text}"
 
     @property
     def tool(self) -> str | None:
-        """Whom a call is to."""
-        found = _TO.search(self.said)
-        return None if found is None else found[1]
+        """The name of the tool that the message calls; None for a message that calls none."""
+        match = _TO.search(self.said)
+        return None if match is None else match[1]
 
 
 def _messages(pieces: Pieces) -> Iterator[tuple[Header, str]]:
-    """Each message of an answer: its header and its text. What an answer that goes on inside a
-    message begins with is of the channel final."""
+    """Yield each message of an answer: its header and its text. What an answer that goes on inside
+    a message begins with is of the channel final."""
     header, inside = Header(), bool(pieces[0][1]) and not pieces[0][1].startswith(" to=")
     body = pieces[0][1] if inside else ""
     if inside:

@@ -28,21 +28,21 @@ _NAME = re.compile(r"[^\s{}\[\]\"]+")
 
 
 def _mistral(pieces: Pieces, tools: Tools) -> Reply | None:
-    (_, before), *rest = pieces
+    (_, front), *rest = pieces
     written: list[list[tuple[str, str]]] = []  # pieces of each opened call
     for mark, text in rest:
         if mark == _CALLS:
             written.append([])
         elif not written:
             return Reply(
-                before, problems=(f"a tool call is invalid: {mark} without {_CALLS} before it",)
+                front, problems=(f"a tool call is invalid: {mark} without {_CALLS} before it",)
             )
         written[-1].append((mark, text))
-    return calls_in(before, written, _calls) if written else None
+    return calls_in(front, written, _calls) if written else None
 
 
 def _calls(pieces: Pieces) -> list[Call]:
-    """The calls behind one `[TOOL_CALLS]`. Raises NoCall."""
+    """Return the calls behind one `[TOOL_CALLS]`. Raises NoCall."""
     marks, head = [mark for mark, _ in pieces[1:]], pieces[0][1].strip()
     if marks in ([_ARGUMENTS], [_ID, _ARGUMENTS]):
         return [_named(head, pieces[-1][1])]

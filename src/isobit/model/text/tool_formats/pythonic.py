@@ -3,7 +3,7 @@
     [add(a=1, b="x"), end()]
     <|tool_call_start|>[add(a=1, b="x")]<|tool_call_end|>
 
-They are read by a grammar of their own and never run: names, and keyword arguments that are text,
+They are read by the grammar below and never run: names, and keyword arguments that are text,
 numbers, True, False, None, lists, tuples and dicts of these (JSON's words for them too). A list is
 the whole answer, or stands between the marks, with text before them.
 
@@ -53,14 +53,14 @@ def _pythonic(pieces: Pieces, tools: Tools) -> Reply | None:
         written = [text for mark, text in pieces if mark in _OPENS]
         first = marks.index(next(mark for mark in marks if mark in _OPENS))
         later = "".join(behind(text) for mark, text in pieces[first:] if mark not in _OPENS)
-        said = "".join(text for _, text in pieces[:first]) + later
-        return calls_in(said, written, lambda text: _Reader(text).calls())
+        content = "".join(text for _, text in pieces[:first]) + later
+        return calls_in(content, written, lambda text: _Reader(text).calls())
     text = "".join(text for _, text in pieces).strip()
     return calls_in("", [text], lambda text: _Reader(text).calls()) if _BEGINS.match(text) else None
 
 
 class _Reader:
-    """One pass over a list of calls; each method takes what its rule of the grammar says."""
+    """A single pass over a list of calls; each method reads one rule of the grammar."""
 
     def __init__(self, text: str) -> None:
         self._text, self._place, self._depth = text, 0, 0
@@ -68,28 +68,28 @@ class _Reader:
         self._next()
 
     def calls(self) -> list[Call]:
-        """The calls of the whole text. Raises NoCall."""
+        """Return the calls of the whole text. Raises NoCall."""
         self._take("[")
-        found = [self._call()]
+        calls = [self._call()]
         while self._token == ",":
             self._next()
-            found.append(self._call())
+            calls.append(self._call())
         self._take("]")
         if self._kind != "end":
             raise NoCall(f"text behind the list: {self._shown()}")
-        return found
+        return calls
 
     def _call(self) -> Call:
-        name, given = self._name("the name of a tool"), dict[str, Any]()
+        name, arguments = self._name("the name of a tool"), dict[str, Any]()
         self._take("(")
         while self._token != ")":
             key = self._name("NAME=VALUE")
             self._take("=", argument=True)
-            given[key] = self._value()
+            arguments[key] = self._value()
             if self._token != ")":
                 self._take(",")
         self._take(")")
-        return Call(name, dumped(given))
+        return Call(name, dumped(arguments))
 
     def _name(self, wanted: str) -> str:
         if self._kind != "name":
@@ -137,20 +137,20 @@ class _Reader:
         self._next(argument)
 
     def _next(self, argument: bool = False) -> None:
-        found = _TOKEN.match(self._text, self._place)
+        match = _TOKEN.match(self._text, self._place)
         quote = _QUOTE.match(self._text, self._place) if argument else None
         if quote is not None:
             ends = _ENDS[quote[1]]
-            if found is None or ends.match(self._text, found.end() - 1) is None:
+            if match is None or ends.match(self._text, match.end() - 1) is None:
                 end = ends.search(self._text, quote.end())
                 if end is not None:
                     self._kind, self._token = "as it is", self._text[quote.end() : end.start()]
                     self._place = end.end()
                     return
-        if found is None:
+        if match is None:
             raise NoCall(f"not Python: {brief(self._text[self._place :].strip(), 40)!r}")
-        self._place, self._kind = found.end(), str(found.lastgroup)
-        self._token = found[self._kind]
+        self._place, self._kind = match.end(), str(match.lastgroup)
+        self._token = match[self._kind]
 
     def _shown(self) -> str:
         return "the end" if self._kind == "end" else repr(brief(self._token, 40))

@@ -63,14 +63,14 @@ class Schema:
             return
         self._all.append(schema)
         for key in _SEVERAL:
-            for each in _list(schema.get(key)):
-                self._add(each, root, depth - 1)
+            for subschema in _list(schema.get(key)):
+                self._add(subschema, root, depth - 1)
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference.startswith("#/"):
-            found: Any = root
+            target: Any = root
             for name in reference[2:].split("/"):
-                found = _mapping(found).get(name)
-            self._add(found, root, depth - 1)
+                target = _mapping(target).get(name)
+            self._add(target, root, depth - 1)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -54,20 +54,20 @@ _SHOWN = (
 
 
 def format_of(name: str, template: str | None) -> ToolFormat:
-    """The format of this name; `auto`: the template's, hermes where it shows none. Raises
+    """Return the format of this name; `auto`: the template's, hermes where it shows none. Raises
     IsobitError."""
     if name in FORMATS:
         return FORMATS[name]
     if name != "auto":
         raise IsobitError(f"--tool-format {name}: {did_you_mean(name, ['auto', *FORMATS])}")
     text = template or ""
-    return FORMATS[next((found for shown, found in _SHOWN if shown in text), "hermes")]
+    return FORMATS[next((format_name for mark, format_name in _SHOWN if mark in text), "hermes")]
 
 
 def format_by_template(name: str, tokenizer: Tokenizer) -> ToolFormat | None:
-    """As `format_of`, but `auto` is the format that reads the call of a tool which the tokenizer's
-    template writes. Where it writes none, it is what its text shows; None: it writes calls that no
-    format reads."""
+    """Return a format as `format_of` does, but `auto` is the format that reads the call which the
+    tokenizer's template writes. Where the template writes no calls, it is the one that its text
+    shows; None: it writes calls that no format reads."""
     if name != "auto":
         return format_of(name, tokenizer.chat_template)
     written = _written(tokenizer)
@@ -81,27 +81,28 @@ def format_by_template(name: str, tokenizer: Tokenizer) -> ToolFormat | None:
 
 
 def _written(tokenizer: Tokenizer) -> "_Written | None":
-    """An answer that calls a tool, as the template writes it; None where it writes no calls."""
-    asked = {"role": "user", "content": "qzaskedx"}
+    """Return an answer that calls a tool, as the template writes it; None where it writes no
+    calls."""
+    question = {"role": "user", "content": "qzaskedx"}
     for arguments in (json.loads(_CALL.arguments), _CALL.arguments):
         function = {"name": _CALL.name, "arguments": arguments}
         call = {"id": "call00000", "type": "function", "function": function}
-        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
         try:
-            before = tokenizer.encode_chat([asked])
-            whole = tokenizer.encode_chat([asked, said], False)
+            prompt = tokenizer.encode_chat([question])
+            whole = tokenizer.encode_chat([question, answer], False)
         except TookTooMuch:
             raise
         except IsobitError:
             continue
         start = next(
-            (i for i, (a, b) in enumerate(zip(before, whole)) if a != b),
-            min(len(before), len(whole)),
+            (i for i, (a, b) in enumerate(zip(prompt, whole)) if a != b),
+            min(len(prompt), len(whole)),
         )
         tokens = whole[start:]
-        ends = [place for place, token in enumerate(tokens) if token in tokenizer.eos_ids]
+        ends = [index for index, token in enumerate(tokens) if token in tokenizer.eos_ids]
         tokens = tokens[: ends[0]] if ends else tokens
-        text = tokenizer.decode_completion(before, tokens)
+        text = tokenizer.decode_completion(prompt, tokens)
         return _Written(whole[:start], tokens, text) if _CALL.name in text else None
     return None
 

@@ -60,9 +60,9 @@ _TAGS = _Tags(_OPEN, _CLOSE, re.compile(_OPEN))
 
 
 class _Xml(NamedTuple):
-    """How calls are written in XML: the `tags` around them; what the tags of a function and of a
-    parameter begin with, the `end` of a function and the `quote` around names; and the patterns of
-    these tags, and of what ends them."""
+    """The XML in which calls are written: the `tags` around them; what the tags of a function and
+    of a parameter begin with, the `end` of a function and the `quote` around names; and the
+    patterns of these tags, and of what ends them."""
 
     tags: _Tags
     opens: str
@@ -76,7 +76,7 @@ class _Xml(NamedTuple):
 
 
 def _xml(around: tuple[str, str], opens: str, key: str, end: str, quote: str, line: str) -> _Xml:
-    """Return the patterns of XML: tags `around` calls, what the tags of a function and of a
+    """Return the patterns of XML: tags `around` calls, the beginnings of a function's and a
     parameter begin with, and the `end` of a function; names are between two of `quote`, and values
     between two of `line`. A parameter ends with its tag, in front of the next key, with its
     function, or not at all before the next call."""
@@ -109,27 +109,27 @@ _Read = Callable[[str, int], tuple[Call, int]]
 
 def _tagged(pieces: Pieces, read: _Read, tags: _Tags = _TAGS) -> Reply | None:
     """Return what a text says between and behind the calls in these tags; None: it has none."""
-    text, begins = "".join(mark + said for mark, said in pieces), tags.begins
+    text, begins = "".join(mark + behind_mark for mark, behind_mark in pieces), tags.begins
     closing = re.compile(rf"\s*{tags.close}")
     first = begin = begins.search(text)
     if first is None:
         return None
     content, calls, problems = [text[: first.start()]], list[Call](), list[str]()
     while begin is not None:
-        place = begin.end() if begin[0] == tags.open else begin.start()
+        position = begin.end() if begin[0] == tags.open else begin.start()
         try:
-            call, place = read(text, place)
+            call, position = read(text, position)
             calls.append(call)
-            closed = closing.match(text, place)
-            place = place if closed is None else closed.end()
+            closed = closing.match(text, position)
+            position = position if closed is None else closed.end()
         except NoCall as error:
             problems.append(numbered(len(calls) + len(problems) + 1, error))
             next_one = tags.open if begin[0] == tags.open else begins.pattern
             end = re.compile(f"{tags.close}|{next_one}").search(text, begin.end())
             closes = end is not None and end[0] == tags.close
-            place = len(text) if end is None else end.end() if closes else end.start()
-        begin = begins.search(text, place)
-        content.append(behind(text[place : len(text) if begin is None else begin.start()]))
+            position = len(text) if end is None else end.end() if closes else end.start()
+        begin = begins.search(text, position)
+        content.append(behind(text[position : len(text) if begin is None else begin.start()]))
     return Reply("".join(content), tuple(calls), problems=tuple(problems))
 
 
@@ -137,10 +137,10 @@ def _hermes(pieces: Pieces, tools: Tools) -> Reply | None:
     return _tagged(pieces, _json_call)
 
 
-def _json_call(text: str, place: int) -> tuple[Call, int]:
+def _json_call(text: str, position: int) -> tuple[Call, int]:
     """Read a JSON object up to a tag that no text in it spells."""
-    end = next((m.start() for m in _QUOTED.finditer(text, place) if m[1]), len(text))
-    call = call_of(json_value(text[place:end].strip()), "arguments")
+    end = next((m.start() for m in _QUOTED.finditer(text, position) if m[1]), len(text))
+    call = call_of(json_value(text[position:end].strip()), "arguments")
     return call, end
 
 
@@ -148,23 +148,23 @@ def _in_xml(xml: _Xml, pieces: Pieces, tools: Tools) -> Reply | None:
     return _tagged(pieces, partial(_function, xml, tools), xml.tags)
 
 
-def _function(xml: _Xml, tools: Tools, text: str, place: int) -> tuple[Call, int]:
-    head = xml.head.match(text, place)
+def _function(xml: _Xml, tools: Tools, text: str, position: int) -> tuple[Call, int]:
+    head = xml.head.match(text, position)
     if head is None:
         raise NoCall(f"expected {xml.opens}NAME{xml.quote}>...{xml.end}")
-    types, arguments, place = properties_of(tools, head[1]), dict[str, Any](), head.end()
-    while (found := xml.parameter.match(text, place)) is not None:
-        key, place = found[1], found.end()
-        ends = xml.end_of_value.finditer(text, place)
+    types, arguments, position = properties_of(tools, head[1]), dict[str, Any](), head.end()
+    while (parameter := xml.parameter.match(text, position)) is not None:
+        key, position = parameter[1], parameter.end()
+        ends = xml.end_of_value.finditer(text, position)
         known = types.keys() - arguments.keys() - {key}
         end = next((m for m in ends if m["key"] is None or not types or m["key"] in known), None)
-        value = "" if end is None else text[place : end.start()]
+        value = "" if end is None else text[position : end.start()]
         eaten = end is not None and "</p" not in end[0] and xml.key in value
         if end is None or end["next"] or eaten:
             raise NoCall(f"expected </parameter> behind the value of {brief(key, 40)}")
-        arguments[key], place = value_of(value, types.get(key), words=True), end.end()
-    if (last := xml.end_of_function.match(text, place)) is None:
-        extra = brief(text[place : place + 100].strip(), 40)
+        arguments[key], position = value_of(value, types.get(key), words=True), end.end()
+    if (last := xml.end_of_function.match(text, position)) is None:
+        extra = brief(text[position : position + 100].strip(), 40)
         raise NoCall(
             f"expected {xml.key}NAME{xml.quote}>...</parameter> or {xml.end}, got {extra!r}"
         )
@@ -175,22 +175,22 @@ def _glm45(pieces: Pieces, tools: Tools) -> Reply | None:
     return _tagged(pieces, partial(_keyed, tools))
 
 
-def _keyed(tools: Tools, text: str, place: int) -> tuple[Call, int]:
-    if (name := _NAME.match(text, place)) is None:
+def _keyed(tools: Tools, text: str, position: int) -> tuple[Call, int]:
+    if (name := _NAME.match(text, position)) is None:
         raise NoCall("expected the name of a tool, without spaces")
-    types, arguments, place = properties_of(tools, name[1]), dict[str, Any](), name.end()
-    while (key := _KEY.match(text, place)) is not None:
+    types, arguments, position = properties_of(tools, name[1]), dict[str, Any](), name.end()
+    while (key := _KEY.match(text, position)) is not None:
         end = text.find(_END_OF_ARGUMENT, key.end())
         value = text[key.end() : end]
         if end < 0 or _KEY.search(value) is not None:
             raise NoCall(f"expected {_END_OF_ARGUMENT} behind the value of {brief(key[1], 40)}")
         arguments[key[1].strip()] = value_of(value, types.get(key[1].strip()))
-        place = end + len(_END_OF_ARGUMENT)
-    if text[place:].strip() and _CLOSED.match(text, place) is None:
-        extra = brief(text[place : place + 100].strip(), 40)
+        position = end + len(_END_OF_ARGUMENT)
+    if text[position:].strip() and _CLOSED.match(text, position) is None:
+        extra = brief(text[position : position + 100].strip(), 40)
         wanted = "<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>"
         raise NoCall(f"expected {wanted} or {_CLOSE}, got {extra!r}")
-    return Call(name[1], dumped(arguments)), place
+    return Call(name[1], dumped(arguments)), position
 
 
 HERMES = ToolFormat((_OPEN,), _hermes)

@@ -1,4 +1,4 @@
-"""Thoughts of an answer, which are no part of what it says, and in which no call counts.
+"""Thoughts of an answer, which are not part of its content, and in which no call counts.
 
     <think>It asks for rain.</think>          Qwen3, DeepSeek, GLM, Nemotron, LFM2.5
     [THINK]It asks for rain.[/THINK]          Magistral, Ministral 3
@@ -51,10 +51,10 @@ def begun_by(prompt: Sequence[int], tokenizer: Tokenizer) -> str:
             break
         start -= 1
     tail = tokenizer.decode(prompt[start:], special=True)
-    place, opened = max((tail.rfind(mark), mark) for mark in CLOSES)
-    if place < 0 or tail.find(CLOSES[opened], place) >= 0:
+    position, opened = max((tail.rfind(mark), mark) for mark in CLOSES)
+    if position < 0 or tail.find(CLOSES[opened], position) >= 0:
         return ""
-    behind = tail[place + len(opened) :].removeprefix(LABELS.get(opened, ""))
+    behind = tail[position + len(opened) :].removeprefix(LABELS.get(opened, ""))
     if not behind.strip():
         return opened
     added = tokenizer.fast.get_added_tokens_decoder().values()
@@ -73,27 +73,27 @@ def apart(
     the mark of those that the prompt has begun; `special`: the marks that are special tokens;
     `calls`: the marks that open and close a call; where some close it, a mark between calls is
     text."""
-    said, blocks = [("", "")], [[""]] if begun else list[list[str]]()
+    visible, blocks = [("", "")], [[""]] if begun else list[list[str]]()
     inside, calling = begun, False
     for mark, text in pieces:
         spelled = "" if mark in special else mark
         if inside and mark == CLOSES[inside]:
             inside = ""
-            said[-1] = (said[-1][0], said[-1][1] + text.lstrip("\n"))
+            visible[-1] = (visible[-1][0], visible[-1][1] + text.lstrip("\n"))
         elif inside:
             blocks[-1].append(spelled + text)
-        elif mark in CLOSES and not calling and (not spelled or _blank(said)):
+        elif mark in CLOSES and not calling and (not spelled or _blank(visible)):
             inside = mark
-            said = [("", "")] if _blank(said) else said
+            visible = [("", "")] if _blank(visible) else visible
             blocks.append([text.removeprefix(LABELS.get(mark, ""))])
         elif mark in own and (calling or mark in calls[0] or not calls[1]):
             calling = (calling or mark in calls[0]) and mark not in calls[1]
-            said.append((mark, text))
+            visible.append((mark, text))
         else:
-            said[-1] = (said[-1][0], said[-1][1] + spelled + text)
+            visible[-1] = (visible[-1][0], visible[-1][1] + spelled + text)
     thoughts = filter(None, ("".join(block).strip("\n") for block in blocks))
-    return Apart(said, "\n".join(thoughts), inside)
+    return Apart(visible, "\n".join(thoughts), inside)
 
 
-def _blank(said: Pieces) -> bool:
-    return len(said) == 1 and not said[0][1].strip()
+def _blank(visible: Pieces) -> bool:
+    return len(visible) == 1 and not visible[0][1].strip()

@@ -10,7 +10,7 @@ from isobit.model.text.tool_formats.base import Answer, ToolFormat, Tools
 
 
 class Sampled(Answer, Protocol):
-    """What was sampled, and whether it ended or was cut off ("length")."""
+    """A sampled answer, and whether it ended or was cut off ("length")."""
 
     @property
     def finish_reason(self) -> str: ...
@@ -23,5 +23,5 @@ def turn_of(
     schemas, by which texts become arguments."""
     reply = form.of(answer, tokenizer, tools)
     truncated = answer.finish_reason == "length"
-    said = reply.content, reply.calls, reply.problems
-    return Turn(number, answer.text, *said, truncated, reply.reasoning)
+    reply_fields = reply.content, reply.calls, reply.problems
+    return Turn(number, answer.text, *reply_fields, truncated, reply.reasoning)

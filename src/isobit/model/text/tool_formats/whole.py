@@ -38,20 +38,20 @@ _BETWEEN = re.compile(r"[\s;,]*")
 
 def _llama3_json(pieces: Pieces, tools: Tools) -> Reply | None:
     text = "".join(text for _, text in pieces)
-    content, objects, place = list[str](), list[str](), 0
+    content, objects, position = list[str](), list[str](), 0
     for start, stop in _objects(text):
         if _is_call(text[start:stop]):
-            between = text[place:start]
+            between = text[position:start]
             content.append("" if objects and _BETWEEN.fullmatch(between) else between)
             objects.append(text[start:stop])
-            place = stop
+            position = stop
     if not objects:
         tagged = any(mark == _TAG for mark, _ in pieces)
         return calls_in("", [text.strip()], _listed) if tagged else None
-    content.append("" if _BETWEEN.fullmatch(text, place) else behind(text[place:]))
-    said = "".join(content)
-    said = said if said.strip() else ""
-    return calls_in(said, objects, lambda body: [call_of(json_value(body), *_KEYS)])
+    content.append("" if _BETWEEN.fullmatch(text, position) else behind(text[position:]))
+    text_around = "".join(content)
+    text_around = text_around if text_around.strip() else ""
+    return calls_in(text_around, objects, lambda body: [call_of(json_value(body), *_KEYS)])
 
 
 def _objects(text: str) -> Iterator[tuple[int, int]]:
@@ -60,10 +60,10 @@ def _objects(text: str) -> Iterator[tuple[int, int]]:
     start = text.find("{")
     while start >= 0:
         depth, stop = 0, len(text)
-        for found in _BRACE.finditer(text, start):
-            depth += {"{": 1, "}": -1}.get(found[0], 0)
+        for brace in _BRACE.finditer(text, start):
+            depth += {"{": 1, "}": -1}.get(brace[0], 0)
             if not depth:
-                stop = found.end()
+                stop = brace.end()
                 break
         yield start, stop
         start = text.find("{", stop)
@@ -81,8 +81,8 @@ def _json(pieces: Pieces, tools: Tools) -> Reply | None:
 
 
 def _is_call(text: str) -> bool:
-    """Whether JSON is meant as a call: an object, or one in a list, has a name and arguments. What
-    does not parse is meant as one if it names both keys."""
+    """Return whether JSON is meant as a call: an object, or one in a list, has a name and
+    arguments. What does not parse is meant as one if it names both keys."""
     if not (_NAME.search(text) and _GIVEN.search(text)):
         return False
     try:
@@ -90,21 +90,21 @@ def _is_call(text: str) -> bool:
     except BadJson:
         return True
     return any(
-        isinstance(each, dict) and "name" in each and any(key in each for key in _KEYS)
-        for each in (value if isinstance(value, list) else [value])
+        isinstance(entry, dict) and "name" in entry and any(key in entry for key in _KEYS)
+        for entry in (value if isinstance(value, list) else [value])
     )
 
 
 def _listed(text: str) -> list[Call]:
     value = json_value(text)
-    return [_one(each) for each in (value if isinstance(value, list) else [value])]
+    return [_one(entry) for entry in (value if isinstance(value, list) else [value])]
 
 
 def _one(value: Any) -> Call:
     """Read one of several: a call without arguments has nothing else, either."""
-    others = value.keys() - _ALONE if isinstance(value, dict) else ()
-    if others and not others & {*_KEYS}:
-        raise NoCall(f'expected "arguments", got {brief(min(others), 40)!r}')
+    other_keys = value.keys() - _ALONE if isinstance(value, dict) else ()
+    if other_keys and not other_keys & {*_KEYS}:
+        raise NoCall(f'expected "arguments", got {brief(min(other_keys), 40)!r}')
     return call_of(value, "arguments", "parameters")
 
 
