@@ -13,11 +13,12 @@ import torch.distributed as dist
 
 import isobit
 from isobit import cli
-from isobit.distributed import launch, supervisor
+from isobit.distributed import launch
 from isobit.errors import IsobitError, RankLost
 from isobit.model import model
 from isobit.run.format import FORMAT, FORMAT_NOW
 from isobit.run.source import source_digest
+from isobit.training.commands import ranks
 from isobit.training.running import restoring
 from tests.distributed import threads
 from tests.distributed.sessions import session, written
@@ -36,7 +37,7 @@ def test_ranks_are_started_with_the_command_that_was_given(
         "--from-rollouts": [how, str(tmp_path), "--out", str(again)],
     }[how]
     calls: list[Any] = []
-    monkeypatch.setattr(supervisor, "start", lambda *call: calls.append(call) or 3)
+    monkeypatch.setattr(ranks, "start", lambda *call: calls.append(call) or 3)
     monkeypatch.setattr(sys, "argv", ["isobit", "train", *given, "ranks=2"])
     with pytest.raises(SystemExit) as stop:
         cli.main()
