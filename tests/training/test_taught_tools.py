@@ -209,6 +209,27 @@ def test_two_messages_in_a_row_are_two_turns() -> None:
     assert whole(text).endswith("assistant\nSo. It is 7.<|im_end|>")
 
 
+LAST_THINKS = (  # Qwen3's: the last answer alone has the block of thoughts
+    TOOLS.replace(
+        "<|im_start|>{{ m.role }}\n",
+        "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}",
+    )
+)
+
+
+def test_an_answer_behind_another_is_learned_as_the_conversation_has_both() -> None:
+    """The control is the same difference behind a user's message, which is refused."""
+    assert LAST_THINKS != TOOLS
+    chat = [ASKED, {"role": "assistant", "content": "So."}, SAID]
+    (last,) = samples({"messages": chat}, template=LAST_THINKS)
+    assert learned(last) == "<think></think>It is 7.<|im_end|>"
+    between = "assistant\nSo.<|im_end|>\n<|im_start|>assistant\n<think></think>It is 7.<|im_end|>"
+    assert whole(last).endswith(between)
+    other = LAST_THINKS.replace("m.role == 'assistant' and", "m.role == 'user' and")
+    with pytest.raises(IsobitError, match="what is learned would not follow what is sampled"):
+        samples({"messages": [ASKED, SAID]}, template=other)
+
+
 @pytest.mark.parametrize("key", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"loss": False}])
 def test_a_message_that_says_so_is_not_learned(key: dict[str, Any]) -> None:
     bad, good = {"role": "assistant", "content": "BAD", **key}, {**SAID, "weight": 1}

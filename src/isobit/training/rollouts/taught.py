@@ -209,7 +209,15 @@ class Teacher:
         common = _common(prompt_ids, whole)
         joined = common < len(prompt_ids)
         if joined and chats is not None:
-            _refuse_other_beginning(*chats, self._tokenizer)
+            prompt, _, goes_on = chats
+            header = 0
+            if prompt[-1]["role"] == "assistant" and not goes_on:
+                # that answer may be written otherwise where it is the last; the conversation counts
+                header = self._behind_last_header(whole)
+            if header:
+                common, joined = header, False
+            else:
+                _refuse_other_beginning(*chats, self._tokenizer)
         cut = max(common, 1)  # nothing predicts the first token
         if chats is not None and not joined:
             cut += self._header(whole[cut:])
@@ -219,13 +227,25 @@ class Teacher:
     def _header(self, ids: Sequence[int]) -> int:
         """Return how many of these tokens begin a turn of the assistant anew, as the template does
         behind a user's message. Some write it in a conversation, and not before what is sampled."""
+        begins = self._generation_prompt()
+        return len(begins) if list(ids[: len(begins)]) == begins else 0
+
+    def _behind_last_header(self, whole: Sequence[int]) -> int:
+        """Return the position behind the last beginning of an assistant's turn; 0 without one."""
+        begins = self._generation_prompt()
+        ends = range(len(whole), len(begins), -1) if begins else ()
+        return next((end for end in ends if list(whole[end - len(begins) : end]) == begins), 0)
+
+    def _generation_prompt(self) -> list[int]:
+        """Return the tokens that the template writes behind a user's message before the answer; []
+        for a template that takes no such conversation."""
         if self._begins is None:
             self._begins, question = [], [{"role": "user", "content": "?"}]
-            with suppress(IsobitError):  # a template that takes no such conversation
+            with suppress(IsobitError):
                 alone = self._tokenizer.encode_chat(question, add_generation_prompt=False)
                 begun = self._tokenizer.encode_chat(question)
                 self._begins = begun[len(alone) :] if begun[: len(alone)] == alone else []
-        return len(self._begins) if list(ids[: len(self._begins)]) == self._begins else 0
+        return self._begins
 
     def _check_tools(self, prompt: Sequence[Message]) -> None:
         """Raise IsobitError for a row's tools that the template does not write."""
