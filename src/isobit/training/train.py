@@ -114,12 +114,12 @@ def resume(
     tests/training/test_sft_run.py).
 
     The objects that the run began with must be given again; a supervised run takes none.
-    `overrides` may change steps, ranks,
-    on_mismatch, rewards.on_error, rewards.environment, environment.workers, environment.variables,
-    run.*, tracking.*, fleet.* and serve.* (except run.dir).
+    `overrides` may change steps, ranks, on_mismatch, rewards.on_error, rewards.environment,
+    environment.workers, environment.variables, run.*, tracking.*, fleet.* and serve.* (except
+    run.dir).
     """
     folder = Path(run_dir)
-    config = load_any_run_config(folder, overrides)
+    config = load_any_run_config(folder, [override("run.dir", folder), *overrides])
     objects = Given(rewards, data, held_out, callbacks, measures)
     if isinstance(config, SftConfig):
         objects.refuse(folder)
