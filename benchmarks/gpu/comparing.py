@@ -2,19 +2,22 @@
 sums."""
 
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.common import Case
 from isobit.kernels import Operand, Ops
 from isobit.precision import E4M3, QTensor, QuantSpec
+
+if TYPE_CHECKING:
+    from benchmarks.gpu.common import Case
 
 ROW, BLOCK = QuantSpec(E4M3, "1x128"), QuantSpec(E4M3, "128x128")
 
 
 def compared(
-    case: Case, what: str, found: Tensor, wanted: Tensor, expected: str | None = "equal"
+    case: "Case", what: str, found: Tensor, wanted: Tensor, expected: str | None = "equal"
 ) -> None:
     """A row for two tensors; `expected` equal, different (a control), or None: a record without a
     claim."""
