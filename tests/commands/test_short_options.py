@@ -14,6 +14,7 @@ from isobit.config import Config, parse_config
 from isobit.config.commands import GenerateConfig, ServerConfig, command_config
 from isobit.config.reading import override, read_source
 from isobit.errors import IsobitError
+from isobit.model.text.tool_formats.table import FORMATS
 from isobit.options import reading
 from tests.conftest import RunIsobit
 
@@ -146,3 +147,11 @@ def test_an_environment_that_generates_nothing_is_refused() -> None:
             command_config(GenerateConfig, "m", [word], "m")
     tools = ["environment.tools=[x.py:f]", "environment.parser=json"]
     assert command_config(GenerateConfig, "m", tools, "m").environment.used, "the control"
+
+
+def test_the_help_names_every_tool_format() -> None:
+    """The list is typed by hand, since a config imports no tokenizer; the control has one less."""
+    text = option_at(ServerConfig, "environment.parser").text
+    named = re.split(", | or ", text.partition(": ")[2])
+    assert named == ["auto", *FORMATS]
+    assert named != ["auto", *list(FORMATS)[:-1]]

@@ -1,28 +1,26 @@
 """The keys of `isobit generate` and `isobit serve`, and which keys of a training run `isobit eval`
 reads: the names are those of a training run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, TypeVar
 
 from isobit.config.load import parse_config
 from isobit.config.messages import keys_of
 from isobit.config.reading import read_source
 from isobit.config.schema import Config
 from isobit.config.sections import (
-    BACKEND,
-    CHAT_TEMPLATE,
-    CHAT_TEMPLATE_KWARGS,
-    CONSISTENCY,
-    PRECISION,
-    PrecisionValue,
+    BackendOption,
+    ChatTemplate,
+    ConsistencyOption,
+    PrecisionOption,
     SamplingConfig,
+    TemplateVariables,
 )
 from isobit.data.dataset import check_variables
 from isobit.engine.types import EngineSize
 from isobit.errors import IsobitError, brief
-from isobit.options.consistency import Consistency
-from isobit.options.declare import Example, FileName, at_least, at_most, below
+from isobit.options.declare import FileName, at_least, at_most, below
 from isobit.tasks.environments.settings import EnvironmentConfig
 
 READ_BY_EVAL = (
@@ -43,10 +41,8 @@ class NamedModel:
     """The model that the command line names."""
 
     path: Annotated[str, FileName(), "a Hugging Face directory, or a run: the first argument"]
-    chat_template: Annotated[str | None, FileName(), CHAT_TEMPLATE] = None
-    chat_template_kwargs: Annotated[
-        Mapping[str, Any], CHAT_TEMPLATE_KWARGS, Example("{enable_thinking: false}")
-    ] = field(default_factory=dict)
+    chat_template: ChatTemplate = None
+    chat_template_kwargs: TemplateVariables = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_variables("chat_template_kwargs", self.chat_template_kwargs)
@@ -68,9 +64,9 @@ class GenerateConfig:
     sampling: GenerateSampling = GenerateSampling()
     environment: EnvironmentConfig = EnvironmentConfig()
     engine: EngineSize = EngineSize()
-    precision: Annotated[PrecisionValue, PRECISION] = "fp8"
-    consistency: Annotated[Consistency, CONSISTENCY] = "bitwise"
-    backend: Annotated[Literal["auto", "triton", "native", "reference"], BACKEND] = "auto"
+    precision: PrecisionOption = "fp8"
+    consistency: ConsistencyOption = "bitwise"
+    backend: BackendOption = "auto"
     seed: Annotated[int, at_least(0), below(2**63), "decides the samples"] = 0
 
     def __post_init__(self) -> None:
@@ -144,9 +140,9 @@ class ServerConfig:
     serve: ServerSettings = ServerSettings()
     engine: ServerSize = ServerSize()
     environment: ServedTools = ServedTools()
-    precision: Annotated[PrecisionValue, PRECISION] = "fp8"
-    consistency: Annotated[Consistency, CONSISTENCY] = "bitwise"
-    backend: Annotated[Literal["auto", "triton", "native", "reference"], BACKEND] = "auto"
+    precision: PrecisionOption = "fp8"
+    consistency: ConsistencyOption = "bitwise"
+    backend: BackendOption = "auto"
 
 
 def command_config(

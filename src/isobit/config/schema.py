@@ -5,25 +5,22 @@ What contradicts between sections is refused here, what does in one of them by i
 (`load.py`), and whether files exist and models fit, which is checked where they are opened.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from isobit.config.architecture import ArchitectureConfig
 from isobit.config.sections import (
-    BACKEND,
-    CHAT_TEMPLATE,
-    CHAT_TEMPLATE_KWARGS,
-    CONSISTENCY,
     EPOCHS,
     ON_MISMATCH,
-    PRECISION,
     AdapterConfig,
+    BackendOption,
+    ChatTemplate,
+    ConsistencyOption,
     EngineConfig,
     EvaluationConfig,
     MismatchConfig,
     ModelSource,
-    PrecisionValue,
+    PrecisionOption,
     ReferenceConfig,
     ReferenceSync,
     RewardsConfig,
@@ -32,15 +29,15 @@ from isobit.config.sections import (
     ServeConfig,
     SftEvaluationConfig,
     SftRunConfig,
+    TemplateVariables,
 )
 from isobit.data.curriculum import CurriculumConfig
 from isobit.data.dataset import check_variables
 from isobit.engine.fleet.settings import FleetSettings
 from isobit.errors import IsobitError
 from isobit.monitor.trackers.settings import TrackingConfig, without_credentials
-from isobit.options.consistency import Consistency, level
+from isobit.options.consistency import level
 from isobit.options.declare import (
-    Example,
     FileName,
     OneOf,
     Preprocess,
@@ -76,9 +73,9 @@ class Config:
     task: Annotated[TaskSettings, text_as(_name_or_path)] = TaskSettings()
     rewards: Annotated[RewardsConfig, text_as("functions")] = RewardsConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
-    precision: Annotated[PrecisionValue, PRECISION] = "fp8"
-    consistency: Annotated[Consistency, CONSISTENCY] = "bitwise"
-    backend: Annotated[Literal["auto", "triton", "native", "reference"], BACKEND] = "auto"
+    precision: PrecisionOption = "fp8"
+    consistency: ConsistencyOption = "bitwise"
+    backend: BackendOption = "auto"
     on_mismatch: Annotated[Literal["stop", "warn", "correct"], ON_MISMATCH] = "stop"
     mismatch: MismatchConfig = MismatchConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -333,10 +330,8 @@ class SftModelConfig:
 
     path: Annotated[str | None, FileName(), "a Hugging Face directory, or a run"] = None
     init: ArchitectureConfig | None = None
-    chat_template: Annotated[str | None, FileName(), CHAT_TEMPLATE] = None
-    chat_template_kwargs: Annotated[
-        Mapping[str, Any], CHAT_TEMPLATE_KWARGS, Example("{enable_thinking: false}")
-    ] = field(default_factory=dict)
+    chat_template: ChatTemplate = None
+    chat_template_kwargs: TemplateVariables = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_variables("chat_template_kwargs", self.chat_template_kwargs)
@@ -353,9 +348,9 @@ class SftConfig:
 
     model: Annotated[SftModelConfig, text_as("path")]
     task: Annotated[TaskSettings, text_as(_name_or_path)] = TaskSettings()
-    precision: Annotated[PrecisionValue, PRECISION] = "fp8"
-    consistency: Annotated[Consistency, CONSISTENCY] = "bitwise"
-    backend: Annotated[Literal["auto", "triton", "native", "reference"], BACKEND] = "auto"
+    precision: PrecisionOption = "fp8"
+    consistency: ConsistencyOption = "bitwise"
+    backend: BackendOption = "auto"
     adapter: AdapterConfig | None = None
     optimizer: Annotated[
         OptimizerSettings, "as of `isobit train`, but for learning_rate, which is 0.001 by default"

@@ -13,6 +13,7 @@ from isobit.data.dataset import check_variables
 from isobit.engine.types import LOWEST_TEMPERATURE, EngineSize, Sampling
 from isobit.errors import IsobitError, printable
 from isobit.evaluation.early_stop import StopConfig, check_metric
+from isobit.options.consistency import Consistency
 from isobit.options.declare import (
     Example,
     FileName,
@@ -37,17 +38,35 @@ PrecisionValue = (
     Annotated[str, Suggested(PRECISIONS)]
     | Annotated[dict[str, Any], Example("{preset: fp8, wgrad: bf16}")]
 )
-PRECISION = (
+PrecisionOption = Annotated[
+    PrecisionValue,
     f"a preset: {', '.join(PRECISIONS)}; or {{preset: ..., and what differs}}, also "
-    "written fp8[wgrad=bf16]"
-)
-CONSISTENCY = (
+    "written fp8[wgrad=bf16]",
+]
+ConsistencyOption = Annotated[
+    Consistency,
     "whether the numbers of a token depend on what else is in its batch. bitwise: they do not, "
     "to the last bit. There are two orders in which a CPU may add; it takes the one that it is "
     "faster at. bitwise-tdp32, bitwise-vdp32: the same, in the order that is named, which "
     "every CPU can compute. exact: as bitwise, with sums in float64; on a CPU. fast: the "
-    "products of PyTorch's libraries, whose bits may depend on the batch"
-)
+    "products of PyTorch's libraries, whose bits may depend on the batch",
+]
+BackendOption = Annotated[
+    Literal["auto", "triton", "native", "reference"],
+    "what computes the operators. triton: NVIDIA GPUs from the A100 on. native: C++, from the "
+    "wheel or compiled on first use. reference: PyTorch, slow. auto: triton where it passes a "
+    "check on this GPU, else native",
+]
+ChatTemplate = Annotated[
+    str | None,
+    FileName(),
+    "a Jinja file with a chat template, instead of the model's own; saved with its checkpoints",
+]
+TemplateVariables = Annotated[
+    Mapping[str, Any],
+    "variables of the chat template; a row may give its own in the column `chat_template_kwargs`",
+    Example("{enable_thinking: false}"),
+]
 EPOCHS = (
     "passes over the training data, in place of steps: as many steps as that takes, rounded up; the "
     "run's config.yaml keeps their number"
@@ -57,17 +76,6 @@ ON_MISMATCH = (
     "learner, although both have the same precision, and consistency is bitwise or exact, so "
     "that none should. stop: it ends before it learns from the batch. warn: it prints a "
     "warning, and learns from the batch. correct: it learns from the batch with token TIS"
-)
-CHAT_TEMPLATE = (
-    "a Jinja file with a chat template, instead of the model's own; saved with its checkpoints"
-)
-CHAT_TEMPLATE_KWARGS = (
-    "variables of the chat template; a row may give its own in the column `chat_template_kwargs`"
-)
-BACKEND = (
-    "what computes the operators. triton: NVIDIA GPUs from the A100 on. native: C++, from the "
-    "wheel or compiled on first use. reference: PyTorch, slow. auto: triton where it passes a "
-    "check on this GPU, else native"
 )
 
 
@@ -83,10 +91,8 @@ class ModelSource:
     sft: Annotated[
         str | None, FileName(), "a config of `isobit sft`; its model is trained once and cached"
     ] = None
-    chat_template: Annotated[str | None, FileName(), CHAT_TEMPLATE] = None
-    chat_template_kwargs: Annotated[
-        Mapping[str, Any], CHAT_TEMPLATE_KWARGS, Example("{enable_thinking: false}")
-    ] = field(default_factory=dict)
+    chat_template: ChatTemplate = None
+    chat_template_kwargs: TemplateVariables = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_variables("chat_template_kwargs", self.chat_template_kwargs)
