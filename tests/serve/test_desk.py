@@ -284,7 +284,8 @@ def test_a_beginning_that_says_too_little_refuses_nothing(server: Running) -> No
 
 
 def test_refusals_name_their_key() -> None:
-    check = texts.check_counted(10)
-    check("a" * 100)
-    with pytest.raises(BadRequest, match="at most 1,048,576 characters"):
-        check("a" * ((1 << 20) + 1))
+    for key in ("prompt", "messages"):
+        check = texts.check_counted(10, key)
+        check("a" * 100)
+        with pytest.raises(BadRequest, match=f"^{key}: at most 1,048,576 characters"):
+            check("a" * ((1 << 20) + 1))

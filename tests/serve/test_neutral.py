@@ -12,7 +12,7 @@ from isobit.options.declare import options_of
 from isobit.serve.neutral import IGNORED, NEUTRAL
 from isobit.serve.protocol import ChatRequest, CompletionRequest, GenerateRequest, TokenSampling
 from isobit.serve.requests import BadRequest, Declared, Limits, read
-from isobit.serve.tinker.protocol import Sample
+from isobit.serve.tinker.protocol import Sample, Save, SaveToSample, SaveToTrain
 
 from .helpers import Running
 
@@ -176,3 +176,33 @@ def test_the_effort_of_thoughts_is_a_variable_of_the_template(server: Running) -
     path, asked = REQUESTS["ChatCompletionRequest"]
     assert server.post(path, {**asked, "reasoning_effort": "high"}).status_code == 200
     assert server.post(path, {**asked, "reasoning_effort": 3}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("schema", "keys", "problem"),
+    [
+        (Sample, {"sampling_params": {"prompt_logprobs": 1}}, "unknown key 'prompt_logprobs'"),
+        (Save, {"seq_id": 1, "overwrite": False}, "unknown key 'overwrite'"),
+        (SaveToSample, {"seq_id": 1, "overwrite": True}, "unknown key 'overwrite'"),
+        (
+            SaveToSample,
+            {"seq_id": 1, "path": "a", "sampling_session_seq_id": 0},
+            "path: weights of a sampling client have no name",
+        ),
+    ],
+)
+def test_no_key_is_taken_and_ignored(
+    schema: type[Declared], keys: dict[str, Any], problem: str
+) -> None:
+    """Of Tinker's requests; the control below has each key where it is read."""
+    with pytest.raises(BadRequest, match=problem):
+        read(schema, keys, Limits())
+
+
+def test_the_same_keys_are_taken_where_they_are_read() -> None:
+    limits = Limits()
+    assert read(Sample, {"prompt_logprobs": True}, limits).prompt_logprobs
+    assert read(TokenSampling, {"prompt_logprobs": 1}, limits).prompt_logprobs == 1
+    assert read(SaveToTrain, {"seq_id": 1, "overwrite": True}, limits).overwrite
+    assert read(SaveToSample, {"seq_id": 1, "path": "a"}, limits).path == "a"
+    assert read(SaveToSample, {"seq_id": 1, "sampling_session_seq_id": 0}, limits).path is None

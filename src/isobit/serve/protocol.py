@@ -22,7 +22,7 @@ TopOrFalse = Annotated[Top | None, Preprocess(lambda value: None if value is Fal
 
 
 class SamplingKeys(Declared):
-    """The keys by which answers are sampled, and `prompt_logprobs`, by which a prompt is scored."""
+    """The keys by which answers are sampled."""
 
     neutral = NEUTRAL
     n: Annotated[int, at_least(1), Most("samples")] = 1
@@ -37,7 +37,6 @@ class SamplingKeys(Declared):
     ignore_eos: Any = None
     stop: Annotated[Any, "a text or a list of texts"] = None
     stop_token_ids: Annotated[Any, "a list of token ids"] = None
-    prompt_logprobs: TopOrFalse = None
 
     @property
     def wanted(self) -> int | None:
@@ -63,6 +62,7 @@ class TextRequest(SamplingKeys):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     cache_salt: str | None = None
+    prompt_logprobs: TopOrFalse = None
 
 
 class CompletionRequest(TextRequest):
@@ -100,6 +100,7 @@ class TokenSampling(SamplingKeys):
     """The `sampling_params` of the token route."""
 
     logprobs: Top = 0
+    prompt_logprobs: TopOrFalse = None
 
 
 class GenerateRequest(Declared):

@@ -72,7 +72,7 @@ def check_prompt(tokenizer: Tokenizer, positions: int, key: str) -> Check:
     return check
 
 
-def check_counted(positions: int) -> Check:
+def check_counted(positions: int, key: str) -> Check:
     """Return a check that raises BadRequest for a text that is too long to count its tokens; the
     bound grows with `positions`, the model's context."""
     most = max(_MOST_CHARACTERS, 16 * positions)
@@ -80,9 +80,9 @@ def check_counted(positions: int) -> Check:
     def check(text: str) -> None:
         if len(text) > most:
             raise BadRequest(
-                f"prompt: at most {most:,} characters are encoded at a time, got {len(text):,}; "
+                f"{key}: at most {most:,} characters are encoded at a time, got {len(text):,}; "
                 "send them in pieces",
-                "prompt",
+                key,
             )
 
     return check

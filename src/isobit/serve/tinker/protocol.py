@@ -136,15 +136,20 @@ class OptimStep(OfRun):
 
 
 class Save(OfRun):
-    """A request to save a run's weights, to train from or to take away."""
+    """A request to save a run's weights."""
 
     neutral = {
         "age_encryption_recipients": Neutral("encryption (take the checkpoint's archive)", ([],))
     }
-    overwrite: bool = False
     path: str | None = None
     ttl_seconds: Seconds | None = None
     user_metadata: Metadata = field(default_factory=dict)
+
+
+class SaveToTrain(Save):
+    """Such a request, for weights to train from. Others replace what has their name."""
+
+    overwrite: bool = False
 
 
 class SaveToSample(Save):
@@ -152,6 +157,14 @@ class SaveToSample(Save):
 
     neutral = {"kind": Neutral("a sampling client whose weights change", ("snapshot",))}
     sampling_session_seq_id: NumberFrom0 | None = None
+
+    def __post_init__(self) -> None:
+        if self.path is not None and self.sampling_session_seq_id is not None:
+            raise BadRequest(
+                "path: weights of a sampling client have no name; leave it out, or "
+                "sampling_session_seq_id",
+                "path",
+            )
 
 
 class SetTtl(Declared):

@@ -35,6 +35,7 @@ from isobit.serve.tinker.protocol import (
     OptimStep,
     Save,
     SaveToSample,
+    SaveToTrain,
     metadata_of,
 )
 from isobit.serve.tinker.runs import PARTS, Run, Runs, new_adapter_of
@@ -155,7 +156,7 @@ class Training:
     async def save_weights(self, request: Request) -> Response:
         """Save a checkpoint to train from, with the optimizer's state; answer with the future."""
         save = partial(self._save, "training")
-        return await self._runs.ask(request, "save_weights", Save, save)
+        return await self._runs.ask(request, "save_weights", SaveToTrain, save)
 
     async def save_weights_for_sampler(self, request: Request) -> Response:
         """Save a checkpoint to sample from, or, where a sampling client is asked for, begin one of
@@ -328,7 +329,7 @@ class Training:
                 partial(run.trains.save, optimizer=optimizer),
                 optimizer=optimizer,
                 ttl=keys.ttl_seconds,
-                overwrite=keys.overwrite or not optimizer,
+                overwrite=not isinstance(keys, SaveToTrain) or keys.overwrite,
                 metadata=metadata,
                 weights=self._gateway.device.snapshots.present,
                 answer=lambda saved: (keys.seq_id, answer_of(shown(saved))),
