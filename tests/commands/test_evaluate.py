@@ -10,7 +10,7 @@ import pytest
 
 from isobit.cli.evaluation import _data, _task
 from isobit.config import load_config
-from isobit.training.commands.evaluate import evaluation_config
+from isobit.training.commands.evaluate import _limit, evaluation_config
 from isobit.training.train import train
 from tests.conftest import RunIsobit
 from tests.models import tiny_model
@@ -205,6 +205,17 @@ def test_what_is_given_stands_in_the_place_of_the_runs(folder: Path, base_model:
     config = evaluation_config(run, _task("countdown"))
     assert (config.task.name, config.task.options) == ("countdown", {})
     assert evaluation_config(None, ["evaluation.pass_at=[2]"]).evaluation.num_samples == 8
+
+
+@pytest.mark.parametrize("key", ["path", "files", "held_out_path", "name"])
+def test_other_data_than_the_runs_are_evaluated_whole(
+    folder: Path, base_model: Path, key: str
+) -> None:
+    """The control is another key of the task: the run's own number of prompts."""
+    config = load_config(write_config(folder, base_model, evaluation={"samples": 6}))
+    assert _limit(config, True, [f"task.{key}=x"]) is None
+    assert _limit(config, True, ["task.seed=1"]) == 6
+    assert _limit(config, True, [f"task.{key}=x", "evaluation.samples=6"]) == 6
 
 
 def test_given_completions_are_scored(evaluate: Eval) -> None:

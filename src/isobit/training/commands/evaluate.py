@@ -260,7 +260,8 @@ def _limit(config: Config, of_run: bool, overrides: Sequence[str]) -> int | None
     """Return how many examples: as given; of a run's own task as many as its evaluations take; else
     all."""
     changed = _keys(overrides)
-    own_task = of_run and not changed & {"task", "task.name", "task.path", "task.held_out_path"}
+    names = "task task.name task.path task.files task.held_out_path"
+    own_task = of_run and not changed & {*names.split()}
     return config.evaluation.samples if own_task or "evaluation.samples" in changed else None
 
 
