@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -192,6 +193,16 @@ def test_an_operand_whose_scales_cross_ranks_is_refused() -> None:
 def test_what_is_not_divided_yet_is_refused(family: str) -> None:
     config = tiny_model("bf16", family).config
     with pytest.raises(IsobitError, match=f"^{config.family}: ranks hold a model together whose"):
+        layout_of(config, 2)
+
+
+def test_embeddings_of_layers_are_refused() -> None:
+    """Their table is whole, and would be read as rows of one that ranks divide. The control is the
+    model without them."""
+    config = replace(tiny_model("bf16").config, family="gemma4_text")
+    layout_of(config, 2)
+    config = replace(config, inputs=replace(config.inputs, embedded=8))
+    with pytest.raises(IsobitError, match=r"embeddings of layers$"):
         layout_of(config, 2)
 
 

@@ -52,10 +52,12 @@ def layout_of(config: ModelConfig, size: int) -> Layout:
         and config.heads_of(index)[:2] == (config.num_kv_heads, config.head_dim)
         for index in layers
     )
-    if not plain or config.latent or config.sinks or config.norms_all_heads:
+    embedded = config.inputs.embedded
+    if not plain or embedded or config.latent or config.sinks or config.norms_all_heads:
         raise IsobitError(
             f"{config.family}: ranks hold a model together whose layers have plain attention and "
-            "an MLP; without mixtures, latent or linear attention, sinks, and norms across heads"
+            "an MLP; without mixtures, latent or linear attention, sinks, norms across heads, and "
+            "embeddings of layers"
         )
     heads = HeadRows(config.num_heads, config.num_kv_heads, config.head_dim)
     return Layout(parameter_shapes(config), {f"layers.{index}": heads for index in layers}, size)
