@@ -19,7 +19,7 @@ from benchmarks.gpu.common import Bench, Case, fill_cache, shapes
 from benchmarks.gpu.timing import Rotation, num_sets, rotation
 from benchmarks.work import Rates, Work, linear_sizes
 from isobit.kernels import KVStore, Layout, get_ops
-from isobit.kernels.product.triton.library import STEP
+from isobit.kernels.matrices import LIBRARY_ROWS
 from isobit.kernels.table import triton_ops
 from isobit.precision import BF16, E4M3, INT8, QuantSpec
 
@@ -63,7 +63,7 @@ def _products(case: Case, rows: int, outputs: int, inputs: int, bench: Bench) ->
     }
     if not bench.rehearsal:
         contestants["fp8 cuBLAS"] = rotation(lambda s: fast.product(s[2], s[3]), sets, nbytes)
-    if rows >= STEP:  # as a learner multiplies
+    if rows >= LIBRARY_ROWS:  # as a learner multiplies
         for name in ("bf16", "fp8"):
             contestants[f"{name} in a learner"] = replace(contestants[name], eager=True)
     operations, moved = 2 * rows * outputs * inputs, 2 * rows * outputs

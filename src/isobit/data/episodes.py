@@ -13,6 +13,12 @@ from isobit.data.dataset import Message, Prompt
 from isobit.data.turns import Reply, Step, Turn
 
 
+def last_answer(messages: Sequence[Message]) -> str:
+    """Return the text of the model's last message; empty without one."""
+    answers = (m for m in reversed(messages) if m.get("role") == "assistant")
+    return str(next(answers, {}).get("content") or "")
+
+
 @dataclass(frozen=True)
 class EpisodeRecord:
     """An episode that is over. `turns`: of the model. `messages`: all that follow the prompt, the

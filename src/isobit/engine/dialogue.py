@@ -16,6 +16,7 @@ from typing import Any
 
 from isobit.data.answers import ANSWERS
 from isobit.data.dataset import TEMPLATE_KWARGS, Message
+from isobit.data.episodes import last_answer
 from isobit.data.foreign import BadJson, parse_json
 from isobit.data.turns import Environments, Turn
 from isobit.engine.prompts import Prompt, encode_prompt
@@ -155,7 +156,6 @@ def with_answers(
     def answer(completion: Completion) -> str:
         if completion.episode is None:
             return form.of(completion, tokenizer).said
-        said = completion.episode.said()
-        return str(said[-1].get("content") or "") if said else ""
+        return last_answer(completion.episode.messages)
 
     return [{**row, ANSWERS: answer(c)} for row, c in zip(columns, completions, strict=True)]

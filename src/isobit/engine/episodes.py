@@ -21,7 +21,7 @@ from typing import Any
 from isobit.data.answers import ANSWERS
 from isobit.data.dataset import Example, Message
 from isobit.data.dataset import Prompt as DataPrompt
-from isobit.data.episodes import EpisodeRecord
+from isobit.data.episodes import EpisodeRecord, last_answer
 from isobit.data.turns import Reply
 from isobit.engine.dialogue import Dialogue
 from isobit.engine.endings import forked
@@ -320,13 +320,12 @@ class Episodes:
         if not environments.reward_weights:
             self._finish(episode, {})
             return
-        said = [m for m in episode.messages if m.get("role") == "assistant"]
         arguments = {
             **episode.columns,
             "prompts": episode.prompt,
             "completions": list(episode.messages),
             "completion_ids": episode.completion.token_ids,
-            ANSWERS: str(said[-1].get("content") or "") if said else "",
+            ANSWERS: last_answer(episode.messages),
         }
         environments.finish(episode.key, arguments)
 

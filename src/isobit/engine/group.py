@@ -81,8 +81,6 @@ class GroupEngine:
 
     def _step(self, on_token: OnToken | None) -> list[tuple[Request, Completion]]:
         ended = self.engine.step(on_token)
-        over = {
-            id(request) for request, _ in ended if request not in self.engine.scheduler.requests
-        }
-        self._open = {n: request for n, request in self._open.items() if id(request) not in over}
+        still = self.engine.scheduler.requests
+        self._open = {number: request for number, request in self._open.items() if request in still}
         return ended

@@ -164,8 +164,8 @@ def grade_given(
 ) -> tuple[Question, ...]:
     """Score given completions, one for each example, and return the questions."""
     tags = tags_of(examples, plan.tag)
-    answers = [{ANSWERS: after_thoughts(text)} for text in completions]
-    columns = [{**e.columns, **answer} for e, answer in zip(examples, answers, strict=True)]
+    said = map(after_thoughts, completions)
+    columns = [{**e.columns, ANSWERS: text} for e, text in zip(examples, said, strict=True)]
     rewards = scorer.score([e.prompt for e in examples], completions, columns)
     return tuple(
         Question(

@@ -19,6 +19,8 @@ from isobit.precision.packed_fp4 import GROUP, NVFP4, panels, unpacked, unpacked
 Operand = Tensor | QTensor
 Gradients = Sequence[Tensor | None]
 """Of several weights; None: it has none yet."""
+LIBRARY_ROWS = 512
+"""Rows, of which a library of products gets a multiple where there are as many."""
 StoredWeight = Operand | PackedFP4
 """A working weight as it is stored. Products unpack two codes to a byte a part at a time."""
 

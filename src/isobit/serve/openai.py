@@ -167,7 +167,7 @@ class OpenAI:
         gateway.adapter_of(keys.model)
         if (keys.messages is None) == (keys.prompt is None):
             raise BadRequest("expected either prompt or messages", "prompt")
-        check = check_counted(encoder.positions)
+        check = check_counted(encoder.positions, "messages" if keys.prompt is None else "prompt")
         if keys.prompt is None:
             conversation = encoder.conversation, keys, None, check
             tokens = (await at_desk(gateway, request, *conversation))[2]

@@ -41,7 +41,7 @@ def echoed(
     """Return a prompt's part of the log-probabilities of a completion, with the `count` likeliest
     tokens in each place, or the prompt's `own` there."""
     words = prompt_words(tokenizer, tokens, by_id)
-    texts = prompt_words(tokenizer, tokens, False)
+    texts = prompt_words(tokenizer, tokens, False) if by_id else words
     sizes = text_sizes(tokenizer, tokens, texts)
     tops: list[Any] | None = None
     if count:

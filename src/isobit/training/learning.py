@@ -16,15 +16,12 @@ from isobit.rl.algorithm.given import GIVEN
 from isobit.rl.learner.agreement import Disagreement
 from isobit.rl.learner.batch import SampleKey, mismatch_of
 from isobit.rl.learner.learner import Learned
+from isobit.training.context import RunContext
 from isobit.training.measuring.agreement import warning_of
-from isobit.training.measuring.meter import Meter
 from isobit.training.measuring.quantization import LearnerTotals
 from isobit.training.measuring.statistics import recorded
 from isobit.training.objects import Measure, measured
 from isobit.training.sampled_ahead import AheadCompared, SampledAhead
-from isobit.training.saving.checkpoint import Trained
-from isobit.training.saving.saver import Saver
-from isobit.training.saving.snapshot import State
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +52,8 @@ class Learning:
 
     def __init__(
         self,
-        trained: Trained,
+        context: RunContext,
         ahead: SampledAhead,
-        state: State,
-        meter: Meter,
-        saver: Saver,
-        note: Callable[[str], None],
         *,
         quantization_every: int,
         engines: Sequence[Engine] = (),
@@ -69,10 +62,11 @@ class Learning:
         settle: Callable[[], Mapping[str, float]] = dict,
         failure_of: Callable[[Disagreement, int, bool], RunFailed] = _never,
     ) -> None:
+        trained, self._state, self._meter = context.trained, context.state, context.meter
         self._learner, self._calibrator = trained.learner, trained.calibrator
-        self._reference = trained.reference
+        self._reference, self._saver = trained.reference, context.saver
+        self._note = context.display.warn
         self._engines, self._ahead, self._measures = engines, ahead, measures
-        self._state, self._meter, self._saver, self._note = state, meter, saver, note
         self._quantization_every, self._sleep = quantization_every, sleep
         self._settle, self._failure_of = settle, failure_of
         self._warned = False

@@ -184,7 +184,7 @@ def open_resumed(
 
     def opener(config: Config | SftConfig) -> OpenParts[Any]:
         if isinstance(config, SftConfig):
-            return _opener(config, quiet)
+            return open_given
         source, objects = rollouts_from(run_dir), given.again(config)
         if source is not None:
             require_recorded(run_dir, source, config)

@@ -8,9 +8,8 @@ import torch
 
 from benchmarks.gpu.shapes import SHAPES
 from isobit.kernels.backends.triton import TritonOps
-from isobit.kernels.product.triton import library
+from isobit.kernels.matrices import LIBRARY_ROWS
 from isobit.kernels.triton.launch import record_launches
-from isobit.model.forward.head import LIBRARY_ROWS
 from isobit.model.hub.shapes import parameter_shapes
 from isobit.model.transformer import Transformer
 from isobit.precision import precision_from
@@ -42,9 +41,8 @@ def test_parts_are_as_large_as_a_library_multiplies(vocabulary: int) -> None:
     *parts, last = backward_parts(vocabulary)
     assert sum(parts) + last == ROWS
     assert len(set(parts)) == 1
-    assert {rows % library.STEP for rows in (parts[0], last)} == {0}
+    assert {rows % LIBRARY_ROWS for rows in (parts[0], last)} == {0}
     assert 2**29 < 4 * parts[0] * vocabulary <= 2**30
-    assert LIBRARY_ROWS == library.STEP
 
 
 def test_the_models_choice_is_what_is_counted() -> None:

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from isobit.kernels.backends.triton import TritonOps
-from isobit.kernels.matrices import Operand
+from isobit.kernels.matrices import LIBRARY_ROWS, Operand
 from isobit.kernels.product.triton import library
 from isobit.kernels.product.triton.library import (
     FEWEST,
     ROUND,
-    STEP,
     Call,
     LibraryProducts,
     revealing,
@@ -240,7 +239,7 @@ def test_the_backend_asks_libraries_on_a_gpu_alone() -> None:
         else None
     )
     interpreted = TritonOps("bitwise", "a test", torch.device("cpu")).libraries
-    assert not interpreted._may_be_tried(*_operands("fp8", STEP))
+    assert not interpreted._may_be_tried(*_operands("fp8", LIBRARY_ROWS))
     assert installed is None or "cublas" in installed._libraries
 
 

@@ -32,6 +32,7 @@ class RowOps:
         self._ops: Any = ops
         self.ranks, self.vocabulary = ranks, tuple(vocabulary)
         self.first = sum(self.vocabulary[: ranks.rank])
+        self._ends = torch.tensor(list(accumulate(self.vocabulary)), device=ops.device)
         self.bytes_received = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -49,8 +50,8 @@ class RowOps:
     def embedding(self, tokens: Tensor, table: Tensor) -> Tensor:
         own = table.index_select(0, (tokens - self.first).clamp(0, len(table) - 1))
         rows = torch.stack([x.view(own.shape) for x in self._gathered(own)])
-        last = torch.tensor(list(accumulate(self.vocabulary)), device=tokens.device)
-        return rows[torch.bucketize(tokens, last, right=True), torch.arange(len(tokens))]
+        holders = torch.bucketize(tokens, self._ends, right=True)
+        return rows[holders, torch.arange(len(tokens), device=tokens.device)]
 
     def head_logprobs(
         self, hidden: Tensor, weight: Prepared, tokens: Tensor, temperature: float

@@ -43,7 +43,7 @@ def _check_attention(values: Mapping[str, Any], where: str) -> None:
 
 def _more_keys(values: dict[str, Any]) -> dict[str, Any]:
     part = values.get("rope_scaling", {}).get(_PARTIAL, 1.0)
-    return {"rotary_dim": int(values["head_dim"] * part), **_FIXED}
+    return {"rotary_dim": round(values["head_dim"] * part), **_FIXED}
 
 
 FAMILIES = {

@@ -42,8 +42,9 @@ def linear_attention(
     """Return qkvz [T, channels + values] and gates [T, 2 Hv] float32 to [T, hidden]."""
     sizes = given.sizes
     if sizes.by_head:
-        qkvz, gates = _apart(qkvz, gates, sizes)
-    mixed, z = qkvz.split((sizes.channels, sizes.values), dim=1)
+        mixed, z, gates = _apart(qkvz, gates, sizes)
+    else:
+        mixed, z = qkvz.split((sizes.channels, sizes.values), dim=1)
     mixed = convolved(mixed.contiguous(), layer.conv, given, ops)
     recalled = recurrence(mixed, gates, (layer.decay, layer.step_bias), given, ops)
     rows = recalled.reshape(-1, sizes.value_dim)
@@ -51,17 +52,18 @@ def linear_attention(
     return autograd.gated_linear(torch.cat((z, normed), 1), "silu", layer.o, ops)
 
 
-def _apart(qkvz: Tensor, gates: Tensor, sizes: LinearAttention) -> tuple[Tensor, Tensor]:
-    """Return (queries, keys, values and z of all heads; b and a of all) of columns that go from one
+def _apart(qkvz: Tensor, gates: Tensor, sizes: LinearAttention) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (queries, keys and values of all heads; z; b and a of all) of columns that go from one
     head of keys to the next."""
     shared = sizes.value_heads // sizes.key_heads
     keys, values = sizes.key_dim, shared * sizes.value_dim
 
-    def by_kind(x: Tensor, widths: tuple[int, ...]) -> Tensor:
+    def by_kind(x: Tensor, widths: tuple[int, ...]) -> list[Tensor]:
         heads = x.unflatten(1, (sizes.key_heads, -1)).split(widths, dim=2)
-        return torch.cat([kind.flatten(1) for kind in heads], dim=1)
+        return [kind.flatten(1) for kind in heads]
 
-    return by_kind(qkvz, (keys, keys, values, values)), by_kind(gates, (shared, shared))
+    *mixed, z = by_kind(qkvz, (keys, keys, values, values))
+    return torch.cat(mixed, 1), z, torch.cat(by_kind(gates, (shared, shared)), 1)
 
 
 def convolved(

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from isobit.kernels import Ops, Prepared
 from isobit.kernels.head.definition import head_gradients
+from isobit.kernels.matrices import LIBRARY_ROWS
 from isobit.kernels.sampling.capped import cap_slope, logits_of
 from isobit.kernels.sampling.filtering import (
     Context,
@@ -28,8 +29,6 @@ from isobit.kernels.sampling.filtering import (
 from isobit.model.forward.accumulate_grad import added_to, tied_gradient
 from isobit.model.weights.stored import Weight
 
-LIBRARY_ROWS = 512
-"""Of an operand's rows a library of products is given a multiple of these (`library.STEP`)."""
 _ALL: Filtering = (0, 1.0, 0.0, 1.0)
 """Of logits that are held, and not filtered."""
 

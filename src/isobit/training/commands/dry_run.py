@@ -96,7 +96,7 @@ def supervised_dry_run(config: SftConfig, say: Say) -> None:
     if (reason := not_loaded(job)) is not None:
         say(first)
         raise IsobitError(f"{reason}: {_LEFT_OUT}")
-    tokens = open_given(config, quiet=True).micro_batch_tokens
+    tokens = open_given(config, quiet=True).trained.learner.micro_batch_tokens
     say(
         f"\nweights are read; longest example: {job.longest} tokens; micro-batches of {tokens} "
         f"tokens\n{first}"
@@ -175,5 +175,5 @@ def _opened(run: SampledParts) -> str:
     longest = prompt + min(run.config.most_tokens, positions - prompt)
     return (
         f"weights are read; longest sequence: {longest} tokens; cache: "
-        f"{run.engine.pages.num_pages} pages; micro-batches of {run.micro_batch_tokens} tokens"
+        f"{run.engine.pages.num_pages} pages; micro-batches of {run.learner.micro_batch_tokens} tokens"
     )

@@ -14,12 +14,12 @@ from isobit.engine.engine import Engine
 from isobit.engine.prompts import Prompt
 from isobit.engine.types import Completion, Sampling
 from isobit.errors import IsobitError, printable
-from isobit.model import Model, TextRules
+from isobit.model import Model
 from isobit.model.adapters.peft import check_served
 from isobit.model.hub.checkpoint import model_folder
 from isobit.run.directory import model_directory
 from isobit.tasks.environments.settings import EnvironmentConfig
-from isobit.training.commands.serving import open_serving
+from isobit.training.commands.serving import open_serving, rules_of
 from isobit.training.rollouts.lengths import endings, say_ends
 
 
@@ -42,11 +42,7 @@ def print_completions(
     path = model_directory(Path(config.model.path))
     sampling = replace(config.sampling, n=config.sampling.group_size, seed=config.seed)
     several = adapters if adapters is not None and len(adapters) > 1 else {}
-    template = config.model
-    rules = TextRules(
-        chat_template=template.chat_template, chat_template_kwargs=template.chat_template_kwargs
-    )
-    flow = config.precision, config.backend, config.consistency
+    flow, rules = (config.precision, config.backend, config.consistency), rules_of(config.model)
     if several:
         model = open_serving(path, several, flow, rules)
     else:

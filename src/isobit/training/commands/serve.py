@@ -18,7 +18,7 @@ from isobit.model.hub.checkpoint import model_folder
 from isobit.model.text.tool_formats.table import format_of
 from isobit.run.directory import model_directory
 from isobit.serve import INSTALLED_BY
-from isobit.training.commands.serving import Flow, open_frozen
+from isobit.training.commands.serving import Flow, open_frozen, rules_of
 from isobit.training.rollouts.lengths import say_ends
 
 if TYPE_CHECKING:
@@ -63,10 +63,6 @@ def serve_model(config: ServerConfig, adapters: Mapping[str, Path], files: Files
     _check_names(called, adapters, tool_format)
     _check_training(files, adapters)
     path, full, file = _model_of(model_path), files.train == "full", files.token or default_file()
-    template = config.model
-    rules = TextRules(
-        chat_template=template.chat_template, chat_template_kwargs=template.chat_template_kwargs
-    )
     with ExitStack() as held:  # refuse early, before a model is read
         listener = listen(serve.host, serve.port, "serve.port")
         held.callback(listener.close)
@@ -79,6 +75,7 @@ def serve_model(config: ServerConfig, adapters: Mapping[str, Path], files: Files
             store = State(folder, owners, every=every, model=identity, drops=files.drop_runs)
             held.callback(store.close)
             _check_runs(store, full)
+        rules = rules_of(config.model)
         model = _opened(path, flow, rules, full, bool(adapters or files.train))
         longest, size = model.config.max_positions, config.engine
         engine = Engine.sized_for(model, [[0]], size.max_sequences, longest, size)

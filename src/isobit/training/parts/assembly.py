@@ -105,6 +105,8 @@ def open_parts(
             fleet = ranks.run_on_all(
                 lambda: open_fleet(run_parts.config, run_parts.sampling, run_parts.engine, ranks)
             )
+            if fleet is not None:
+                held.callback(fleet.close)
             coming = run_parts.optimizer.nbytes + run_parts.optimizer.gradient_bytes
             serving = open_serving(run_parts.config, model, coming, address)
             run_parts = replace(run_parts, fleet=fleet, serving=serving)
@@ -185,7 +187,6 @@ def _put_together(
     return SampledParts(
         config,
         replace(resolved, micro_batch_tokens=trained.learner.micro_batch_tokens),
-        ranks,
         trained,
         task,
         held_out,
@@ -194,10 +195,10 @@ def _put_together(
         engine,
         sampling,
         differences,
-        dialogue=dialogue,
-        teaching=teaching,
-        recorded=recorded,
-        objects=objects,
+        dialogue,
+        teaching,
+        recorded,
+        objects,
     )
 
 

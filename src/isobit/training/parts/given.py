@@ -62,16 +62,11 @@ class GivenParts:
     kind, best_by = "supervised, ", None
     callbacks: ClassVar[Sequence[OnStep]] = ()
 
-    @property
-    def micro_batch_tokens(self) -> int:
-        """The tokens of a micro-batch as resolved: a number in the place of `auto`."""
-        return self.trained.learner.micro_batch_tokens
-
     def resolved_values(self) -> dict[str, Any]:
         """Return the values that the config leaves open, as `resolved.json` has them."""
         return {
             "loss": self.trained.objective.loss,
-            "micro_batch_tokens": self.micro_batch_tokens,
+            "micro_batch_tokens": self.trained.learner.micro_batch_tokens,
             "order": self.trained.model.ops.order,
         }
 
@@ -99,12 +94,8 @@ class GivenParts:
         """Return the source of given answers, which are compared with no rollout."""
         answers = GivenAnswers(self.train, self.taught, context.state, self.config.batch_size)
         learning = Learning(
-            self.trained,
+            context,
             SampledAhead(context),
-            context.state,
-            context.meter,
-            context.saver,
-            context.display.warn,
             quantization_every=self.config.run.quantization_every,
         )
         return Source(answers, learning, () if self.held_out is None else (self.held_out,))

@@ -42,8 +42,7 @@ def shared_vocabulary(config: Config, base: Path) -> int | None:
     """Return the number of token ids that the policy at `base` and its teacher have in common: the
     tokenizer's, where their embeddings have other numbers of rows behind these; else None, and each
     model has all its rows. Raises IsobitError for a teacher that has another tokenizer."""
-    compared = config.algorithm.kl_coefficient > 0 or config.algorithm.distills
-    if config.reference.path is None or not compared:
+    if config.reference.path is None or not config.algorithm.kl_coefficient:
         return None
     teacher, adapter = model_named(config.reference.path), config.adapter
     init = None if adapter is None or adapter.init is None else str(model_named(adapter.init))

@@ -3,7 +3,7 @@ where its groups come from. Left out: how this is opened (`assembly.py`)."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 
 from isobit.config import Config, load_run_config
 from isobit.data.dataset import Dataset
-from isobit.distributed import ALONE, Ranks
+from isobit.distributed import ALONE
 from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import Engine
 from isobit.engine.fleet.fleet import Fleet
@@ -30,7 +30,7 @@ from isobit.training.learning import Learning
 from isobit.training.loop import Rollouts
 from isobit.training.measuring.agreement import failure
 from isobit.training.measuring.meter import Meter
-from isobit.training.objects import NO_OBJECTS, Objects, OnStep
+from isobit.training.objects import Objects, OnStep
 from isobit.training.parts.cautions import cautions
 from isobit.training.parts.model import model_warning
 from isobit.training.recording.rollouts import LearnedRollouts
@@ -68,7 +68,6 @@ class SampledParts:
 
     config: Config
     resolved: Resolved
-    ranks: Ranks
     trained: Trained
     task: Task
     held_out: PeriodicEvaluation | None
@@ -76,13 +75,13 @@ class SampledParts:
     scorer: RewardScorer
     engine: Engine
     sampling: Sampling
-    unlike: tuple[str, ...] = ()
+    unlike: tuple[str, ...]
+    dialogue: Dialogue | None
+    teaching: Teaching | None
+    recorded: Path | None
+    objects: Objects
     fleet: Fleet | None = None
     serving: Serving | None = None
-    dialogue: Dialogue | None = None
-    teaching: Teaching | None = None
-    recorded: Path | None = None
-    objects: Objects = field(default=NO_OBJECTS)
 
     kind, result = "", None
 
@@ -112,11 +111,6 @@ class SampledParts:
         process."""
         held_out = [] if self.held_out is None else [self.held_out.engine]
         return [self.engine, *held_out, *([] if self.serving is None else [self.serving.engine])]
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        """The resolved number: `auto` is a number here, which the run's config.yaml keeps."""
-        return self.resolved.micro_batch_tokens
 
     @property
     def callbacks(self) -> Sequence[OnStep]:
@@ -183,15 +177,11 @@ class SampledParts:
             keeps_weights=config.keeps_weights,
         )
         learning = Learning(
-            trained,
+            context,
             early,
-            state,
-            context.meter,
-            context.saver,
-            context.display.warn,
             quantization_every=config.run.quantization_every,
             engines=self.engines,
-            measures=self.objects.measures if self.ranks.first else (),
+            measures=self.objects.measures if self.trained.ranks.first else (),
             sleep=config.engine.sleep,
             settle=batches.settle,
             failure_of=partial(failure, self.learner, context.run.directory, not samples),
@@ -209,7 +199,7 @@ class SampledParts:
         if config.fleet.engines:
             return self._beside(context)
         between = (lambda: None) if self.serving is None else self.serving.between
-        engine = self.engine, self.sampling, self.ranks
+        engine = self.engine, self.sampling, self.trained.ranks
         if config.partial.used:
             source = self._live(context, PartialGroups(*engine, config.partial, between))
         else:

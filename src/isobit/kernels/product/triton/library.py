@@ -13,7 +13,7 @@ product. Of those that do, and Triton, the fastest is taken from then on. That m
 may depend on a clock, and ranks need not agree on it. A library that fails is not asked again.
 
 A learner's packs have any number of rows, and as a row's bits do not depend on the others, a
-library gets a multiple of `STEP` of them, and Triton the rest: a weight has a size for each
+library gets a multiple of `LIBRARY_ROWS` of them, and Triton the rest: a weight has a size for each
 multiple, and no more. Fewer rows are tried where a captured step may have so many
 (`engine.graphs.ladder`). A trial is a dozen products, and waits for the GPU; so none is made while
 a graph is captured, which takes what was chosen in the same step before it. Not tried, and left to
@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from isobit.kernels.matrices import (
+    LIBRARY_ROWS,
     Operand,
     Packed,
     Prepared,
@@ -43,8 +44,6 @@ from isobit.kernels.product.triton.plan import splits_of
 from isobit.kernels.product.triton.product import product
 from isobit.precision import BLOCK, PackedFP4, QTensor
 
-STEP = 512
-"""Rows, of which a library gets a multiple where there are as many."""
 FEWEST, ROUND = 128, 16
 """Rows of a smaller product that is tried: not fewer, since weights are read for most of the time
 there, and Triton is as fast (64 rows of Qwen3-8B on an H200, benchmarks/results/gpu); and a
@@ -77,7 +76,7 @@ class LibraryProducts:
         self,
         libraries: Mapping[str, Call] | None = None,
         seconds: Callable[[Callable[[], object]], float] | None = None,
-        step: int = STEP,
+        step: int = LIBRARY_ROWS,
     ) -> None:
         self._libraries = dict(_installed() if libraries is None else libraries)
         self._seconds, self._step = seconds or _seconds, step

@@ -76,9 +76,9 @@ class _Xml(NamedTuple):
 
 
 def _xml(around: tuple[str, str], opens: str, key: str, end: str, quote: str, line: str) -> _Xml:
-    """Return the patterns of XML: tags `around` calls, the beginnings of a function's and a
-    parameter begin with, and the `end` of a function; names are between two of `quote`, and values
-    between two of `line`. A parameter ends with its tag, in front of the next key, with its
+    """Return the patterns of XML: tags `around` calls, the beginnings `opens` and `key` of the tags
+    of functions and their parameters, and the `end` of a function; names are between two of
+    `quote`, and values between two of `line`. A parameter ends with its tag, in front of the next key, with its
     function, or not at all before the next call."""
     name = rf"[^<>\s{quote}]+"
     bare = rf"{opens}(?={name}{quote}>\s*(?:{key}|{end}))"
