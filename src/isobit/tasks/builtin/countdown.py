@@ -26,9 +26,7 @@ from isobit.tasks.builtin.task import (
     TaskSettings,
     alphabet_of,
     draws_of,
-    held_out_size,
-    refuse_file_settings,
-    task_options,
+    made_here,
 )
 from isobit.tasks.rewards.spec import RewardSpec
 
@@ -70,11 +68,9 @@ class CountdownOptions:
 def load(settings: TaskSettings) -> Task:
     """Build the task from its options; a prompt is such as "3 5 7 -> 26: ", or a template with
     {numbers} and {target}."""
-    refuse_file_settings(settings)
-    options = task_options(CountdownOptions, settings)
+    options, held = made_here(CountdownOptions, settings, DEFAULT_HELD_OUT_SIZE, template=True)
     template = settings.prompt_template or "{prompt}"
     check_template(template, ("prompt", "numbers", "target"))
-    held = held_out_size(settings, DEFAULT_HELD_OUT_SIZE)
     examples = [
         _example(i if i < held else i - held, problem, options.use_all, template)
         for i, problem in enumerate(problems(options, held + options.train_size))
