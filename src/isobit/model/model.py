@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isobit.distributed import ALONE, Ranks
+from isobit.distributed import ALONE, Ranks, Shards
 from isobit.distributed.files import Part
 from isobit.errors import IsobitError
 from isobit.kernels import Layout, Ops, get_ops
@@ -44,7 +44,7 @@ from isobit.model.hub.linear_attention import initial
 from isobit.model.hub.shapes import parameter_shapes
 from isobit.model.text.tokenizer import DEFAULT_RULES, TextRules, Tokenizer
 from isobit.model.transformer import USES, Transformer
-from isobit.model.weights.masters import MASTERS, own_rows
+from isobit.model.weights.masters import MASTERS, kept_rows
 from isobit.precision import Precision, precision_from
 
 
@@ -146,23 +146,8 @@ class Model:
         """Random weights: normal with deviation 0.02, projections back into the residual stream
         smaller by sqrt(2 · layers) (GPT-2), norms multiply by 1, biases 0; of linear attention as
         in `initial`. The same seed gives the same weights. `masters` as in `load`."""
-        generator = torch.Generator().manual_seed(seed)
-        tensors: dict[str, Tensor] = {}
-        for name, shape in parameter_shapes(config).items():
-            if (drawn := initial(name, shape, generator)) is not None:
-                tensors[name] = drawn
-                continue
-            if len(shape) == 1:
-                is_one = name.endswith(("norm", "layer_scalar", "expert_scale"))
-                tensors[name] = torch.full(shape, 1.0 - config.offset_of(name) if is_one else 0.0)
-                continue
-            deviation = (
-                0.02 / math.sqrt(2 * config.num_layers) if name.endswith((".o", ".down")) else 0.02
-            )
-            tensors[name] = torch.randn(shape, generator=generator) * deviation
-        flow = precision_from(precision)
-        ops = get_ops(backend, consistency)
-        rows = own_rows(tensors, ranks)
+        flow, ops = precision_from(precision), get_ops(backend, consistency)
+        rows = dict(kept_rows(_drawn(config, seed), Shards.of(parameter_shapes(config), ranks)))
         return Model(
             Transformer(config, flow, ops, rows, ranks, dtype=_dtype_of(masters)), tokenizer
         )
@@ -424,6 +409,21 @@ class Model:
             adapters = served.assignment(np.full(len(tokens), served.number(adapter)))
         layout = Layout.packed([len(row) for row in rows])
         return self.transformer.hidden(tokens, layout, use=use, adapters=adapters)
+
+
+def _drawn(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield each master of random weights, by name: one at a time, so that a rank never holds the
+    whole model."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, shape in parameter_shapes(config).items():
+        if (drawn := initial(name, shape, generator)) is not None:
+            yield name, drawn
+        elif len(shape) == 1:
+            is_one = name.endswith(("norm", "layer_scalar", "expert_scale"))
+            yield name, torch.full(shape, 1.0 - config.offset_of(name) if is_one else 0.0)
+        else:
+            layers = 2 * config.num_layers if name.endswith((".o", ".down")) else 1
+            yield name, torch.randn(shape, generator=generator).mul_(0.02 / math.sqrt(layers))
 
 
 def _dtype_of(masters: str) -> torch.dtype:
