@@ -115,18 +115,10 @@ def load_trained(
 
 
 def model_warning(config: Config | SftConfig, model: Model | Described) -> str | None:
-    """Return a warning for an adapter with a rank above the one that its matrices can use, or for a
-    model that reads images too, of which only the language model is saved; or None."""
-    adapter, architecture = config.adapter, FAMILIES[model.config.family].architecture
-    if adapter is not None:
-        line = beyond_use(model.config, adapter.rank, adapter.targets)
-    elif model.config.wrapped:
-        line = (
-            f"{config.model.path} reads images too: its language model is trained, and saved alone, "
-            f"as {architecture}; an adapter (adapter.rank) is saved for the whole model"
-        )
-    else:
-        line = None
+    """Return a warning for an adapter with a rank above the one that its matrices can use, or
+    None."""
+    adapter = config.adapter
+    line = None if adapter is None else beyond_use(model.config, adapter.rank, adapter.targets)
     return None if line is None else f"warning: {line}"
 
 
