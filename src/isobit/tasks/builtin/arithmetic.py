@@ -17,13 +17,7 @@ from isobit.data.dataset import SPLIT_STREAM, Dataset, Example, check_template, 
 from isobit.errors import IsobitError
 from isobit.options.declare import Pattern, at_least, at_most
 from isobit.options.reading import OptionError
-from isobit.tasks.builtin.task import (
-    SEED,
-    Task,
-    TaskSettings,
-    alphabet_of,
-    made_here,
-)
+from isobit.tasks.builtin.task import SEED, Task, TaskSettings, alphabet_of, made_here
 from isobit.tasks.rewards.spec import RewardSpec
 
 HINTED = "{};{}"

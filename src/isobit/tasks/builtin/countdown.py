@@ -20,14 +20,7 @@ from isobit.data.dataset import Dataset, Example, check_template
 from isobit.errors import IsobitError
 from isobit.options.declare import at_least, at_most
 from isobit.options.reading import OptionError
-from isobit.tasks.builtin.task import (
-    SEED,
-    Task,
-    TaskSettings,
-    alphabet_of,
-    draws_of,
-    made_here,
-)
+from isobit.tasks.builtin.task import SEED, Task, TaskSettings, alphabet_of, draws_of, made_here
 from isobit.tasks.rewards.spec import RewardSpec
 
 REWARD = RewardSpec("isobit.tasks.builtin.countdown:reward", name="correct")
