@@ -38,10 +38,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Death:
-    """The end of a request without a reply: the worker `hung` past the deadline and was killed, or
-    it ended by itself."""
+    """The end of a request without a reply: its worker was killed, since nothing came in time, or
+    ended by itself."""
 
-    hung: bool
     text: str
 
 
@@ -121,12 +120,6 @@ class Worker(Process):
         """The time (`time.monotonic`) after which the worker is late."""
         expires = (request.expires for request in self.owed.values())
         return min(expires, default=inf) if self.ready else self._until
-
-    @property
-    def interests(self) -> dict[int, int]:
-        """The descriptors that the worker waits for, with poll's event masks."""
-        writes = {self.write_end: select.POLLOUT} if self.unsent else {}
-        return {self.read_end: select.POLLIN, **writes}
 
     def put(self, request: Request) -> None:
         """Send a request, once everything is loaded; it is to be answered within its seconds."""
@@ -288,16 +281,13 @@ class Dispatcher(Generic[T]):
                     worker.take(message)
         except EOFError:
             ended = worker.bury()
-            self._died(
-                worker, Death(False, ended), f"{ended} while it was {worker.program.imported}"
-            )
+            self._died(worker, ended, f"{ended} while it was {worker.program.imported}")
         except ValueError:  # code in the worker wrote into the pipe
             worker.kill()
             wrote = "wrote what is not a reply into the pipe of"
-            death = f"its process {wrote} its replies, and was killed{worker.last_output()}"
             self._died(
                 worker,
-                Death(False, death),
+                f"its process {wrote} its replies, and was killed{worker.last_output()}",
                 f"{worker.loading} {wrote} replies while it was loaded; it may write to stdout and "
                 "its own files",
             )
@@ -317,25 +307,25 @@ class Dispatcher(Generic[T]):
 
     def _is_late(self, worker: Worker) -> None:
         worker.kill()
-        printed, deadlines = (
-            worker.last_output(),
+        deadlines, printed = (
             [r.deadline_s or 0.0 for r in worker.owed.values()],
+            worker.last_output(),
         )
         late_s = max(deadlines, default=0.0) + worker.program.grace_s
         self._died(
             worker,
-            Death(True, worker.program.late.format(late_s) + printed),
+            worker.program.late.format(late_s) + printed,
             f"{worker.loading} was not loaded within {START_DEADLINE_S:g} s{printed}",
         )
 
-    def _died(self, worker: Worker, death: Death, loading: str) -> None:
+    def _died(self, worker: Worker, text: str, loading: str) -> None:
         """Put the death of a worker among the replies, for each that it owed. Raises IsobitError,
-        with the words `loading`, if it had not loaded its code."""
+        with the text `loading`, if it had not loaded its code."""
         ready, owed = worker.ready, worker.drop()
         if not ready:
             raise IsobitError(f"{worker.program.label}: {loading}")
         for key in owed:
-            self._replies.put((key, death))
+            self._replies.put((key, Death(text)))
 
     def _pass_on(self, request: Request) -> bool:
         """Send a request to its worker, started again if it has died. Return False if it opens a
@@ -352,7 +342,7 @@ class Dispatcher(Generic[T]):
             homes = [worker for worker in self._workers if request.key in worker.open]
             if not homes:
                 if request.deadline_s is not None:
-                    self._replies.put((request.key, Death(False, "its process has ended")))
+                    self._replies.put((request.key, Death("its process has ended")))
                 return True
             worker = homes[0]
         if not worker.owed:
