@@ -123,6 +123,8 @@ class Worker(Process):
 
     def put(self, request: Request) -> None:
         """Send a request, once everything is loaded; it is to be answered within its seconds."""
+        if self.ready and not self.owed:
+            self.mark_output()
         if request.deadline_s is not None:
             request.expires = time.monotonic() + request.deadline_s + self.program.grace_s
             self.owed[request.key] = request
@@ -151,7 +153,8 @@ class Worker(Process):
             raise IsobitError(text + hint(text, program.variables, option=program.option))
         if "loaded" in message:
             self.ready, self.loaded = True, message["loaded"]
-            for request in list(self.owed.values()):
+            owed, self.owed = self.owed, {}
+            for request in owed.values():
                 self.put(request)
         elif "loading" in message:
             self.loading = str(message["loading"])
@@ -181,9 +184,10 @@ class Dispatcher(Generic[T]):
         about what takes long. Raises IsobitError."""
         for worker in self._workers:
             worker.spawn()
-        while slow := next((worker for worker in self._workers if not worker.ready), None):
+        # one that has loaded may have died again: it is started when it is next needed
+        while slow := next((w for w in self._workers if w.loaded is None), None):
             self._wait(slow.impatient)
-            if not slow.ready and time.monotonic() > slow.impatient:
+            if slow.loaded is None and time.monotonic() > slow.impatient:
                 limit = f"within {START_DEADLINE_S:g} s{slow.last_output()}"
                 waiting = f"{slow.program.label}: waiting for {slow.loading}"
                 print(f"{waiting}; it has to load {limit}", file=sys.stderr)
@@ -345,8 +349,6 @@ class Dispatcher(Generic[T]):
                     self._replies.put((request.key, Death("its process has ended")))
                 return True
             worker = homes[0]
-        if not worker.owed:
-            worker.mark_output()
         worker.put(request)
         if request.deadline_s is None:
             worker.owed.pop(request.key, None)
