@@ -12,13 +12,16 @@ import torch
 
 from isobit import Model
 from isobit.model.weights.divided import DividedWeights
+from tests.dialogues import TEMPLATE
 from tests.distributed.sessions import bits, resumed, session
-from tests.distributed.test_by_rows import ALPHABET, SIZES
+from tests.distributed.test_by_rows import SIZES
 from tests.distributed.threads import run
-from tests.models import slow_where, tiny_model
+from tests.models import ALPHABET, slow_where, tiny_model
 from tests.runs import write_config
+from tests.training.test_turns import config_of
 
 SMALL = ["optimizer.micro_batch_tokens=32", "run.quantization_every=2", "engine.kv_pages=32"]
+LETTERS = ALPHABET + "*" + "".join(map(chr, range(0x4E00, 0x4E00 + 520)))
 LAYOUTS = [(1, 1), (2, 2), (3, 3), (4, 2), (4, 4)]
 """(ranks, how many of them hold a model together)."""
 Bits = dict[str, Any]
@@ -27,9 +30,11 @@ Bits = dict[str, Any]
 def written(folder: Path, tied: bool = False, **changes: object) -> Path:
     """A config whose model four ranks can hold together."""
     folder.mkdir(parents=True, exist_ok=True)
-    model = tiny_model("bf16", "qwen3", 5, ALPHABET, "auto", 3.0, tie_embeddings=tied, **SIZES)
+    sizes = {**SIZES, "max_positions": 192, "tie_embeddings": tied}
+    model = tiny_model("bf16", "qwen3", 5, LETTERS, "auto", 3.0, **sizes)
     model.save(folder / "base")
     config = write_config(folder, folder / "base", **changes)
+    (folder / "base" / "chat_template.jinja").write_text(TEMPLATE)
     (folder / "digit_reward.py").write_text(
         "def digits(prompts, completions, **columns):\n"
         "    return [sum(ord(c) % 5 for c in text) / 9 for text in completions]\n"
@@ -109,6 +114,19 @@ VARIANTS: dict[str, tuple[bool, Sequence[str]]] = {
     "reference": (False, ["algorithm.kl_coefficient=0.1"]),
     "partial": (True, ["partial={tokens_per_round: 1, extra_prompts: 3}"]),
 }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(3, 3), (4, 2)], ids=str)
+def test_episodes_of_several_turns_have_the_bits_of_one_process(
+    tmp_path: Path, layout: tuple[int, int]
+) -> None:
+    """Environments answer after random times, of which one rank of a group says what has come."""
+    written(tmp_path)
+    config = config_of(tmp_path, tmp_path / "base", 0.01, steps=2)
+    given = ["engine.kv_pages=64", "evaluation.every=1"]
+    alone = trained(config, tmp_path / "alone", (0, 0), given)
+    assert trained(config, tmp_path / "run", layout, given) == alone
 
 
 @pytest.mark.slow
