@@ -30,7 +30,7 @@ class JoinedRows:
     def of(weight: Weight, prepared: Divided) -> Weight:
         """Return a weight whose product this is."""
         own = replace(weight, prepared=replace(prepared, operand=None, result=None))
-        return replace(weight, adapters=(), several=JoinedRows(own))
+        return replace(weight, several=JoinedRows(own))
 
     def product(self, x: Operand, weight: Weight, ops: Ops, dtype: torch.dtype) -> Tensor:
         over, divided = cast(RowOps, ops), cast(Divided, weight.prepared)
