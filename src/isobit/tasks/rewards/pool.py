@@ -100,7 +100,7 @@ class RewardPool:
         self.environment = tuple(environment)
         self.workers: list[WorkerProcess] = []
         self._required: list[tuple[str, ...]] = []
-        self.wants_tokens = self.wants_answers = False
+        self.wants_tokens = False
         self.columns: frozenset[str] = frozenset()  # names of arguments, see data/columns.py
         self._trainer_state: Mapping[str, float] | None = None  # of the batch that was begun last
         self._open: RewardBatch | None = None
@@ -134,10 +134,16 @@ class RewardPool:
         ]
         self.columns = frozenset().union(*names, *self._required)
         self.wants_tokens = "completion_ids" in self.columns
-        self.wants_answers = ANSWERS in self.columns
         takes_more = [signature["takes_more"] for signature in there.values()]
         if any(takes_more) or any(f.takes_more for f in self.here.values()):
             self.columns |= {ANY}
+
+    @property
+    def wants_answers(self) -> bool:
+        """Whether a function takes what completions say without their thoughts; the workers, which
+        know it, are started."""
+        self.start()
+        return ANSWERS in self.columns
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise IsobitError if a function cannot do without a column that the data does not
