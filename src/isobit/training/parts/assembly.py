@@ -21,6 +21,7 @@ from isobit.distributed import ALONE, Ranks
 from isobit.distributed.launch import check_alike
 from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import Engine
+from isobit.engine.group import GroupEnvironments
 from isobit.engine.prompts import Prompt
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
@@ -30,6 +31,7 @@ from isobit.evaluation.periodic import SEED_OFFSET, PeriodicEvaluation
 from isobit.kernels import computed_by, get_ops
 from isobit.model import Model, RewardModel, TextRules
 from isobit.model.adapters.peft import is_adapter
+from isobit.model.divided.by_rows import rollout_model
 from isobit.monitor.trackers.process import check_trackers
 from isobit.options.declare import plain
 from isobit.rl import ResolvedObjective
@@ -325,6 +327,7 @@ def sized_engine(
     within the config's bounds; `reserved`: bytes that the first update will take; `record_routes`:
     whether the routes of a mixture of experts are recorded for its learner."""
     most = config.most_tokens
+    model = rollout_model(model)
     return Engine.sized_for(model, prompts, sequences, most, config.engine, reserved, record_routes)
 
 
@@ -362,5 +365,7 @@ def recorded_dialogue(config: Config, model: Model) -> Dialogue:
 def _dialogue(
     settings: EnvironmentConfig, max_tokens: int | None, model: Model, environments: Environments
 ) -> Dialogue:
+    if (group := model.transformer.group).size > 1:
+        environments = GroupEnvironments(environments, group)
     parser, forks = settings.parser or "auto", settings.history == "fork"
     return Dialogue.of(model.tokenizer, environments, parser, max_tokens, forks=forks)
