@@ -91,6 +91,7 @@ class Model:
         masters: str = "fp32",
         rules: TextRules = DEFAULT_RULES,
         vocabulary: int | None = None,
+        divided: int = 1,
     ) -> "Model":
         """Return a Hugging Face directory of a supported family (`families/`); `precision` is a
         preset's name, a mapping, or a `Precision`. Several `ranks` share the masters, and all must
@@ -100,7 +101,8 @@ class Model:
         only masters. A PEFT folder may be the `path`; its config names the model. `masters`: fp32,
         or bf16, to which what is read is rounded. `rules`: for texts of prompts. `vocabulary`: the
         number of token ids that the model has; rows of the directory beyond them are not computed
-        with, and `save` writes them as they were.
+        with, and `save` writes them as they were. `divided`: how many consecutive ranks hold one copy
+        of the working weights together.
 
         Raises IsobitError, in one line, for whatever is wrong with the directory or the arguments.
         """
@@ -116,7 +118,14 @@ class Model:
 
             flow, ops, tensors = ranks.run_on_all(read)
             transformer = Transformer(
-                tensors.config, flow, ops, tensors.masters, ranks, tensors.adapter, dtype
+                tensors.config,
+                flow,
+                ops,
+                tensors.masters,
+                ranks,
+                tensors.adapter,
+                dtype,
+                ranks.group(divided),
             )
         model = Model(transformer, tensors.tokenizer)
         model.generation, model.directory = tensors.generation, tensors.directory

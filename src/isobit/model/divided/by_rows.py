@@ -2,13 +2,14 @@
 weights (`RowOps`), and attends with its heads.
 
 Engine, scheduler and sampler do not know of it: every rank schedules the same requests and draws the
-same tokens. The rows are copied of a model that is whole on each rank. Left out: a learner by rows,
-and what is made by rows from the start.
+same tokens. The rows are those that a rank keeps (`weights/divided.py`), or are copied of a model
+that is whole on each.
 """
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -21,21 +22,43 @@ from isobit.kernels import Divided, Operand, Ops, Packed, tensors_of
 from isobit.kernels.backends.rows import RowOps
 from isobit.model.hub.config import ModelConfig
 from isobit.model.hub.shapes import parameter_shapes
-from isobit.model.model import Model
-from isobit.model.transformer import USES, Transformer
 from isobit.model.weights.checksums import Checksums
 from isobit.model.weights.layout import map_parts, rows_of
 from isobit.model.weights.masters import Masters
 from isobit.model.weights.stored import FROZEN, Vector, Weight
 from isobit.precision import PackedFP4, QTensor
 
+if TYPE_CHECKING:
+    from isobit.model.model import Model
+    from isobit.model.transformer import Transformer
 
-def model_by_rows(model: Model, ranks: Ranks) -> Model:
+Kept = Callable[[Operand, tuple[Rows, ...]], Operand]
+"""Returns some ranges of a weight's rows."""
+
+
+def model_by_rows(model: "Model", ranks: Ranks) -> "Model":
     """Return a model for rollouts whose weights and heads `ranks` divide among them, of one that is
     whole on each, with its bits. Raises IsobitError, one line, for what cannot be divided."""
-    by_rows = Model(_by_rows(model.transformer, ranks), model.tokenizer)
-    by_rows.generation, by_rows.directory = model.generation, model.directory
-    return by_rows
+    return _with(model, by_rows(model.transformer, ranks, _kept))
+
+
+def rollout_model(model: "Model") -> "Model":
+    """Return the model that rollouts multiply with: of one that ranks hold together, that over the
+    rows which this rank keeps; any other itself."""
+    rows = rollout_transformer(model.transformer)
+    return model if rows is model.transformer else _with(model, rows)
+
+
+def rollout_transformer(transformer: "Transformer") -> "Transformer":
+    """Return that of a `rollout_model`."""
+    return transformer if transformer.by_rows is None else transformer.by_rows
+
+
+def _with(model: "Model", transformer: "Transformer") -> "Model":
+    changed = copy(model)
+    changed.transformer, changed.config = transformer, transformer.config
+    changed.ops = transformer.ops["learner"]
+    return changed
 
 
 def layout_of(config: ModelConfig, size: int) -> Layout:
@@ -63,7 +86,8 @@ def layout_of(config: ModelConfig, size: int) -> Layout:
     return Layout(parameter_shapes(config), {f"layers.{index}": heads for index in layers}, size)
 
 
-def _by_rows(base: Transformer, ranks: Ranks) -> Transformer:
+def by_rows(base: "Transformer", ranks: Ranks, kept: Kept) -> "Transformer":
+    """Return a transformer for rollouts of the rows that are `kept` of each weight."""
     config, inner = base.config, base.ops["rollout"]
     layout = layout_of(config, ranks.size)
     layout.check(base.precision)
@@ -81,8 +105,8 @@ def _by_rows(base: Transformer, ranks: Ranks) -> Transformer:
         rows = layout.rows(piece.name, ranks.rank)
         if isinstance(piece, Vector):
             return replace(piece, master=FROZEN, working=own[piece.name])
-        kept = own.get(piece.name)
-        working = _kept(cast(Operand, piece.working), rows) if kept is None else kept
+        shared = own.get(piece.name)
+        working = kept(cast(Operand, piece.working), rows) if shared is None else shared
         prepared = inner.prepare(working)
         panels, values = (
             (prepared.panels, prepared.values) if isinstance(prepared, Packed) else (None, None)
@@ -92,18 +116,18 @@ def _by_rows(base: Transformer, ranks: Ranks) -> Transformer:
             operand=layout.columns(piece.name),
             result=None if piece.name.endswith(("qkv", "gate_up")) else widths(piece.name),
         )  # fmt: skip
-        bias = None if piece.bias is None else cast(Tensor, _kept(piece.bias, rows))
+        bias = None if piece.bias is None else cast(Tensor, kept(piece.bias, rows))
         return replace(piece, master=FROZEN, prepared=divided, bias_master=None, bias=bias)
 
     working = base._working["rollout"]
     table = working.outside.embed
-    own = {table.name: cast(Tensor, _kept(table.working, layout.rows(table.name, ranks.rank)))}
+    own = {table.name: cast(Tensor, kept(table.working, layout.rows(table.name, ranks.rank)))}
     clone, heads = copy(base), layout.local_heads("layers.0", ranks.rank)
     clone.config = replace(config, num_heads=heads.queries, num_kv_heads=heads.kv)
-    clone.group = ranks
+    clone.group, clone.divided, clone.by_rows = ranks, None, None
     ops = cast(Ops, RowOps(inner, ranks, widths(table.name)))
-    clone.ops = dict.fromkeys(USES, ops)
-    clone._working = dict.fromkeys(USES, map_parts(working, change))
+    clone.ops = dict.fromkeys(base.ops, ops)
+    clone._working = dict.fromkeys(base.ops, map_parts(working, change))
     clone._watches, clone._receiver, clone.adapter = {}, None, None
     clone.masters = Masters({}, {}, inner.device, base.masters.shards.ranks)
     clone.checksums = Checksums(clone._written_by_sync)

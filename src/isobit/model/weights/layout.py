@@ -254,11 +254,10 @@ class Working:
     def tensors(self) -> Iterator[tuple[str, StoredWeight, Tensor]]:
         """Yield (name, working tensor, master) of each that is stored, once."""
         seen: set[int] = set()
-        for piece in self._all:
-            for name, working, master in _stored(piece):
-                if id(working) not in seen:
-                    seen.add(id(working))
-                    yield name, working, master
+        for name, working, master in stored_in(self._all):
+            if id(working) not in seen:
+                seen.add(id(working))
+                yield name, working, master
 
     def written(self, names: Collection[str]) -> Iterator[tuple[str, Operand]]:
         """Yield (name, working tensor) of each that a sync makes of these masters; nibbles are
@@ -328,7 +327,7 @@ def remake(
 
     shards.ranks.run_on_all(make)
     share_rows(
-        [rows for name, target in targets.values() for rows in _stored_rows(name, target)], shards
+        [rows for name, target in targets.values() for rows in stored_rows(name, target)], shards
     )
     packed_again = set[int]()
     for working in uses:
@@ -388,11 +387,12 @@ def rows_of(target: Operand, rows: tuple[int, int]) -> Operand:
         return target
     if not isinstance(target, QTensor):
         return target[slice(*rows)]
-    data, scale = (tensor.rows(rows) for tensor in _stored_rows("", target))
+    data, scale = (tensor.rows(rows) for tensor in stored_rows("", target))
     return QTensor(data, scale, target.spec)
 
 
-def _stored_rows(name: str, target: Operand) -> list[Stored]:
+def stored_rows(name: str, target: Operand) -> list[Stored]:
+    """Return the tensors of a working tensor."""
     if not isinstance(target, QTensor):
         return [Stored(name, target)]
     return [Stored(name, target.data), Stored(name, target.scale, target.block[0])]
@@ -448,6 +448,12 @@ def _parts(value: object) -> Iterator[Weight | Vector]:
             yield from _parts(item)
     elif isinstance(value, (*_PARTS, Mixture)):
         yield from _parts(tuple(vars(value).values()))
+
+
+def stored_in(piece: object) -> Iterator[tuple[str, StoredWeight, Tensor]]:
+    """Yield (name, working tensor, master) of each that a structure stores, in order."""
+    for value in _parts(piece):
+        yield from _stored(value)
 
 
 def _stored(value: Weight | Vector) -> Iterator[tuple[str, StoredWeight, Tensor]]:

@@ -30,6 +30,7 @@ from isobit.evaluation.periodic import SEED_OFFSET, PeriodicEvaluation
 from isobit.kernels import computed_by, get_ops
 from isobit.model import Model, RewardModel, TextRules
 from isobit.model.adapters.peft import is_adapter
+from isobit.model.divided.by_rows import rollout_model
 from isobit.monitor.trackers.process import check_trackers
 from isobit.options.declare import plain
 from isobit.rl import ResolvedObjective
@@ -322,6 +323,7 @@ def sized_engine(
     within the config's bounds; `reserved`: bytes that the first update will take; `record_routes`:
     whether the routes of a mixture of experts are recorded for its learner."""
     most = config.most_tokens
+    model = rollout_model(model)
     return Engine.sized_for(model, prompts, sequences, most, config.engine, reserved, record_routes)
 
 
