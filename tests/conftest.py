@@ -144,7 +144,7 @@ def pytest_collection_finish() -> None:
 
 
 FROM_NOTHING = {
-    *("test_worker_process", "test_exchange", "test_poisoned_directory"),
+    *("test_worker_process", "test_dispatch", "test_poisoned_directory"),
     *("test_attacks", "test_limits", "test_seccomp", "test_examiner"),
     *("test_hostile", "test_strangers", "test_mistakes"),
 }

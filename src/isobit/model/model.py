@@ -42,6 +42,7 @@ from isobit.model.hub.checkpoint import (
 from isobit.model.hub.config import ModelConfig
 from isobit.model.hub.linear_attention import initial
 from isobit.model.hub.shapes import parameter_shapes
+from isobit.model.hub.whole import Whole
 from isobit.model.text.tokenizer import DEFAULT_RULES, TextRules, Tokenizer
 from isobit.model.transformer import USES, Transformer
 from isobit.model.weights.masters import MASTERS, kept_rows
@@ -63,6 +64,7 @@ class Model:
         self.tokenizer = tokenizer
         self.generation: dict[str, object] = {}  # generation_config.json, kept for `save`
         self.beyond: Mapping[str, Tensor] = {}  # rows of unused token ids, kept for `save`
+        self.whole: Whole | None = None  # the model around it, kept for `save`
         self.directory: Path | None = (
             None  # where its weights were read; of an adapter, its model's
         )
@@ -129,7 +131,7 @@ class Model:
             )
         model = Model(transformer, tensors.tokenizer)
         model.generation, model.directory = tensors.generation, tensors.directory
-        model.beyond = tensors.beyond
+        model.beyond, model.whole = tensors.beyond, tensors.whole
         return model
 
     @staticmethod
@@ -166,7 +168,7 @@ class Model:
         sources = masters, self.ranks, None, dtype, group
         transformer = Transformer(self.config, flow, self.ops, *sources)
         model = Model(transformer, self.tokenizer)
-        model.generation, model.beyond = self.generation, self.beyond
+        model.generation, model.beyond, model.whole = self.generation, self.beyond, self.whole
         return model
 
     def without_adapter(self) -> "Model":
@@ -326,7 +328,8 @@ class Model:
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         """Write config, weights (the masters, as `dtype`) and tokenizer; `transformers` loads the
-        directory as it is. Of a model with an adapter the adapter alone, in FP32, as a PEFT folder.
+        directory as it is. A model that reads images too is written whole, what is outside its
+        language model as it was. Of a model with an adapter the adapter alone, in FP32, as a PEFT folder.
 
         Weights above `shard_bytes` are written in several files. Raises IsobitError if `directory`
         is a file or `dtype` is not a floating-point dtype.
@@ -342,7 +345,8 @@ class Model:
             self.ranks.on_first(lambda: self._write_rest(Path(directory)))
             write_peft(Path(directory), adapter, self.named_parameters(), self.ranks)
             return
-        tensors = names.split(self.named_parameters(), self.config, dtype, self.ranks)
+        shapes = {} if self.whole is None else self.whole.shapes
+        tensors = names.split(self.named_parameters(), self.config, dtype, self.ranks, shapes)
         tensors = names.with_rows(tensors, self.beyond)
         self.write(Path(directory), tensors, {"dtype": _name(dtype)}, shard_bytes)
 
@@ -356,14 +360,20 @@ class Model:
         """Write a directory with these tensors and these keys in config.json, added to the
         architecture's. All ranks call this; the first one writes what is not weights."""
         self.ranks.on_first(lambda: self._write_rest(directory, keys))
+        if self.whole is not None:
+            tensors = self.whole.tensors(tensors, self.ranks)
         write_weights(directory, tensors, shard_bytes, self.ranks)
 
     def _write_rest(self, directory: Path, keys: Mapping[str, Any] | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         if keys is not None:
             ids = self.config.vocab_size + max(map(len, self.beyond.values()), default=0)
-            config = replace(self.config, vocab_size=ids)
-            write_json(directory / "config.json", {**config.to_hf(), **keys})
+            values = {**replace(self.config, vocab_size=ids).to_hf(), **keys}
+            if self.whole is not None:
+                values = self.whole.config(keys)
+                for name, text in self.whole.texts.items():
+                    (directory / name).write_text(text, encoding="utf-8")
+            write_json(directory / "config.json", values)
         eos = list(self.tokenizer.eos_ids)
         generation = {
             "bos_token_id": self.config.bos_id,

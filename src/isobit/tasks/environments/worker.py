@@ -1,12 +1,10 @@
 """The process that runs environments: `python -m isobit.tasks.environments.worker REQUESTS REPLIES
 LIFELINE` (pipe numbers).
 
-Requests and replies are JSON objects, one a line. One event loop serves all episodes for the
-process's whole life, each question in a separate task, so that replies come in any order. The
-output of environments goes to stderr.
+One event loop serves all episodes for the process's whole life, each question in a separate task,
+so that replies come in any order.
 
-    {"load": {...}}                                  -> {"loading": what}, more of it, and then
-                                                        {"loaded": {...}} or {"error": line}
+    {"load": {...}}                                  -> {"loading": what}, ..., {"loaded": {...}}
     {"key": k, "begin": {"prompt": ..., "columns": {...}}, "kind": name}   -> a reply
     {"key": k, "turn": {...}}                        -> a reply
     {"key": k, "finish": {...}}                      -> a reply
@@ -19,7 +17,6 @@ process group.
 
 import asyncio
 import json
-import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -30,11 +27,11 @@ from isobit.tasks.environments.episode import Episode, Limits, Scorer
 from isobit.tasks.environments.home import Late
 from isobit.tasks.environments.kinds import Kind, load_kinds
 from isobit.tasks.environments.mcp import Server
-from isobit.tasks.environments.replies import MOST_BYTES, reply_message, turn_of
+from isobit.tasks.environments.replies import reply_message, turn_of
 from isobit.tasks.environments.settings import McpServer
 from isobit.tasks.environments.tools import Tool, by_name, function_tool
 from isobit.tasks.rewards.functions import load_function
-from isobit.tasks.workers.child import end_group, open_pipes, write
+from isobit.tasks.workers.child import MOST_BYTES, Parent, end_group
 from isobit.tasks.workers.loading import last_line
 
 _MOST_BYTES = 1 << 30  # of a request
@@ -46,19 +43,19 @@ class Worker:
     """The episodes of this process, with the kinds of environments, the reward functions and the
     limits that they use."""
 
-    def __init__(self, replies: int) -> None:
-        self._replies = replies
-        self._process = os.getpid()
+    def __init__(self) -> None:
+        self._parent = Parent()
+        self._say = self._parent.say
         self._kinds: dict[str | None, Kind] = {}
         self._scorers: list[Scorer] = []
         self._limits = Limits(1, 1.0, "observe")
         self._episodes: dict[int, Episode] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    async def serve(self, requests: int) -> None:
-        """Answer requests until the pipe with the number `requests` ends."""
+    async def serve(self) -> None:
+        """Answer requests until their pipe ends."""
         reader = asyncio.StreamReader(limit=_MOST_BYTES)
-        pipe = open(requests, "rb", buffering=0)  # noqa: SIM115
+        pipe = open(self._parent.requests, "rb", buffering=0)  # noqa: SIM115
         await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), pipe
         )
@@ -147,7 +144,7 @@ class Worker:
             line = json.dumps(reply_message(failed, episode.lost))
         self._tasks.pop(key, None)
         if key in self._episodes:
-            self._write(line)
+            self._parent.write(line)
         else:  # the episode was ended meanwhile
             episode.release()
 
@@ -164,20 +161,12 @@ class Worker:
         if episode is not None and key not in self._tasks:
             episode.release()
 
-    def _say(self, message: Mapping[str, Any]) -> None:
-        self._write(json.dumps(message))
-
-    def _write(self, line: str) -> None:
-        if os.getpid() != self._process:  # a tool forked, and this is the child
-            os._exit(0)
-        write(self._replies, line.encode() + b"\n")
-
 
 def main() -> None:
     """Serve requests until the pipe of requests ends."""
-    requests, replies = open_pipes()
+    worker = Worker()
     try:
-        asyncio.run(Worker(replies).serve(requests))
+        asyncio.run(worker.serve())
     except OSError as error:  # the parent sees that this process ends
         sys.exit(f"a pipe of this process cannot be used any more: {error.strerror}")
 

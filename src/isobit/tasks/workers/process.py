@@ -9,11 +9,9 @@ as a whole and reaped. Left out: the messages over the pipes; a descendant that 
 import contextlib
 import fcntl
 import os
-import select
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Sequence
 from typing import IO
 
@@ -101,21 +99,6 @@ class Process:
         ):  # a broken pipe also ends the other one
             while self._unsent:
                 self._unsent = self._unsent[os.write(self.write_end, self._unsent) :]
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until the process writes or ends, at most `seconds`; return whether it did. Data
-        still to be sent are written meanwhile."""
-        poll = select.poll()
-        poll.register(self.read_end, select.POLLIN)
-        end = time.monotonic() + seconds
-        while self.unsent:
-            poll.register(self.write_end, select.POLLOUT)
-            happened = {fd for fd, _ in poll.poll(max(0.0, end - time.monotonic()) * 1000)}
-            if self.read_end in happened or not happened:
-                return bool(happened)
-            self.push()
-            poll.unregister(self.write_end)
-        return bool(poll.poll(max(0.0, end - time.monotonic()) * 1000))
 
     def receive(self) -> bytes:
         """Return the bytes in the pipe, after waiting for the first. Raises EOFError when the

@@ -38,6 +38,7 @@ from isobit.rl.algorithm.functions import check_functions
 from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.tasks.builtin import Task, load_task
 from isobit.tasks.environments.pool import EnvironmentPool
+from isobit.tasks.environments.settings import EnvironmentConfig
 from isobit.training.measuring.agreement import unlike
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts.base import cached_model
@@ -148,7 +149,9 @@ def _put_together(
     fitted = fit_prompts(task, model, config.task, most, tools, quiet=not ranks.first)
     task, dialogue = fitted.task, None
     if processes.environments is not None:
-        dialogue = open_dialogue(config, model, processes.environments, fitted.longest)
+        dialogue = open_dialogue(
+            config.environment, config.most_tokens, model, processes.environments, fitted.longest
+        )
     scorer = RewardScorer(
         processes.rewards,
         () if processes.recorded else reward_models(config, model.tokenizer.now, ranks, divided),
@@ -337,13 +340,16 @@ def sized_engine(
 
 
 def open_dialogue(
-    config: Config, model: Model, environments: EnvironmentPool, example: Example
+    settings: EnvironmentConfig,
+    max_tokens: int | None,
+    model: Model,
+    environments: EnvironmentPool,
+    example: Example,
 ) -> Dialogue:
-    """Return the dialogue of a run with `environments`, checked on the prompt of the example.
-    Raises IsobitError for a prompt that is not a chat, and for a template with which the answers of
-    tools, or without tools any message, cannot be appended; other messages are checked when they
-    come."""
-    dialogue = _dialogue(config, model, environments)
+    """Return the dialogue with `environments`, checked on the prompt of the example. Raises
+    IsobitError for a prompt that is not a chat, and for a template with which the answers of tools,
+    or without tools any message, cannot be appended; other messages are checked when they come."""
+    dialogue = _dialogue(settings, max_tokens, model, environments)
     if isinstance(example.prompt, str):
         raise IsobitError(
             f"environment: {example.place} has a text as its prompt, and turns need chats; set "
@@ -359,10 +365,13 @@ def open_dialogue(
 
 def recorded_dialogue(config: Config, model: Model) -> Dialogue:
     """Return a dialogue with environments that answer as the run recorded."""
-    return _dialogue(config, model, RecordedEnvironments(config.environment.max_turns))
+    settings = config.environment
+    environments = RecordedEnvironments(settings.max_turns)
+    return _dialogue(settings, config.most_tokens, model, environments)
 
 
-def _dialogue(config: Config, model: Model, environments: Environments) -> Dialogue:
-    parser = config.environment.parser or "auto"
-    forks = config.environment.history == "fork"
-    return Dialogue.of(model.tokenizer, environments, parser, config.most_tokens, forks=forks)
+def _dialogue(
+    settings: EnvironmentConfig, max_tokens: int | None, model: Model, environments: Environments
+) -> Dialogue:
+    parser, forks = settings.parser or "auto", settings.history == "fork"
+    return Dialogue.of(model.tokenizer, environments, parser, max_tokens, forks=forks)
