@@ -10,7 +10,7 @@ Query, key and value projections are one matrix, and so are gate and up. Left ou
 come from (`model.py`).
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
@@ -99,6 +99,8 @@ class Transformer:
         self._version = 0
         self.group, self.divided = group, None if group.size == 1 else self._divided(group)
         self.by_rows: Transformer | None = None
+        self.shares: Sequence[Callable[[], None]] = ()
+        """What copies its share again of each working weight that a rank has whole."""
         self.served: MultiLora | None = None
         """The adapters that rollouts name, in a model that serves several (`serving`)."""
         self._kv_scales: KVScales | None = None
@@ -114,8 +116,9 @@ class Transformer:
         if masters is not None and self.masters.apart:
             self._remake(self.masters.leaves)
         if self.divided is not None:
-            own = self.divided.own
-            self.by_rows = by_rows(self, group, lambda operand, _: own(operand))
+            own, own_stack = self.divided.own, self.divided.own_stack
+            taking = (lambda operand, _: own(operand)), (lambda stack, *_: own_stack(stack))
+            self.by_rows = by_rows(self, group, *taking)
         self._send(self.masters.leaves)
         ops.raise_faults()
 
@@ -390,6 +393,8 @@ class Transformer:
     @torch.no_grad()
     def repacked(self, use: str = "learner") -> None:
         """Pack the working weights of a use again, which were overwritten."""
+        for copy_share in self.shares:
+            copy_share()
         for packed in self._working[use].packs().values():
             self.ops[use].prepare(packed.weight, packed)
         if self.divided is not None and self.by_rows is not None:
@@ -400,10 +405,13 @@ class Transformer:
     def learner_storage(self) -> list[Tensor]:
         """Return the tensors of the learner's working weights, in an order that depends on the
         model alone."""
-        working = self._working["learner"]
-        if self.by_rows is not None:
-            working = self.by_rows._working["rollout"]
-        return [tensor for _, operand, _ in working.tensors() for tensor in tensors_of(operand)]
+        tensors = [
+            tensor
+            for _, operand, _ in self._working["learner"].tensors()
+            if self.divided is None or not self.divided.has(operand)
+            for tensor in tensors_of(operand)
+        ]
+        return tensors if self.by_rows is None else tensors + self.by_rows.learner_storage()
 
     def rollout_storage(self) -> tuple[int, ...]:
         """Return what says where the rollout's working weights are, from which a captured graph

@@ -10,7 +10,7 @@ its copy (`sync.py`).
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -72,6 +72,14 @@ class Mlp:
     activation: MlpActivation
 
 
+class OfRanks(Protocol):
+    """Experts that ranks hold together (`divided/experts.py`)."""
+
+    def through(
+        self, x: Tensor, gates: Tensor, chosen: Tensor, layer: "Mixture", ops: Ops
+    ) -> Tensor: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Beside:
     """The norms of experts that run next to an MLP: behind the MLP, before and behind the experts,
@@ -90,7 +98,7 @@ class Mixture:
     if `normalize`. `shared` serves every token next to them, times the sigmoid of `shared_gate`, if
     there is one. With `scoring` experts are chosen by their scores and `balance`, in float32.
     `beside`: `shared` and the experts have their own norms. `latent`: what projects the experts'
-    rows into a latent, and what they give out of it.
+    rows into a latent, and what they give out of it. `divided`: experts are what a rank has of all.
 
     `gate_up` and `down` store the working weights of all experts; each expert's weights are views
     of them.
@@ -108,6 +116,7 @@ class Mixture:
     balance: Vector | None = None
     beside: Beside | None = None
     latent: tuple[Weight, Weight] | None = None
+    divided: OfRanks | None = None
 
     @cached_property
     def up_factors(self) -> tuple[ExpertFactors, ...]:
