@@ -6,14 +6,16 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from isobit.errors import IsobitError, RunFailed
 from isobit.tasks.rewards.pool import RewardPool
 from isobit.tasks.rewards.spec import RewardSpec
-from isobit.tasks.workers.dispatch import Dispatcher
+from isobit.tasks.workers.dispatch import Dispatcher, Worker
 from tests.rewards.conftest import HANG
 from tests.rewards.test_worker_process import children
 from tests.until import until
@@ -174,6 +176,38 @@ def test_a_column_that_is_not_there_breaks_the_batch_off(file: str) -> None:
             pool.score(["p"], ["c"], [{}])
         assert pool.score(["p"], ["c"], [{"answer": "c"}])[0].total == 1.0
     assert threads() == []
+
+
+def test_a_worker_that_dies_while_others_are_loading_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second loads only when the first, which has loaded, is dead."""
+    (tmp_path / "two.py").write_text(
+        "import os, time\nhere = os.path.dirname(__file__)\n"
+        "if 'first' in os.listdir(here):\n    while 'dead' not in os.listdir(here):\n"
+        "        time.sleep(0.01)\nelse:\n    os.mkdir(os.path.join(here, 'first'))\n"
+        "def one(completions):\n    return [1.0] * len(completions)\n"
+    )
+    take, spawn = Worker.take, Worker.spawn
+
+    def killed(worker: Worker, message: Mapping[str, Any]) -> None:
+        take(worker, message)
+        if "loaded" in message and not (tmp_path / "dead").exists():
+            assert worker._process is not None
+            os.kill(worker._process.pid, signal.SIGKILL)
+            os.waitid(os.P_PID, worker._process.pid, os.WEXITED | os.WNOWAIT)
+            (tmp_path / "dead").touch()
+
+    def after_the_first(worker: Worker) -> None:
+        spawn(worker)
+        until((tmp_path / "first").exists)
+
+    monkeypatch.setattr(Worker, "take", killed)
+    monkeypatch.setattr(Worker, "spawn", after_the_first)
+    with RewardPool([RewardSpec(f"{tmp_path}/two.py:one")], num_workers=2, chunk_size=1) as pool:
+        pool.start()
+        assert [worker.alive for worker in pool.workers] == [False, True]
+        assert [r.total for r in pool.score(["p"] * 4, ["c"] * 4, [{}] * 4)] == [1.0] * 4
 
 
 def test_a_worker_that_cannot_be_replaced_ends_the_run(file: str) -> None:

@@ -78,6 +78,7 @@ class DividedWeights:
         self._shapes: dict[int, torch.Size] = {}  # of each tensor's own rows there, if it has any
         self._open: list[str] = []
         self._expected: list[tuple[str, bool]] | None = None
+        self._moves: dict[str, list[Move]] = {}
 
     def take(self, piece: _Piece) -> _Piece:
         """Keep this rank's rows of a new layer, or of what is outside the layers, and give back the
@@ -153,7 +154,7 @@ class DividedWeights:
         """Make the rows of these masters again: their owners quantize them, and send each rank those
         that it keeps. Raises NonFiniteError on all ranks if one finds NaN or infinity."""
         shards, made = masters.shards, dict[str, list[Tensor]]()
-        names = [name for name in names if name in self._operands]
+        names = {name for name in names if name in self._operands}
 
         def quantize() -> None:
             for name in filter(shards.owned, names):
@@ -167,12 +168,12 @@ class DividedWeights:
 
         shards.ranks.run_on_all(quantize)
         self.close()
-        by_part: dict[str, list[Move]] = {}
-        for move in moves(shards, self.layout) if names else ():
-            if move.name in names:
-                by_part.setdefault(part_of(move.name), []).append(move)
-        for part, needed in by_part.items():
-            self._exchange(self._parts[part], needed, made, masters)
+        if names and not self._moves:
+            for move in moves(shards, self.layout):
+                self._moves.setdefault(part_of(move.name), []).append(move)
+        for name, part in self._parts.items():
+            if needed := [move for move in self._moves.get(name, ()) if move.name in names]:
+                self._exchange(part, needed, made, masters)
 
     def _exchange(
         self,

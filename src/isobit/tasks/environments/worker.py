@@ -21,7 +21,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from isobit.data.turns import Reply, Step, Turn
+from isobit.data.turns import Reply, Step
 from isobit.errors import IsobitError, brief
 from isobit.tasks.environments.episode import Episode, Limits, Scorer
 from isobit.tasks.environments.home import Late
@@ -62,28 +62,24 @@ class Worker:
         while line := await reader.readline():
             message = json.loads(line)
             if "load" in message:
-                self._say(await self._loaded(message["load"]))
-            elif "end" in message:
-                self._end(message["key"])
-            else:
-                self._open(message)
+                try:
+                    self._say({"loaded": await self._load(message["load"])})
+                except IsobitError as error:
+                    self._say({"error": str(error)})
+                except BaseException as error:  # raised by a user's code
+                    self._say({"error": f"environment: {last_line(error, '')}"})
+                continue
+            key = message["key"]
+            if "end" in message:
+                episode = self._episodes.pop(key, None)
+                if episode is not None and key not in self._tasks:
+                    episode.release()
+                continue
+            if "begin" in message:
+                kind, several = self._kinds[message["kind"]], message["kind"] is not None
+                self._episodes[key] = Episode(key, kind, self._limits, several)
+            self._tasks[key] = asyncio.create_task(self._answer(self._episodes[key], message))
         end_group()
-
-    def _open(self, message: Mapping[str, Any]) -> None:
-        """Start a task that answers a question about an episode."""
-        key = message["key"]
-        if "begin" in message:
-            kind, several = self._kinds[message["kind"]], message["kind"] is not None
-            self._episodes[key] = Episode(key, kind, self._limits, several)
-        self._tasks[key] = asyncio.create_task(self._answer(self._episodes[key], message))
-
-    async def _loaded(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        try:
-            return {"loaded": await self._load(request)}
-        except IsobitError as error:
-            return {"error": str(error)}
-        except BaseException as error:  # raised by a user's code
-            return {"error": f"environment: {last_line(error, '')}"}
 
     async def _load(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Load tools, servers, factories and reward functions. Return each kind's name, tools and
@@ -130,7 +126,12 @@ class Worker:
     async def _answer(self, episode: Episode, message: Mapping[str, Any]) -> None:
         key = episode.key
         try:
-            reply = await self._asked(episode, message)
+            if "begin" in message:
+                reply = await episode.begin(**message["begin"])
+            elif "turn" in message:
+                reply = await episode.turn(turn_of(message["turn"]))
+            else:
+                reply = await episode.finish(message["finish"], self._scorers)
         except Exception as error:  # an environment's value ends its episode
             text = f"environment: {last_line(error, episode.kind.file)}"
             reply = Reply(key, Step(done=True), problem=text)
@@ -146,19 +147,6 @@ class Worker:
         if key in self._episodes:
             self._parent.write(line)
         else:  # the episode was ended meanwhile
-            episode.release()
-
-    async def _asked(self, episode: Episode, message: Mapping[str, Any]) -> Reply:
-        if "begin" in message:
-            return await episode.begin(**message["begin"])
-        if "turn" in message:
-            turn: Turn = turn_of(message["turn"])
-            return await episode.turn(turn)
-        return await episode.finish(message["finish"], self._scorers)
-
-    def _end(self, key: int) -> None:
-        episode = self._episodes.pop(key, None)
-        if episode is not None and key not in self._tasks:
             episode.release()
 
 

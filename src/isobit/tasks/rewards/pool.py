@@ -294,6 +294,8 @@ class RewardBatch:
         """
         assert len(prompts) == len(completions) == len(columns)
         self._added |= set(range(first, first + len(prompts)))
+        if not self.functions:  # rows may then have different columns
+            return
         self._pool.check_columns(columns[0])
         arguments: dict[str, list[Any]] = {
             name: [row[name] for row in columns] for name in columns[0]

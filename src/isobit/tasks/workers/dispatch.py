@@ -38,10 +38,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Death:
-    """The end of a request without a reply: the worker `hung` past the deadline and was killed, or
-    it ended by itself."""
+    """The end of a request without a reply: its worker was killed, since nothing came in time, or
+    ended by itself."""
 
-    hung: bool
     text: str
 
 
@@ -122,14 +121,10 @@ class Worker(Process):
         expires = (request.expires for request in self.owed.values())
         return min(expires, default=inf) if self.ready else self._until
 
-    @property
-    def interests(self) -> dict[int, int]:
-        """The descriptors that the worker waits for, with poll's event masks."""
-        writes = {self.write_end: select.POLLOUT} if self.unsent else {}
-        return {self.read_end: select.POLLIN, **writes}
-
     def put(self, request: Request) -> None:
         """Send a request, once everything is loaded; it is to be answered within its seconds."""
+        if self.ready and not self.owed:
+            self.mark_output()
         if request.deadline_s is not None:
             request.expires = time.monotonic() + request.deadline_s + self.program.grace_s
             self.owed[request.key] = request
@@ -158,7 +153,8 @@ class Worker(Process):
             raise IsobitError(text + hint(text, program.variables, option=program.option))
         if "loaded" in message:
             self.ready, self.loaded = True, message["loaded"]
-            for request in list(self.owed.values()):
+            owed, self.owed = self.owed, {}
+            for request in owed.values():
                 self.put(request)
         elif "loading" in message:
             self.loading = str(message["loading"])
@@ -188,9 +184,10 @@ class Dispatcher(Generic[T]):
         about what takes long. Raises IsobitError."""
         for worker in self._workers:
             worker.spawn()
-        while slow := next((worker for worker in self._workers if not worker.ready), None):
+        # one that has loaded may have died again: it is started when it is next needed
+        while slow := next((w for w in self._workers if w.loaded is None), None):
             self._wait(slow.impatient)
-            if not slow.ready and time.monotonic() > slow.impatient:
+            if slow.loaded is None and time.monotonic() > slow.impatient:
                 limit = f"within {START_DEADLINE_S:g} s{slow.last_output()}"
                 waiting = f"{slow.program.label}: waiting for {slow.loading}"
                 print(f"{waiting}; it has to load {limit}", file=sys.stderr)
@@ -288,16 +285,13 @@ class Dispatcher(Generic[T]):
                     worker.take(message)
         except EOFError:
             ended = worker.bury()
-            self._died(
-                worker, Death(False, ended), f"{ended} while it was {worker.program.imported}"
-            )
+            self._died(worker, ended, f"{ended} while it was {worker.program.imported}")
         except ValueError:  # code in the worker wrote into the pipe
             worker.kill()
             wrote = "wrote what is not a reply into the pipe of"
-            death = f"its process {wrote} its replies, and was killed{worker.last_output()}"
             self._died(
                 worker,
-                Death(False, death),
+                f"its process {wrote} its replies, and was killed{worker.last_output()}",
                 f"{worker.loading} {wrote} replies while it was loaded; it may write to stdout and "
                 "its own files",
             )
@@ -317,25 +311,25 @@ class Dispatcher(Generic[T]):
 
     def _is_late(self, worker: Worker) -> None:
         worker.kill()
-        printed, deadlines = (
-            worker.last_output(),
+        deadlines, printed = (
             [r.deadline_s or 0.0 for r in worker.owed.values()],
+            worker.last_output(),
         )
         late_s = max(deadlines, default=0.0) + worker.program.grace_s
         self._died(
             worker,
-            Death(True, worker.program.late.format(late_s) + printed),
+            worker.program.late.format(late_s) + printed,
             f"{worker.loading} was not loaded within {START_DEADLINE_S:g} s{printed}",
         )
 
-    def _died(self, worker: Worker, death: Death, loading: str) -> None:
+    def _died(self, worker: Worker, text: str, loading: str) -> None:
         """Put the death of a worker among the replies, for each that it owed. Raises IsobitError,
-        with the words `loading`, if it had not loaded its code."""
+        with the text `loading`, if it had not loaded its code."""
         ready, owed = worker.ready, worker.drop()
         if not ready:
             raise IsobitError(f"{worker.program.label}: {loading}")
         for key in owed:
-            self._replies.put((key, death))
+            self._replies.put((key, Death(text)))
 
     def _pass_on(self, request: Request) -> bool:
         """Send a request to its worker, started again if it has died. Return False if it opens a
@@ -352,11 +346,9 @@ class Dispatcher(Generic[T]):
             homes = [worker for worker in self._workers if request.key in worker.open]
             if not homes:
                 if request.deadline_s is not None:
-                    self._replies.put((request.key, Death(False, "its process has ended")))
+                    self._replies.put((request.key, Death("its process has ended")))
                 return True
             worker = homes[0]
-        if not worker.owed:
-            worker.mark_output()
         worker.put(request)
         if request.deadline_s is None:
             worker.owed.pop(request.key, None)

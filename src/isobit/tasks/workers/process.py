@@ -9,6 +9,7 @@ as a whole and reaped. Left out: the messages over the pipes; a descendant that 
 import contextlib
 import fcntl
 import os
+import select
 import signal
 import subprocess
 import tempfile
@@ -78,14 +79,11 @@ class Process:
         return self._pipes[1]
 
     @property
-    def write_end(self) -> int:
-        """The descriptor on which requests go."""
-        return self._pipes[0]
-
-    @property
-    def unsent(self) -> bool:
-        """Whether some of what was sent does not fit into the pipe yet."""
-        return bool(self._unsent)
+    def interests(self) -> dict[int, int]:
+        """The descriptors that it can be read from and, where some of what was sent does not fit
+        into the pipe yet, written to, with poll's event masks."""
+        writes = {self._pipes[0]: select.POLLOUT} if self._unsent else {}
+        return {self.read_end: select.POLLIN, **writes}
 
     def send(self, request: bytes) -> None:
         """Write a request, or what the pipe takes of it; `push` writes the rest."""
@@ -98,7 +96,7 @@ class Process:
             BlockingIOError, BrokenPipeError
         ):  # a broken pipe also ends the other one
             while self._unsent:
-                self._unsent = self._unsent[os.write(self.write_end, self._unsent) :]
+                self._unsent = self._unsent[os.write(self._pipes[0], self._unsent) :]
 
     def receive(self) -> bytes:
         """Return the bytes in the pipe, after waiting for the first. Raises EOFError when the

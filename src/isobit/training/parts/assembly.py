@@ -21,6 +21,7 @@ from isobit.distributed import ALONE, Ranks
 from isobit.distributed.launch import check_alike
 from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import Engine
+from isobit.engine.group import GroupEnvironments
 from isobit.engine.prompts import Prompt
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
@@ -364,5 +365,7 @@ def recorded_dialogue(config: Config, model: Model) -> Dialogue:
 def _dialogue(
     settings: EnvironmentConfig, max_tokens: int | None, model: Model, environments: Environments
 ) -> Dialogue:
+    if (group := model.transformer.group).size > 1:
+        environments = GroupEnvironments(environments, group)
     parser, forks = settings.parser or "auto", settings.history == "fork"
     return Dialogue.of(model.tokenizer, environments, parser, max_tokens, forks=forks)

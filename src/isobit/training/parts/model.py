@@ -18,6 +18,7 @@ from isobit.model.adapters.targets import NewAdapter, beyond_use, targeted
 from isobit.model.described import Described, described
 from isobit.model.families import FAMILIES
 from isobit.model.hub.checkpoint import model_folder
+from isobit.model.hub.folders import from_hub_cache
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.model.hub.multipliers import Multipliers
 from isobit.run.directory import model_directory
@@ -27,8 +28,9 @@ from isobit.training.running.machine import date_of
 
 def model_named(path: str) -> Path:
     """Return the directory of the model that a config names: `path` itself, or the newest
-    checkpoint of a run. Raises IsobitError for a run without a checkpoint."""
-    return model_directory(Path(path))
+    checkpoint of a run, or the snapshot of a name in the Hub's cache. Raises IsobitError for a run
+    without a checkpoint."""
+    return from_hub_cache(model_directory(Path(path)))
 
 
 def text_rules(config: Config | SftConfig, now: datetime | None = None) -> TextRules:
