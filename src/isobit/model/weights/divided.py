@@ -76,6 +76,7 @@ class DividedWeights:
         self._tensors: dict[int, _Tensor] = {}  # by id of the whole
         self._operands: dict[str, list[Operand]] = {}
         self._own: dict[int, Tensor] = {}  # bytes, by the storage of the whole
+        self._shapes: dict[int, torch.Size] = {}  # of each tensor's own rows there, if it has any
         self._open: list[str] = []
         self._expected: list[tuple[str, bool]] | None = None
         self._moves: dict[str, list[Move]] = {}
@@ -118,6 +119,8 @@ class DividedWeights:
         for stored, rows in zip(of_one, own.split(sizes)):
             part.tensors.append(self._kept(stored, rows))
             self._tensors[id(stored.tensor)] = part.tensors[-1]
+            if len(part.tensors[-1].own):
+                self._shapes[key] = part.tensors[-1].own.shape
         storage = whole.untyped_storage()
         part.storages[key] = storage, storage.nbytes()
 
@@ -129,14 +132,14 @@ class DividedWeights:
 
     def own_stack(self, stack: Stacked) -> Stacked:
         """Return the rows that this rank keeps of its experts, in one storage."""
-        shapes = [tuple(t.shape for t in tensors_of(self.own(e))) for e in stack.experts]  # type: ignore[arg-type]
-        own = next((shape for shape in shapes if shape[0][0]), shapes[0])
-        data, *scale = (
-            self._own[whole.untyped_storage()._cdata].view(whole.dtype).view(-1, *shape)
-            for whole, shape in zip((stack.data, stack.scale), own)
-            if whole is not None
-        )
-        return Stacked(data, scale[0] if scale else None, stack.spec)
+        wholes = stack.data, stack.scale, stack.bias
+        data, scale, bias = (None if whole is None else self._stacked(whole) for whole in wholes)
+        assert data is not None
+        return Stacked(data, scale, stack.spec, bias=bias)
+
+    def _stacked(self, whole: Tensor) -> Tensor:
+        key = whole.untyped_storage()._cdata
+        return self._own[key].view(whole.dtype).view(-1, *self._shapes[key])
 
     def has(self, operand: Any) -> bool:
         """Return whether a working weight is one of these."""
