@@ -59,7 +59,9 @@ def load_any_run_config(directory: Path, overrides: Sequence[str] = ()) -> Confi
     values, where = read_source(directory / CONFIG, ())
     supervised = _of_sft(values)
     values, _ = read_source(in_its_order(values, began_by(directory)), overrides)
-    return parse_config(SftConfig if supervised else Config, values, where)
+    if supervised:
+        return parse_config(SftConfig, values, where)
+    return parse_config(Config, values, where)
 
 
 def is_supervised(directory: Path) -> bool:
@@ -83,6 +85,15 @@ def load_sft_config(
     changes = [f"run.dir={o[4:]}" if o.startswith("out=") else o for o in overrides]
     values, _ = read_source(in_its_order(settings, began), changes)
     return _parse_own(SftConfig, values, where, source)
+
+
+def load_train_or_sft_config(source: Source, overrides: Sequence[str] = ()) -> Config | SftConfig:
+    """Return a config as `load_config`, or as `load_sft_config` where that command knows more of
+    the source's keys."""
+    values, _ = read_source(source, ())
+    if len(_unknown(values, SftConfig)) < len(_unknown(values, Config)):
+        return load_sft_config(source, overrides)
+    return load_config(source, overrides)
 
 
 def _with_run_dir(values: Mapping[str, Any]) -> dict[str, Any]:
