@@ -57,11 +57,9 @@ def load_any_run_config(directory: Path, overrides: Sequence[str] = ()) -> Confi
     """Return the config of a run directory as `load_run_config`, of a supervised run too."""
     require_run(directory)
     values, where = read_source(directory / CONFIG, ())
-    supervised = _of_sft(values)
+    schema: type[Config | SftConfig] = SftConfig if _of_sft(values) else Config
     values, _ = read_source(in_its_order(values, began_by(directory)), overrides)
-    if supervised:
-        return parse_config(SftConfig, values, where)
-    return parse_config(Config, values, where)
+    return parse_config(schema, values, where)
 
 
 def is_supervised(directory: Path) -> bool:

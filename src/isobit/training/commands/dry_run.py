@@ -62,7 +62,7 @@ def dry_run(config: Config, say: Say) -> None:
         prompts.append(_say_without_weights(config, task, base, processes, separated))
 
     opened = open_parts(config, quiet=False, before_weights=before_weights)
-    opened.processes.close()
+    opened.close()
     separated(_opened(opened))
     separated(prompts[0])
 

@@ -18,6 +18,7 @@ from isobit.model.adapters.targets import NewAdapter, beyond_use, targeted
 from isobit.model.described import Described, described
 from isobit.model.families import FAMILIES
 from isobit.model.hub.checkpoint import model_folder
+from isobit.model.hub.folders import from_hub_cache
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.model.hub.multipliers import Multipliers
 from isobit.run.directory import model_directory
@@ -27,8 +28,9 @@ from isobit.training.running.machine import date_of
 
 def model_named(path: str) -> Path:
     """Return the directory of the model that a config names: `path` itself, or the newest
-    checkpoint of a run. Raises IsobitError for a run without a checkpoint."""
-    return model_directory(Path(path))
+    checkpoint of a run, or the snapshot of a name in the Hub's cache. Raises IsobitError for a run
+    without a checkpoint."""
+    return from_hub_cache(model_directory(Path(path)))
 
 
 def text_rules(config: Config | SftConfig, now: datetime | None = None) -> TextRules:
@@ -115,18 +117,10 @@ def load_trained(
 
 
 def model_warning(config: Config | SftConfig, model: Model | Described) -> str | None:
-    """Return a warning for an adapter with a rank above the one that its matrices can use, or for a
-    model that reads images too, of which only the language model is saved; or None."""
-    adapter, architecture = config.adapter, FAMILIES[model.config.family].architecture
-    if adapter is not None:
-        line = beyond_use(model.config, adapter.rank, adapter.targets)
-    elif model.config.wrapped:
-        line = (
-            f"{config.model.path} reads images too: its language model is trained, and saved alone, "
-            f"as {architecture}; an adapter (adapter.rank) is saved for the whole model"
-        )
-    else:
-        line = None
+    """Return a warning for an adapter with a rank above the one that its matrices can use, or
+    None."""
+    adapter = config.adapter
+    line = None if adapter is None else beyond_use(model.config, adapter.rank, adapter.targets)
     return None if line is None else f"warning: {line}"
 
 
