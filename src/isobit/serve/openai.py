@@ -1,10 +1,12 @@
 """OpenAI's routes, and some of vLLM's: completions, chat, models, tokenize, token ids in and out.
 
 A route reads its request (`protocol.py`), has its prompt encoded at the desk (`texts.py`), and has it
-answered (`answering.py`). Left out: embeddings, images, audio, files, responses, echoes of messages,
-and constrained decoding; each is refused by its key.
+answered (`answering.py`). Left out: embeddings, images, audio, files, responses, and echoes of
+messages; each is refused by its key.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from isobit.engine.types import Completion
+from isobit.engine.shaping import Grammar, Shaping
+from isobit.engine.types import Completion, Sampling
 from isobit.serve import chat, sessions
 from isobit.serve.answering import answer, at_desk, completed, in_json
 from isobit.serve.answers import Asked
@@ -23,12 +26,14 @@ from isobit.serve.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     GenerateRequest,
+    SamplingKeys,
     TextRequest,
     TokenizeRequest,
     check_length,
     sampling_of,
 )
 from isobit.serve.requests import BadRequest
+from isobit.serve.shaping import shaping_of
 from isobit.serve.texts import Encoder, check_counted
 from isobit.serve.wire import read_request
 
@@ -68,6 +73,7 @@ class OpenAI:
         arguments = keys.prompt, keys.add_special_tokens, gateway.limits.samples
         prompts = await at_desk(gateway, request, self._encoder.prompts, *arguments)
         check_length(keys, prompts, self._encoder.positions)
+        sampling = await self._shaped(request, sampling, keys)
         texts = keys.prompt if isinstance(keys.prompt, list) else [keys.prompt]
         asked = Asked(
             *(keys.model or gateway.name, gateway.tokenizer, prompts, sampling),
@@ -97,12 +103,15 @@ class OpenAI:
         conversation = self._encoder.conversation, keys, last_turn
         messages, variables, prompt = await at_desk(gateway, request, *conversation)
         check_length(keys, [prompt], positions)
+        tools = variables.get("tools", ())
+        held = partial(gateway.grammars.of_chat, keys, gateway.tools, prompt, tools)
+        sampling = await self._shaped(request, sampling, keys, held)
         asked = Asked(
             *(keys.model or gateway.name, gateway.tokenizer, [prompt], sampling),
             chat=True,
             logprobs=keys.logprobs,
             form=gateway.tools,
-            tools=variables.get("tools", ()),
+            tools=tools,
             one_call=not keys.parallel_tool_calls,
             adapter=adapter,
             keys=keys,
@@ -132,6 +141,7 @@ class OpenAI:
         arguments = self._encoder.tokens, "token_ids", keys.token_ids
         prompt = await at_desk(gateway, request, *arguments)
         check_length(inner, [prompt], self._encoder.positions)
+        sampling = await self._shaped(request, sampling, inner)
         asked = Asked(
             *(keys.model or gateway.name, gateway.tokenizer, [prompt], sampling),
             chat=True,
@@ -185,6 +195,24 @@ class OpenAI:
         tokens = await at_desk(gateway, request, encoder.tokens, "tokens", keys.tokens)
         decode = partial(encoder.tokenizer.decode, tokens, special=True)
         return await in_json(gateway, request, lambda: {"prompt": decode()})
+
+    async def _shaped(
+        self,
+        request: Request,
+        sampling: Sampling,
+        keys: SamplingKeys,
+        held: Callable[[], Grammar | None] | None = None,
+    ) -> Sampling:
+        """Return the settings of sampling with what moves and forbids tokens; `held` returns the
+        grammar of the answers, by default that of texts."""
+        gateway = self._gateway
+        size = gateway.model.config.vocab_size
+
+        def shaping() -> Shaping | None:
+            found = gateway.grammars.of_text(keys) if held is None else held()
+            return shaping_of(keys, gateway.tokenizer, size, found)
+
+        return replace(sampling, shaping=await at_desk(gateway, request, shaping))
 
     def _described(self, name: str | None) -> dict[str, Any]:
         gateway = self._gateway
