@@ -262,7 +262,7 @@ def test_a_missing_key_is_named() -> None:
     [
         ("aya_vision", "cohere2", "for images that wraps", "of llama, qwen2, "),
         ("video_llava", "llama", "for images that wraps", "whose config.json says llama"),
-        ("qwen3_vl", "qwen3_vl_text", "for images that wraps", "of llama, qwen2, "),
+        ("glm4v", "glm4v_text", "for images that wraps", "of llama, qwen2, "),
         ("qwen2_audio", "qwen2", "for sound that wraps", "whose config.json says qwen2"),
     ],
 )

@@ -16,8 +16,6 @@ from isobit.errors import IsobitError
 from isobit.model.families.rope import Rope
 from isobit.training.train import train
 from tests import warm
-from tests.model.helpers import directory
-from tests.model.test_wrapped import published
 from tests.models import tiny_model
 from tests.runs import dry_run_text, write_config
 
@@ -279,20 +277,3 @@ def test_an_evaluation_that_scores_nothing_has_no_accuracy(tmp_path: Path) -> No
     done = evaluated("one")
     assert done.returncode == 0
     assert "accuracy" in done.stdout
-
-
-@pytest.mark.slow
-def test_a_model_that_reads_images_is_saved_as_its_language_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Not so its adapter, and not a language model."""
-    published(tmp_path / "seeing", "qwen3_5")
-    directory(tmp_path / "text", "qwen3.5")
-    task = {"name": "file", "path": rows(tmp_path / "rows.jsonl", "1+2=", "3+4=", "5+6=", "7+8=")}
-    line = "reads images too: its language model is trained, and saved alone, as Qwen3_5ForCausalLM"
-    found = said(own(tmp_path, tmp_path / "seeing", task), capsys)
-    assert any(line in warning for warning in found)
-    found = said(own(tmp_path, tmp_path / "seeing", task), capsys, "adapter.rank=2")
-    assert not any("reads images" in warning for warning in found)
-    found = said(own(tmp_path, tmp_path / "text", task), capsys)
-    assert not any("reads images" in warning for warning in found)

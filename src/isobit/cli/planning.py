@@ -1,4 +1,4 @@
-"""The command line of `isobit plan`."""
+"""Commands before a run: `plan`, `play`."""
 
 from typing import Annotated
 
@@ -6,6 +6,7 @@ import typer
 
 from isobit.cli import completion
 from isobit.cli.app import Overrides, app
+from isobit.errors import printable
 
 
 @app.command()
@@ -56,3 +57,30 @@ def plan(
 
     machine = card_named(device) if memory is None else card_of(memory)
     plan_command(load_config(config, overrides or ()), gpus, machine, prompt_tokens, as_json)
+
+
+@app.command()
+def play(
+    config: Annotated[
+        str,
+        typer.Argument(help="YAML file of a training run", autocompletion=completion.config_files),
+    ],
+    overrides: Overrides = None,
+    row: Annotated[
+        int, typer.Option(help="which training row, counted from 0 in the run's order")
+    ] = 0,
+) -> None:
+    """Sample one row as a run would, and show all of it: what the model is shown, what is trained,
+    the tools' calls and the rewards. Nothing is learned or written.
+
+    \b
+    isobit play configs/quickstart.yaml
+    isobit play run.yaml --row 3 sampling.temperature=0
+    isobit play run.yaml model.path=runs/mine     a run stands for its newest checkpoint
+    """
+    from isobit.config import load_config
+    from isobit.training.commands.play import play as play_row
+
+    play_row(
+        load_config(config, overrides or ()), row, lambda text: print(printable(text), flush=True)
+    )

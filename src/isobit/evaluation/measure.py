@@ -114,7 +114,9 @@ def measure_each(
     pass, and return their questions in order; None in `adapters` is the base model alone."""
     tags, size = tags_of(examples, plan.tag), 1 + plan.num_samples
     rows = [(name, position) for name in adapters for position in range(len(examples))]
-    own_rows = rows[ranks.rank :: ranks.size]
+    together = engine.model.transformer.group
+    engines = ranks.size // together.size
+    own_rows = rows[ranks.rank // together.size :: engines]
     mine = [examples[p] for _, p in own_rows]
     indices = [p for _, p in own_rows]
     named = [name for name, _ in own_rows]
@@ -140,6 +142,8 @@ def measure_each(
             groups = [
                 [*first, *more] for first, more in zip(groups, ask("sampling", plan.sampling))
             ]
+        if not together.first:  # which speaks for those that hold a model together
+            return []
         repeated = [example for example in mine for _ in range(size)]
         completions = [completion for group in groups for completion in group]
         return _grade(repeated, completions, scorer, plan, engine.model.tokenizer)
@@ -148,7 +152,7 @@ def measure_each(
     outcomes: list[list[Graded]] = [[] for _ in rows]
     for rank, values in enumerate(ranks.all_gather_json([g.to_json() for g in graded])):
         for index, g in enumerate(values):
-            outcomes[rank + index // size * ranks.size].append(Graded(**g))
+            outcomes[rank // together.size + index // size * engines].append(Graded(**g))
     questions = [
         Question(examples[p].prompt, tags[p], answers[0], tuple(answers[1:]), examples[p].columns)
         for (_, p), answers in zip(rows, outcomes)

@@ -17,6 +17,7 @@ from isobit.model.adapters.targets import NewAdapter, new_adapter
 from isobit.model.hub import names
 from isobit.model.hub.checkpoint import model_folder, open_weights, read_json
 from isobit.model.hub.config import ModelConfig
+from isobit.model.hub.whole import Whole
 from isobit.model.text.tokenizer import DEFAULT_RULES, TextRules, Tokenizer
 
 
@@ -56,6 +57,7 @@ class Contents:
     adapter: Adapter | None
     directory: Path
     beyond: Mapping[str, Tensor]
+    whole: Whole | None
 
 
 def read_directory(
@@ -100,7 +102,8 @@ def read_directory(
         masters = names.fuse(weights.rows, config, ranks, dtype, weights.shapes)
     more = model_path / "generation_config.json"
     generation = read_json(more) if exists(more) else {}
-    return Contents(config, tokenizer, masters, generation, factors, directory, beyond)
+    whole = Whole.read(directory, weights) if config.wrapped and factors is None else None
+    return Contents(config, tokenizer, masters, generation, factors, directory, beyond, whole)
 
 
 def check_vocabulary(config: ModelConfig, tokenizer: Tokenizer, where: str = "") -> None:

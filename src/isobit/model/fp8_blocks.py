@@ -9,7 +9,7 @@ whose weight is added to 1 are in FP32, as isobit multiplies them; a reader that
 rounds them. Left out: static activation scales, and scales of a KV cache.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import IsobitError
+from isobit.model.families import FAMILIES
 from isobit.model.hub import names
 from isobit.model.model import Model
 from isobit.precision import E4M3, QTensor
@@ -26,10 +27,11 @@ from isobit.precision.quantize import BLOCK
 @dataclass(frozen=True, eq=False)
 class BlockCheckpoint:
     """Tensors by their Hugging Face names; `kept`: linear layers that stay in BF16, with the
-    reason."""
+    reason; `beside`: modules outside the language model, which stay as they are."""
 
     tensors: Mapping[str, Tensor]
     kept: Mapping[str, str]
+    beside: Sequence[str] = ()
 
     @property
     def quantization_config(self) -> dict[str, Any]:
@@ -40,7 +42,7 @@ class BlockCheckpoint:
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
-            "modules_to_not_convert": ["lm_head", *self.kept],
+            "modules_to_not_convert": ["lm_head", *self.kept, *self.beside],
         }
 
 
@@ -52,7 +54,10 @@ def block_checkpoint(model: Model) -> BlockCheckpoint:
     Raises IsobitError if the model's flow has no E4M3 weights in 128x128 blocks, or no layer has
     such a shape.
     """
-    if names.packing_of(model.config) is not None:
+    whole, shapes = model.whole, dict[str, tuple[int, ...]]()
+    if whole is not None and not FAMILIES[model.config.family].opened_alone:
+        shapes = dict(whole.shapes)  # readers of a Qwen3.5 take experts apart too
+    if names.packing_of(model.config, shapes) is not None:
         raise IsobitError(
             f"FP8 blocks are of single matrices; a {model.config.family} stores experts "
             "together; give --format bf16"
@@ -89,7 +94,13 @@ def block_checkpoint(model: Model) -> BlockCheckpoint:
         raise IsobitError(
             f"no layer can be stored in FP8 blocks: {next(iter(recipe.values()))}; give --format bf16"
         )
-    return BlockCheckpoint(tensors, recipe)
+    if whole is None:
+        return BlockCheckpoint(tensors, recipe)
+    inside = (
+        "model.language_model."  # readers skip modules by the names that they have in the class
+    )
+    recipe = {inside + name.removeprefix("model."): reason for name, reason in recipe.items()}
+    return BlockCheckpoint(tensors, recipe, whole.modules())
 
 
 def _blocks(weight: QTensor, parts: list[tuple[str, int]]) -> dict[str, Tensor]:

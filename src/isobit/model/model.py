@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isobit.distributed import ALONE, Ranks
+from isobit.distributed import ALONE, Ranks, Shards
 from isobit.distributed.files import Part
 from isobit.errors import IsobitError
 from isobit.kernels import Layout, Ops, get_ops
@@ -42,9 +42,10 @@ from isobit.model.hub.checkpoint import (
 from isobit.model.hub.config import ModelConfig
 from isobit.model.hub.linear_attention import initial
 from isobit.model.hub.shapes import parameter_shapes
+from isobit.model.hub.whole import Whole
 from isobit.model.text.tokenizer import DEFAULT_RULES, TextRules, Tokenizer
 from isobit.model.transformer import USES, Transformer
-from isobit.model.weights.masters import MASTERS, own_rows
+from isobit.model.weights.masters import MASTERS, kept_rows
 from isobit.precision import Precision, precision_from
 
 
@@ -63,6 +64,7 @@ class Model:
         self.tokenizer = tokenizer
         self.generation: dict[str, object] = {}  # generation_config.json, kept for `save`
         self.beyond: Mapping[str, Tensor] = {}  # rows of unused token ids, kept for `save`
+        self.whole: Whole | None = None  # the model around it, kept for `save`
         self.directory: Path | None = (
             None  # where its weights were read; of an adapter, its model's
         )
@@ -91,6 +93,7 @@ class Model:
         masters: str = "fp32",
         rules: TextRules = DEFAULT_RULES,
         vocabulary: int | None = None,
+        divided: int = 1,
     ) -> "Model":
         """Return a Hugging Face directory of a supported family (`families/`); `precision` is a
         preset's name, a mapping, or a `Precision`. Several `ranks` share the masters, and all must
@@ -100,7 +103,8 @@ class Model:
         only masters. A PEFT folder may be the `path`; its config names the model. `masters`: fp32,
         or bf16, to which what is read is rounded. `rules`: for texts of prompts. `vocabulary`: the
         number of token ids that the model has; rows of the directory beyond them are not computed
-        with, and `save` writes them as they were.
+        with, and `save` writes them as they were. `divided`: how many consecutive ranks hold one copy
+        of the working weights together.
 
         Raises IsobitError, in one line, for whatever is wrong with the directory or the arguments.
         """
@@ -116,11 +120,18 @@ class Model:
 
             flow, ops, tensors = ranks.run_on_all(read)
             transformer = Transformer(
-                tensors.config, flow, ops, tensors.masters, ranks, tensors.adapter, dtype
+                tensors.config,
+                flow,
+                ops,
+                tensors.masters,
+                ranks,
+                tensors.adapter,
+                dtype,
+                ranks.group(divided),
             )
         model = Model(transformer, tensors.tokenizer)
         model.generation, model.directory = tensors.generation, tensors.directory
-        model.beyond = tensors.beyond
+        model.beyond, model.whole = tensors.beyond, tensors.whole
         return model
 
     @staticmethod
@@ -137,23 +148,8 @@ class Model:
         """Random weights: normal with deviation 0.02, projections back into the residual stream
         smaller by sqrt(2 · layers) (GPT-2), norms multiply by 1, biases 0; of linear attention as
         in `initial`. The same seed gives the same weights. `masters` as in `load`."""
-        generator = torch.Generator().manual_seed(seed)
-        tensors: dict[str, Tensor] = {}
-        for name, shape in parameter_shapes(config).items():
-            if (drawn := initial(name, shape, generator)) is not None:
-                tensors[name] = drawn
-                continue
-            if len(shape) == 1:
-                is_one = name.endswith(("norm", "layer_scalar", "expert_scale"))
-                tensors[name] = torch.full(shape, 1.0 - config.offset_of(name) if is_one else 0.0)
-                continue
-            deviation = (
-                0.02 / math.sqrt(2 * config.num_layers) if name.endswith((".o", ".down")) else 0.02
-            )
-            tensors[name] = torch.randn(shape, generator=generator) * deviation
-        flow = precision_from(precision)
-        ops = get_ops(backend, consistency)
-        rows = own_rows(tensors, ranks)
+        flow, ops = precision_from(precision), get_ops(backend, consistency)
+        rows = dict(kept_rows(_drawn(config, seed), Shards.of(parameter_shapes(config), ranks)))
         return Model(
             Transformer(config, flow, ops, rows, ranks, dtype=_dtype_of(masters)), tokenizer
         )
@@ -172,7 +168,7 @@ class Model:
             self.config, precision_from(precision), self.ops, masters, self.ranks, dtype=dtype
         )
         model = Model(transformer, self.tokenizer)
-        model.generation, model.beyond = self.generation, self.beyond
+        model.generation, model.beyond, model.whole = self.generation, self.beyond, self.whole
         return model
 
     def without_adapter(self) -> "Model":
@@ -332,7 +328,8 @@ class Model:
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
         """Write config, weights (the masters, as `dtype`) and tokenizer; `transformers` loads the
-        directory as it is. Of a model with an adapter the adapter alone, in FP32, as a PEFT folder.
+        directory as it is. A model that reads images too is written whole, what is outside its
+        language model as it was. Of a model with an adapter the adapter alone, in FP32, as a PEFT folder.
 
         Weights above `shard_bytes` are written in several files. Raises IsobitError if `directory`
         is a file or `dtype` is not a floating-point dtype.
@@ -348,7 +345,8 @@ class Model:
             self.ranks.on_first(lambda: self._write_rest(Path(directory)))
             write_peft(Path(directory), adapter, self.named_parameters(), self.ranks)
             return
-        tensors = names.split(self.named_parameters(), self.config, dtype, self.ranks)
+        shapes = {} if self.whole is None else self.whole.shapes
+        tensors = names.split(self.named_parameters(), self.config, dtype, self.ranks, shapes)
         tensors = names.with_rows(tensors, self.beyond)
         self.write(Path(directory), tensors, {"dtype": _name(dtype)}, shard_bytes)
 
@@ -362,14 +360,20 @@ class Model:
         """Write a directory with these tensors and these keys in config.json, added to the
         architecture's. All ranks call this; the first one writes what is not weights."""
         self.ranks.on_first(lambda: self._write_rest(directory, keys))
+        if self.whole is not None:
+            tensors = self.whole.tensors(tensors, self.ranks)
         write_weights(directory, tensors, shard_bytes, self.ranks)
 
     def _write_rest(self, directory: Path, keys: Mapping[str, Any] | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         if keys is not None:
             ids = self.config.vocab_size + max(map(len, self.beyond.values()), default=0)
-            config = replace(self.config, vocab_size=ids)
-            write_json(directory / "config.json", {**config.to_hf(), **keys})
+            values = {**replace(self.config, vocab_size=ids).to_hf(), **keys}
+            if self.whole is not None:
+                values = self.whole.config(keys)
+                for name, text in self.whole.texts.items():
+                    (directory / name).write_text(text, encoding="utf-8")
+            write_json(directory / "config.json", values)
         eos = list(self.tokenizer.eos_ids)
         generation = {
             "bos_token_id": self.config.bos_id,
@@ -415,6 +419,21 @@ class Model:
             adapters = served.assignment(np.full(len(tokens), served.number(adapter)))
         layout = Layout.packed([len(row) for row in rows])
         return self.transformer.hidden(tokens, layout, use=use, adapters=adapters)
+
+
+def _drawn(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield each master of random weights, by name: one at a time, so that a rank never holds the
+    whole model."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, shape in parameter_shapes(config).items():
+        if (drawn := initial(name, shape, generator)) is not None:
+            yield name, drawn
+        elif len(shape) == 1:
+            is_one = name.endswith(("norm", "layer_scalar", "expert_scale"))
+            yield name, torch.full(shape, 1.0 - config.offset_of(name) if is_one else 0.0)
+        else:
+            layers = 2 * config.num_layers if name.endswith((".o", ".down")) else 1
+            yield name, torch.randn(shape, generator=generator).mul_(0.02 / math.sqrt(layers))
 
 
 def _dtype_of(masters: str) -> torch.dtype:

@@ -44,9 +44,10 @@ UNREAD = {
     "deepseek_v2": ("its experts are chosen by a softmax in groups", "deepseek_v3"),
     "deepseek_v32": ("its attention is sparse, by an indexer", "deepseek_v3"),
     "minimax": ("most of its layers have linear attention", "minimax_m2"),
-    "qwen2_vl_text": ("its positions are those of pictures too", "qwen2"),
-    "qwen2_5_vl_text": ("its positions are those of pictures too", "qwen2"),
-    "qwen3_vl_text": ("its positions are those of pictures too", "qwen3"),
+    "qwen2_vl_text": ("it is read inside a qwen2_vl", "qwen2"),
+    "qwen2_5_vl_text": ("it is read inside a qwen2_5_vl", "qwen2"),
+    "qwen3_vl_text": ("it is read inside a qwen3_vl", "qwen3"),
+    "qwen3_vl_moe_text": ("it is read inside a qwen3_vl_moe", "qwen3_moe"),
 }
 """Families that are not read: why, and the nearest that is."""
 

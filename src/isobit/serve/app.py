@@ -164,7 +164,8 @@ class Background:
     def stop(self) -> None:
         """End the server; requests that the device has not answered are cut off."""
         self._server.should_exit = True
-        self._thread.join(_SECONDS_TO_START)
+        if self._thread.ident is not None:
+            self._thread.join(_SECONDS_TO_START)
         self._socket.close()
 
     def _run(self) -> None:

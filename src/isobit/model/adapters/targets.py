@@ -63,14 +63,14 @@ def held_together(config: ModelConfig) -> Packing | None:
     mixtures = FAMILIES[config.family].mixtures
     if mixtures is None or config.experts is None:
         return None
-    beside = is_renamed(config) and config.experts.dense_layers
-    return mixtures.adapters or ("rows" if beside else None)
+    together = mixtures.renamed and (config.wrapped or config.experts.dense_layers)
+    return mixtures.adapters or ("rows" if together else None)
 
 
 def is_renamed(config: ModelConfig) -> bool:
     """Return whether PEFT takes the MLPs outside the experts for the experts', by their names."""
     mixtures = FAMILIES[config.family].mixtures
-    return mixtures is not None and mixtures.renamed
+    return mixtures is not None and mixtures.renamed and not config.wrapped
 
 
 def targeted(config: ModelConfig, targets: Sequence[str]) -> tuple[Projection, ...]:

@@ -8,7 +8,8 @@ out.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from isobit.kernels import Activation
 from isobit.model.families.rope import KINDS, Rope
@@ -22,9 +23,9 @@ its up projection alone."""
 
 AFTER_THE_LAST = "after the last"
 
-Packing = Literal["columns", "rows"]
-"""columns: of each expert the transposed matrix, gates and ups in turn; rows: the matrix, gates
-before ups."""
+Packing = Literal["columns", "halves", "rows"]
+"""columns: of each expert the transposed matrix, gates and ups in turn; halves: the transposed
+matrix, gates before ups; rows: the matrix, gates before ups."""
 
 Modules = dict[str, tuple[str, ...]]
 """Of each master in a layer, the Hugging Face modules whose tensors are its rows; `{}` is an
@@ -96,6 +97,14 @@ class Mixtures:
     switch: str | None = None
 
 
+class Inner(NamedTuple):
+    """A language model inside another model, of a `model_type` of its own there: what stands for
+    keys that its part of config.json leaves out, and values that it has whatever that part says."""
+
+    defaults: Mapping[str, Any]
+    fixed: Mapping[str, Any] = MappingProxyType({})
+
+
 @dataclass(frozen=True)
 class Family:
     """One `model_type`: the class of its checkpoints, what its layers have, and what stands for a
@@ -133,7 +142,8 @@ class Family:
     `rope_more`: their parameters that no other family has, all needed. `wrappers`: the model_types
     of models that wrap such a one, and whose language model is read; `opened_alone`: transformers
     has a class for the language model alone of such a model's checkpoint too; `sizes`: what stands for sizes
-    that config.json leaves out in these. `norms_values`: values are normed, each head by itself,
+    that config.json leaves out in these; `inside`: the model_types that such a language model may have
+    there but its own. `norms_values`: values are normed, each head by itself,
     without a weight. `score_scale`: what scores are multiplied by, whatever head_dim is.
     `layer_scalars`: a layer's sum is multiplied by its own number, which is not trained.
     `capped_logits`: config.json may have a cap of logits. `global_head_dim`: layers without a
@@ -185,6 +195,7 @@ class Family:
     wrappers: tuple[str, ...] = ()
     opened_alone: bool = False
     sizes: Mapping[str, int] = field(default_factory=dict)
+    inside: Mapping[str, Inner] = field(default_factory=dict)
     whole_heads: bool = (
         False  # hidden_size must be a multiple of the heads, also where head_dim is given
     )

@@ -4,9 +4,8 @@ of a layer an MLP is added that serves every token, times a gate.
 
 Published checkpoints read images too. Their text is taken: config.json's text_config, and the
 tensors of the language model; the vision tower and the layers that predict further tokens (MTP) are
-left out, and `save` writes a Qwen3_5ForCausalLM, or a Qwen3_5MoeForCausalLM. Qwen3-Next has no
-pictures; the projections of its linear attention are two tensors, whose rows go from one head of
-keys to the next.
+written back as they were. Qwen3-Next has no pictures; the projections of its linear attention are
+two tensors, whose rows go from one head of keys to the next.
 """
 
 from dataclasses import replace

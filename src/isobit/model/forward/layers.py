@@ -29,6 +29,7 @@ from isobit.model.forward.storage import new_store
 from isobit.model.hub.config import ModelConfig
 from isobit.model.hub.layer_heads import LayerHeads
 from isobit.model.hub.mamba import Mamba
+from isobit.model.weights.divided import DividedWeights, opened, reopened
 from isobit.model.weights.layout import (
     Attention,
     Delta,
@@ -58,7 +59,8 @@ class Pass:
     other layers read; both come up in the forward. `tape` follows the routers of a mixture of
     experts, `watch` the operators. With `recompute` the backward computes each layer's activations
     again, or those of its MLP, and the forward keeps none (`recompute.py`). While `calibrating`,
-    queries with calibrated scales stay in the compute format.
+    queries with calibrated scales stay in the compute format. Weights that ranks keep `divided` are
+    opened before they are used.
     """
 
     config: ModelConfig
@@ -72,6 +74,7 @@ class Pass:
     watch: Watch | None = None
     recompute: Recompute = False
     calibrating: bool = False
+    divided: DividedWeights | None = None
     embedded: Mapping[int, Tensor] = field(default_factory=dict)
     keys: dict[int, Keys] = field(default_factory=dict)
 
@@ -112,13 +115,15 @@ class Pass:
 def forward(tokens: Tensor, working: Working, ctx: Pass) -> Tensor:
     """Hidden states [T, hidden] after the final norm, for tokens [T] int64 on the operators'
     device."""
-    ops, outside = ctx.ops_of(None), working.outside
+    ops, outside, divided = ctx.ops_of(None), working.outside, ctx.divided
+    opened(divided, outside.embed.name)
     x, residual = autograd.embedding(tokens, outside.embed, ctx.config.embedding_scale, ops), None
     if outside.layers is not None:
         ctx = replace(ctx, embedded=layer_embeddings(tokens, x, outside.layers, ctx.config, ops))
     compute = _recomputed_layer if ctx.recompute is True else _layer
     for index, layer in enumerate(working.layers):
-        x, residual = compute(x, residual, index, layer, ctx)
+        opened(divided, part := f"layers.{index}")
+        x, residual = reopened(divided, part, *compute(x, residual, index, layer, ctx))
     normed = autograd.rms_norm(x, residual, outside.final_norm, ctx.config.rms_eps, ops)[0]
     multipliers = ctx.config.multipliers
     return normed if multipliers is None else normed * (1 / multipliers.logits)

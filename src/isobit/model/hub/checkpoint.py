@@ -6,8 +6,9 @@ pickled weights, other quantized checkpoints, and making a write atomic (`isobit
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from isobit.distributed import ALONE, Ranks
 from isobit.distributed.files import FileTensor, Part, file_tensors, write_file
 from isobit.errors import IsobitError, brief, download_hint
 from isobit.model.hub import mxfp4_blocks as mxfp4
-from isobit.model.hub.folders import instead, other_format
+from isobit.model.hub.folders import from_hub_cache, instead, other_format
 from isobit.precision import E4M3
 from isobit.precision.quantize import BLOCK, expand_scale
 
@@ -37,6 +38,8 @@ _LANGUAGE_MODEL = {
 }
 """What the names of a language model's tensors begin with inside another model, by transformers 5,
 and by 4 before 4.52; and without it."""
+_TOWER = "visual."
+"""What names of a tower begin with in files whose language model's are those that it has alone."""
 _EARLIER = "backbone."  # what NVIDIA's files have for model.
 _SCALES = "_scale_inv"
 _EXPECTED = {"adapter": "a PEFT folder, such as a checkpoint of a run that trained an adapter"}
@@ -44,12 +47,13 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def model_folder(path: str | Path, what: str = "model") -> Path:
-    """Return the Hugging Face directory at a path. Raises IsobitError where there is none."""
+    """Return the Hugging Face directory at a path, or of a name that the Hub's cache has. Raises
+    IsobitError where there is none."""
     if not isinstance(path, (str, Path)):
         raise IsobitError(
             f"{what}: expected the path of a Hugging Face model directory, got {path!r:.80}"
         )
-    folder = Path(path)
+    folder = from_hub_cache(Path(path))
     if not exists(folder):
         hint = (
             download_hint(path)
@@ -97,15 +101,18 @@ class Weights:
     """The tensors of a directory whose files are open: their `shapes`, and their rows as float32,
     of which no more is read than is asked for. Scales of FP8 blocks belong to their tensors, and
     blocks and scales of MXFP4 are one. Of a model that reads images too these are its language
-    model's, by the names that they have without it."""
+    model's, by the names that they have without it; `in_files`: those that they have in it, of
+    any other model none; `outside`: the tensors beside them."""
 
     def __init__(self, directory: Path, tensors: Mapping[str, tuple[Path, FileTensor]]) -> None:
-        tensors = _of_language_model(
-            {
-                name.replace(_EARLIER, "model.", 1) if name.startswith(_EARLIER) else name: tensor
-                for name, tensor in tensors.items()
-            }
-        )
+        tensors = {
+            name.replace(_EARLIER, "model.", 1) if name.startswith(_EARLIER) else name: tensor
+            for name, tensor in tensors.items()
+        }
+        self.in_files = _language_model(tensors)
+        inside = {*self.in_files.values()}
+        self._outside = {name: t for name, t in tensors.items() if inside and name not in inside}
+        tensors = {new: tensors[old] for new, old in self.in_files.items()} or tensors
         self._directory, self._tensors = directory, tensors
         scales = [
             key for key in tensors if key.endswith(_SCALES) and key.removesuffix(_SCALES) in tensors
@@ -145,6 +152,23 @@ class Weights:
         """Return tensors by other names."""
         return Weights(self._directory, {new: self._tensors[old] for old, new in names.items()})
 
+    def outside(self) -> dict[str, Part]:
+        """Return the tensors outside the language model, each to be read when it is written, as it
+        is in its file; FP8 blocks as float32. Raises IsobitError for numbers that PyTorch has
+        not."""
+        others = Weights(self._directory, self._outside)
+        parts: dict[str, Part] = {}
+        for name, shape in others.shapes.items():
+            path, tensor = others._tensors[name]
+            if isinstance(tensor.dtype, str):
+                raise IsobitError(
+                    f"{path}: tensor {brief(name)} has dtype {tensor.dtype}, which cannot be saved"
+                )
+            blocks = f"{name}{_SCALES}" in others._tensors
+            read = partial(others.rows, name) if blocks else partial(_whole, path, tensor)
+            parts[name] = Part(torch.float32 if blocks else tensor.dtype, shape, read)
+        return parts
+
     def rows(self, name: str, lo: int = 0, hi: int | None = None) -> Tensor:
         """Read rows `lo` to `hi` of a tensor, by default all, float32. Raises IsobitError if a
         number is not finite. Where scales are powers of two, the values of FP8 blocks are exact."""
@@ -174,20 +198,27 @@ class Weights:
         return _finite(values, path, name)
 
 
-def _of_language_model(
-    tensors: Mapping[str, tuple[Path, FileTensor]],
-) -> Mapping[str, tuple[Path, FileTensor]]:
-    """Return the tensors without those outside the language model, and without the layers that
-    predict further tokens, where files hold a language model inside another model."""
-    inside = [prefix for prefix in _LANGUAGE_MODEL if "language_model" in prefix]
-    if not any(name.startswith(tuple(inside)) for name in tensors):
-        return tensors
+def _language_model(tensors: Iterable[str]) -> dict[str, str]:
+    """Return the names of a language model's tensors, each with that which it has in files that
+    hold it inside another model, without the layers that predict further tokens; none where files
+    hold it alone."""
+    prefixes, names = _LANGUAGE_MODEL, list(tensors)
+    inside = tuple(prefix for prefix in prefixes if "language_model" in prefix)
+    if not any(name.startswith(inside) for name in names):
+        if not any(name.startswith(_TOWER) for name in names):
+            return {}
+        prefixes = {prefix: prefix for prefix in prefixes.values()}
     return {
-        renamed + name.removeprefix(prefix): tensor
-        for name, tensor in tensors.items()
-        for prefix, renamed in _LANGUAGE_MODEL.items()
+        renamed + name.removeprefix(prefix): name
+        for name in names
+        for prefix, renamed in prefixes.items()
         if name.startswith(prefix)
     }
+
+
+def _whole(path: Path, tensor: FileTensor) -> Tensor:
+    with _reading(path):
+        return tensor[...]
 
 
 def _finite(values: Tensor, path: Path, name: str) -> Tensor:

@@ -8,6 +8,7 @@ also where files hold all of a layer together (`packed_experts.py`).
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -51,11 +52,11 @@ def fuse(
     config: ModelConfig,
     ranks: Ranks = ALONE,
     dtype: torch.dtype = torch.float32,
-    shapes: Iterable[str] = (),
+    shapes: Shapes = MappingProxyType({}),
 ) -> dict[str, Tensor]:
     """Return the rows that a rank keeps of the masters, by name, from those of Hugging Face tensors
-    that `check_shapes` takes, rounded to `dtype`. No other rows are read. `shapes`: the tensors'
-    names, which say whether a layer's experts are together."""
+    that `check_shapes` takes, rounded to `dtype`. No other rows are read. `shapes`: the tensors',
+    which say whether a layer's experts are together."""
     shards, read = Shards.of(parameter_shapes(config), ranks), _reader(read, config, shapes)
 
     def own(master: str, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> Tensor:
@@ -74,12 +75,13 @@ def split(
     config: ModelConfig,
     dtype: torch.dtype = torch.float32,
     ranks: Ranks = ALONE,
+    like: Shapes = MappingProxyType({}),
 ) -> dict[str, Part]:
     """Return Hugging Face tensors, of which each rank writes the rows that it keeps of the masters;
-    the inverse of `fuse`."""
+    the inverse of `fuse`. `like`: tensors whose form experts take, if they are together there."""
     shards = Shards.of(parameter_shapes(config), ranks)
     pieces: dict[str, Part] = {}
-    packing = packing_of(config)
+    packing = packing_of(config, like)
     for master, tensors in parts(config):
         if packing is not None and ".experts." in master:
             continue
@@ -165,18 +167,22 @@ def whole_masters(
     return whole
 
 
-def packing_of(config: ModelConfig, shapes: Iterable[str] = ()) -> Packing | None:
+def packing_of(config: ModelConfig, shapes: Shapes = MappingProxyType({})) -> Packing | None:
     """Return how files hold a layer's experts together, or None where they do not: as the family's
-    files are written, or as the names of these tensors say."""
+    files are written, or as the names and shapes of these tensors say."""
     mixtures = FAMILIES[config.family].mixtures
     if config.experts is None or mixtures is None:
         return None
     if mixtures.together is not None:
         return mixtures.together
-    return "rows" if any(name.endswith(".experts.gate_up_proj") for name in shapes) else None
+    together = [shape for name, shape in shapes.items() if name.endswith(".experts.gate_up_proj")]
+    if not together:
+        return None
+    halves = config.hidden_size, 2 * config.experts.intermediate_size
+    return "rows" if halves[0] == halves[1] or together[0][1:] != halves else "halves"
 
 
-def _reader(read: Read, config: ModelConfig, shapes: Iterable[str]) -> Read:
+def _reader(read: Read, config: ModelConfig, shapes: Shapes) -> Read:
     packing = packing_of(config, shapes)
     return read if packing is None else apart(read, packing)
 
@@ -189,7 +195,7 @@ class Fused(Mapping[str, Tensor]):
         read: Read,
         config: ModelConfig,
         device: torch.device,
-        shapes: Iterable[str] = (),
+        shapes: Shapes = MappingProxyType({}),
     ) -> None:
         self._read, self._device = _reader(read, config, shapes), device
         self._parts = dict(parts(config))

@@ -3,7 +3,8 @@
 Of gpt-oss (`columns`) a file has `experts.gate_up_proj` [E, C, 2 I], of each expert the transposed
 matrix whose columns are a gate and its up in turn, `experts.down_proj` [E, I, C], transposed too,
 and biases `..._proj_bias` [E, 2 I] and [E, C]. Of a Qwen3.5 that was published (`rows`) it has `experts.gate_up_proj`
-[E, 2 I, C], gates before ups, and `experts.down_proj` [E, C, I], as of a Gemma 4. Here expert 3 has
+[E, 2 I, C], gates before ups, and `experts.down_proj` [E, C, I], as of a Gemma 4; of a Qwen3-VL-MoE
+(`halves`) the same transposed, [E, C, 2 I] and [E, I, C]. Here expert 3 has
 `experts.3.gate_proj.weight` [I, C], `experts.3.up_proj.weight`, `experts.3.down_proj.weight` [C,
 I], and biases.
 """
@@ -55,7 +56,7 @@ def in_files(shapes: Mapping[str, tuple[int, ...]], packing: Packing) -> dict[st
             count = max(shapes_in_files.get(at.name, (0,))[0], at.expert + 1)
             rows, inner = (shape[0] * at.parts,), shape[1:]
             shapes_in_files[at.name] = (
-                (count, *inner, *rows) if packing == "columns" else (count, *rows, *inner)
+                (count, *rows, *inner) if packing == "rows" else (count, *inner, *rows)
             )
     return shapes_in_files
 
@@ -94,4 +95,6 @@ def _own(expert: Tensor, at: Place, packing: Packing) -> Tensor:
     """Return the view of an expert's own tensor in what files have of the expert."""
     if packing == "columns":
         return expert[..., at.part :: at.parts].t()
+    if packing == "halves":
+        return expert.chunk(at.parts, -1)[at.part].t()
     return expert.chunk(at.parts)[at.part]

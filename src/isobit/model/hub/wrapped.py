@@ -6,10 +6,14 @@ from typing import Any
 
 from isobit.errors import IsobitError, listed
 from isobit.model.families import FAMILIES
-from isobit.model.families.family import Family
+from isobit.model.families.family import Family, Inner
 from isobit.options.families import nearest
 
-_INNER = ("text_config", "llm_config", "language_config", "thinker_config")
+INNER = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Keys of the language model's part of a config.json."""
+_FLAT = ("qwen2_vl", "qwen2_5_vl")
+"""Models whose published config.json has the language model's keys among its own."""
+_TIED_BY_EITHER = (*_FLAT, "llava", "llava_onevision")
 _OUTSIDE = ("tie_word_embeddings", "quantization_config") + tuple(
     f"{token}_token_id" for token in ("bos", "eos", "pad")
 )
@@ -23,23 +27,57 @@ def text_of(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     is read; values outside the language model's part count where that part does not have them.
     Raises IsobitError for another model around a language model."""
     name = values.get("model_type")
-    text = next((values[key] for key in _INNER if isinstance(values.get(key), dict)), None)
+    text = next((values[key] for key in INNER if isinstance(values.get(key), dict)), None)
+    if text is None and name in _FLAT:
+        text = {**values, "model_type": f"{name}_text"}
     if text is None or (isinstance(name, str) and name in FAMILIES):
         return values
     inner = text.get("model_type")
-    family = FAMILIES.get(inner) if isinstance(inner, str) else None
+    known, own = _kind_of(inner)
+    family = FAMILIES.get(known)
     if family is not None and name in family.wrappers:
         outside = {key: values[key] for key in _OUTSIDE if key in values}
-        return {**family.sizes, **outside, **text}
+        text = {**family.sizes, **own.defaults, **outside, **text, **own.fixed, "model_type": known}
+        return _with_one_axis(text) | _tied(values, text, str(name))
     seen = dict.fromkeys(word for key, word in _SENSES.items() if isinstance(values.get(key), dict))
     kind = f"a model for {' and '.join(seen)} that wraps" if seen else "a model around"
     model = "a language model of its own" if inner is None else f"a language model, {inner!r:.80}"
-    right = f"whose config.json says {inner}" if family is not None else f"of {', '.join(FAMILIES)}"
+    right = f"whose config.json says {known}" if family is not None else f"of {', '.join(FAMILIES)}"
     model = model if family is not None else f"{model}{nearest(inner)}"
     raise IsobitError(
         f"{where}: unsupported architecture {name or architectures(values)!r:.80}: {kind} {model}; "
         f"only models of text are read: give a checkpoint of the language model alone, {right}"
     )
+
+
+def _kind_of(inner: object) -> tuple[str, Inner]:
+    """Return the family of a language model by its model_type inside another model, "" where it is
+    not read, and what that model_type stands for there."""
+    for name, family in FAMILIES.items():
+        if isinstance(inner, str) and inner in family.inside:
+            return name, family.inside[inner]
+    return (inner if isinstance(inner, str) else ""), Inner({})
+
+
+def _with_one_axis(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with the plain rotary embedding that `mrope` is where positions have one
+    axis: where there is only text."""
+    plain = dict(text)
+    for key in ("rope_scaling", "rope_parameters"):
+        section = text.get(key)
+        if isinstance(section, dict) and section.get("rope_type", section.get("type")) == "mrope":
+            plain[key] = {**section, "rope_type": "default"}
+    return plain
+
+
+def _tied(values: Mapping[str, Any], text: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return what says whether the head is the embedding, as transformers decides: the value
+    outside the language model's part, if it is there; in some models true if either is."""
+    key = "tie_word_embeddings"
+    outer, inner = values.get(key), text.get(key)
+    if name in _TIED_BY_EITHER and inner is True:
+        outer = inner
+    return {} if outer is None else {key: outer}
 
 
 def is_wrapped(values: Mapping[str, Any], family: Family) -> bool:

@@ -15,7 +15,7 @@ from isobit.errors import IsobitError
 from isobit.kernels import Ops, get_ops
 from isobit.model.adapters.low_rank import Adapter
 from isobit.model.adapters.targets import targeted
-from isobit.model.described import Described, described
+from isobit.model.described import Described
 from isobit.precision import Precision, precision_from
 from isobit.run.directory import refuse_existing
 from isobit.tasks.builtin import Task
@@ -28,7 +28,7 @@ from isobit.training.parts.given import (
     open_given,
     unread_columns,
 )
-from isobit.training.parts.model import described_model, model_warning, text_rules
+from isobit.training.parts.model import described_model, described_policy, model_warning
 from isobit.training.parts.sampled import SampledParts
 from isobit.training.plan.advice import advice, not_loaded
 from isobit.training.plan.host import this_machine
@@ -62,7 +62,7 @@ def dry_run(config: Config, say: Say) -> None:
         prompts.append(_say_without_weights(config, task, base, processes, separated))
 
     opened = open_parts(config, quiet=False, before_weights=before_weights)
-    opened.processes.close()
+    opened.close()
     separated(_opened(opened))
     separated(prompts[0])
 
@@ -109,8 +109,7 @@ def _say_without_weights(
     """Describe to `say` everything that needs no weights, and return the text of the first prompt,
     which is to be printed last. Where the weights do not fit into the memory, the prompt is printed
     and IsobitError raised."""
-    adapter = None if config.adapter is None else config.adapter.init
-    model = described(base, adapter, text_rules(config))
+    model = described_policy(config, base)
     new_tokens, tools = config.sampling.max_new_tokens, processes.tools
     fitted = fit_prompts(task, model, config.task, new_tokens, tools, quiet=True)
     config = in_steps(config, len(fitted.task.train))

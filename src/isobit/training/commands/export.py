@@ -14,7 +14,6 @@ from isobit.config import load_any_run_config
 from isobit.errors import IsobitError
 from isobit.model import Model
 from isobit.model.adapters.peft import is_adapter
-from isobit.model.families import FAMILIES
 from isobit.model.fp8_blocks import block_checkpoint
 from isobit.model.hub.checkpoint import SHARD_BYTES, model_folder
 from isobit.model.merge import merged
@@ -84,22 +83,14 @@ def _open(
             raise IsobitError(
                 f"--merge: {source} is a whole model, with no adapter to merge; leave --merge out"
             )
-        model = Model.load(folder, precision)
-        return model, _of_wrapped(model)
+        return Model.load(folder, precision), []
     if not merge:
         raise IsobitError(
             f"{source} holds an adapter, and {folder} is its PEFT folder, for systems that take "
             "one; --merge writes the model with the adapter in its weights"
         )
     model, gap = merged(folder, precision)
-    return model, [gap.text(model.precision.name), *_of_wrapped(model)]
-
-
-def _of_wrapped(model: Model) -> list[str]:
-    """Return the lines to print about a model that reads images too; none for other models."""
-    alone = FAMILIES[model.config.family].architecture
-    line = f"its language model alone, as {alone}: what reads images is left out"
-    return [line] if model.config.wrapped else []
+    return model, [gap.text(model.precision.name)]
 
 
 def _own_precision(source: Path, form: str, merge: bool) -> str | dict[str, Any]:

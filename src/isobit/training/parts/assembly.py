@@ -21,6 +21,7 @@ from isobit.distributed import ALONE, Ranks
 from isobit.distributed.launch import check_alike
 from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import Engine
+from isobit.engine.group import GroupEnvironments
 from isobit.engine.prompts import Prompt
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
@@ -30,6 +31,7 @@ from isobit.evaluation.periodic import SEED_OFFSET, PeriodicEvaluation
 from isobit.kernels import computed_by, get_ops
 from isobit.model import Model, RewardModel, TextRules
 from isobit.model.adapters.peft import is_adapter
+from isobit.model.divided.by_rows import rollout_model
 from isobit.monitor.trackers.process import check_trackers
 from isobit.options.declare import plain
 from isobit.rl import ResolvedObjective
@@ -37,6 +39,7 @@ from isobit.rl.algorithm.functions import check_functions
 from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.tasks.builtin import Task, load_task
 from isobit.tasks.environments.pool import EnvironmentPool
+from isobit.tasks.environments.settings import EnvironmentConfig
 from isobit.training.measuring.agreement import unlike
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts.base import cached_model
@@ -142,7 +145,9 @@ def _put_together(
     fitted = fit_prompts(task, model, config.task, most, tools, quiet=not ranks.first)
     task, dialogue = fitted.task, None
     if processes.environments is not None:
-        dialogue = open_dialogue(config, model, processes.environments, fitted.longest)
+        dialogue = open_dialogue(
+            config.environment, config.most_tokens, model, processes.environments, fitted.longest
+        )
     scorer = RewardScorer(
         processes.rewards,
         () if processes.recorded else reward_models(config, model.tokenizer.now, ranks),
@@ -322,17 +327,21 @@ def sized_engine(
     within the config's bounds; `reserved`: bytes that the first update will take; `record_routes`:
     whether the routes of a mixture of experts are recorded for its learner."""
     most = config.most_tokens
+    model = rollout_model(model)
     return Engine.sized_for(model, prompts, sequences, most, config.engine, reserved, record_routes)
 
 
 def open_dialogue(
-    config: Config, model: Model, environments: EnvironmentPool, example: Example
+    settings: EnvironmentConfig,
+    max_tokens: int | None,
+    model: Model,
+    environments: EnvironmentPool,
+    example: Example,
 ) -> Dialogue:
-    """Return the dialogue of a run with `environments`, checked on the prompt of the example.
-    Raises IsobitError for a prompt that is not a chat, and for a template with which the answers of
-    tools, or without tools any message, cannot be appended; other messages are checked when they
-    come."""
-    dialogue = _dialogue(config, model, environments)
+    """Return the dialogue with `environments`, checked on the prompt of the example. Raises
+    IsobitError for a prompt that is not a chat, and for a template with which the answers of tools,
+    or without tools any message, cannot be appended; other messages are checked when they come."""
+    dialogue = _dialogue(settings, max_tokens, model, environments)
     if isinstance(example.prompt, str):
         raise IsobitError(
             f"environment: {example.place} has a text as its prompt, and turns need chats; set "
@@ -348,10 +357,15 @@ def open_dialogue(
 
 def recorded_dialogue(config: Config, model: Model) -> Dialogue:
     """Return a dialogue with environments that answer as the run recorded."""
-    return _dialogue(config, model, RecordedEnvironments(config.environment.max_turns))
+    settings = config.environment
+    environments = RecordedEnvironments(settings.max_turns)
+    return _dialogue(settings, config.most_tokens, model, environments)
 
 
-def _dialogue(config: Config, model: Model, environments: Environments) -> Dialogue:
-    parser = config.environment.parser or "auto"
-    forks = config.environment.history == "fork"
-    return Dialogue.of(model.tokenizer, environments, parser, config.most_tokens, forks=forks)
+def _dialogue(
+    settings: EnvironmentConfig, max_tokens: int | None, model: Model, environments: Environments
+) -> Dialogue:
+    if (group := model.transformer.group).size > 1:
+        environments = GroupEnvironments(environments, group)
+    parser, forks = settings.parser or "auto", settings.history == "fork"
+    return Dialogue.of(model.tokenizer, environments, parser, max_tokens, forks=forks)

@@ -90,7 +90,7 @@ def _opened(config: SftConfig, quiet: bool) -> Run[GivenParts]:
     directory = Path(config.run.dir)
     if checkpoints.all_checkpoints(directory / CHECKPOINTS):
         try:
-            return open_again(directory, (), lambda config: open_given, quiet=quiet)
+            return open_again(directory, (), lambda config, source: open_given, quiet=quiet)
         except IsobitError:
             pass  # a run of another version, or damaged: begin anew
     shutil.rmtree(directory, ignore_errors=True)

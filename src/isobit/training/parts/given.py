@@ -86,6 +86,11 @@ class GivenParts:
         yield ranks_caution(self.config.ranks)
         yield from supervised_cautions(self.config, self.train)
 
+    def close(self) -> None:
+        """End the processes of rewards. May be called again."""
+        if self.held_out is not None:
+            self.held_out.close()
+
     def learned(self, context: RunContext) -> LearnedAnswers:
         """Return what a step records of its answers."""
         return LearnedAnswers(self.config.loss)
@@ -98,7 +103,7 @@ class GivenParts:
             SampledAhead(context),
             quantization_every=self.config.run.quantization_every,
         )
-        return Source(answers, learning, () if self.held_out is None else (self.held_out,))
+        return Source(answers, learning)
 
     @property
     def result(self) -> str:

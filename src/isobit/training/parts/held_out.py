@@ -38,16 +38,14 @@ class Asked:
 
 
 class HeldOutAnswers:
-    """The held-out evaluation of a supervised run; a context manager."""
+    """The held-out evaluation of a supervised run."""
 
     def __init__(self, model: Model, learner: Learner, asked: Asked) -> None:
         self._model, self._learner, self._asked = model, learner, asked
         self._open = ExitStack()
 
-    def __enter__(self) -> "HeldOutAnswers":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End the processes of rewards. May be called again."""
         self._open.close()
 
     def evaluate(

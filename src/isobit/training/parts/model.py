@@ -18,6 +18,7 @@ from isobit.model.adapters.targets import NewAdapter, beyond_use, targeted
 from isobit.model.described import Described, described
 from isobit.model.families import FAMILIES
 from isobit.model.hub.checkpoint import model_folder
+from isobit.model.hub.folders import from_hub_cache
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.model.hub.multipliers import Multipliers
 from isobit.run.directory import model_directory
@@ -27,8 +28,9 @@ from isobit.training.running.machine import date_of
 
 def model_named(path: str) -> Path:
     """Return the directory of the model that a config names: `path` itself, or the newest
-    checkpoint of a run. Raises IsobitError for a run without a checkpoint."""
-    return model_directory(Path(path))
+    checkpoint of a run, or the snapshot of a name in the Hub's cache. Raises IsobitError for a run
+    without a checkpoint."""
+    return from_hub_cache(model_directory(Path(path)))
 
 
 def text_rules(config: Config | SftConfig, now: datetime | None = None) -> TextRules:
@@ -38,15 +40,24 @@ def text_rules(config: Config | SftConfig, now: datetime | None = None) -> TextR
     return TextRules(rule, now, model.chat_template, model.chat_template_kwargs)
 
 
+def described_policy(config: Config | SftConfig, base: Path) -> Described:
+    """Return the description of the model at `base`, with the tokenizer of the adapter that a run
+    of the config begins with, where that brings one."""
+    adapter = config.adapter
+    init = None if adapter is None or adapter.init is None else str(model_named(adapter.init))
+    return described(base, init, text_rules(config))
+
+
 def shared_vocabulary(config: Config, base: Path) -> int | None:
     """Return the number of token ids that the policy at `base` and its teacher have in common: the
     tokenizer's, where their embeddings have other numbers of rows behind these; else None, and each
     model has all its rows. Raises IsobitError for a teacher that has another tokenizer."""
     if config.reference.path is None or not config.algorithm.kl_coefficient:
         return None
-    teacher, adapter = model_named(config.reference.path), config.adapter
-    init = None if adapter is None or adapter.init is None else str(model_named(adapter.init))
-    policy, teacher_model = described(base, init), described(teacher)
+    policy, teacher_model = (
+        described_policy(config, base),
+        described(model_named(config.reference.path)),
+    )
     ours, theirs = (model.tokenizer.fast.get_vocab() for model in (policy, teacher_model))
     if theirs != ours:
         word = min(
@@ -106,18 +117,10 @@ def load_trained(
 
 
 def model_warning(config: Config | SftConfig, model: Model | Described) -> str | None:
-    """Return a warning for an adapter with a rank above the one that its matrices can use, or for a
-    model that reads images too, of which only the language model is saved; or None."""
-    adapter, architecture = config.adapter, FAMILIES[model.config.family].architecture
-    if adapter is not None:
-        line = beyond_use(model.config, adapter.rank, adapter.targets)
-    elif model.config.wrapped:
-        line = (
-            f"{config.model.path} reads images too: its language model is trained, and saved alone, "
-            f"as {architecture}; an adapter (adapter.rank) is saved for the whole model"
-        )
-    else:
-        line = None
+    """Return a warning for an adapter with a rank above the one that its matrices can use, or
+    None."""
+    adapter = config.adapter
+    line = None if adapter is None else beyond_use(model.config, adapter.rank, adapter.targets)
     return None if line is None else f"warning: {line}"
 
 
@@ -145,8 +148,7 @@ def initial_model(
 def described_model(config: SftConfig, task: Task) -> Described:
     """Return the description of the model without its weights."""
     if config.model.path is not None:
-        adapter = None if config.adapter is None else config.adapter.init
-        return described(model_named(config.model.path), adapter, text_rules(config))
+        return described_policy(config, model_named(config.model.path))
     assert config.model.init is not None
     tokenizer = _tokenizer(config, task)
     return Described(architecture_of(config.model.init, tokenizer), tokenizer)

@@ -145,9 +145,18 @@ class SampledParts:
 
     def warnings(self) -> Iterable[str | None]:
         """Yield warnings of what the config probably does not mean."""
+        if self.unlike:
+            others = ", ".join(self.unlike)
+            yield f"tokens may differ from those of {self.recorded}: it had another {others}"
         yield from endings(self.model, self.config.sampling)
         yield model_warning(self.config, self.model)
         yield from cautions(self.config, self.task, self.model)
+
+    def close(self) -> None:
+        """End the processes of the user's code, the fleet and the server. May be called again."""
+        for resource in (self.processes, self.fleet, self.serving):
+            if resource is not None:
+                resource.close()
 
     def learned(self, context: RunContext) -> LearnedRollouts:
         """Return what a step records of its rollouts."""
