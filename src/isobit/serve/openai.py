@@ -1,8 +1,8 @@
 """OpenAI's routes, and some of vLLM's: completions, chat, models, tokenize, token ids in and out.
 
 A route reads its request (`protocol.py`), has its prompt encoded at the desk (`texts.py`), and has it
-answered (`answering.py`). Left out: embeddings, images, audio, files, responses, and echoes of
-messages; each is refused by its key.
+answered (`answering.py`). Left out: embeddings, images, audio, files, and echoes
+of messages; each is refused by its key.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class OpenAI:
     """OpenAI's routes of a gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self._gateway, self._encoder = gateway, Encoder(gateway.model)
+        self.gateway, self._encoder = gateway, Encoder(gateway.model)
 
     def routes(self) -> list[Route]:
         """Return OpenAI's and vLLM's routes."""
@@ -64,7 +64,7 @@ class OpenAI:
 
     async def completions(self, request: Request) -> Response:
         """Continue a text, or token ids, or several of either."""
-        gateway = self._gateway
+        gateway = self.gateway
         keys = await read_request(request, CompletionRequest, gateway.limits)
         adapter = gateway.adapter_of(keys.model)
         top = 0 if keys.logprobs is True else int(keys.logprobs)
@@ -88,18 +88,32 @@ class OpenAI:
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a conversation with the next message."""
-        gateway = self._gateway
+        gateway = self.gateway
         keys = await read_request(request, ChatRequest, gateway.limits)
-        adapter, positions = gateway.adapter_of(keys.model), self._encoder.positions
-        sampling = sampling_of(keys, gateway.limits, positions, keys.top_logprobs)
-        if keys.top_logprobs and not keys.logprobs:
-            raise BadRequest("top_logprobs: set logprobs to true beside it", "top_logprobs")
         session, tenant = request.headers.get("x-session-id"), request.state.tenant
-        if session is not None and (sampling.n != 1 or not 0 < len(session) <= _LONGEST_SESSION):
+        if session is not None and (keys.n != 1 or not 0 < len(session) <= _LONGEST_SESSION):
             raise BadRequest(
                 f"X-Session-ID: expected n = 1, and 1 to {_LONGEST_SESSION} characters"
             )
         last_turn = None if session is None else gateway.sessions.find(tenant, session)
+        asked, turn = await self.conversation(request, keys, last_turn)
+
+        def keep(completion: Completion) -> None:
+            assert session is not None
+            gateway.sessions.keep(tenant, session, turn(completion))
+
+        return await answer(gateway, request, asked, None if session is None else keep)
+
+    async def conversation(
+        self, request: Request, keys: ChatRequest, last_turn: sessions.Turn | None
+    ) -> tuple[Asked, Callable[[Completion], sessions.Turn]]:
+        """Return the request for the next message of a conversation, which may go on from its last
+        turn, and what makes a turn of its answer."""
+        gateway = self.gateway
+        adapter, positions = gateway.adapter_of(keys.model), self._encoder.positions
+        sampling = sampling_of(keys, gateway.limits, positions, keys.top_logprobs)
+        if keys.top_logprobs and not keys.logprobs:
+            raise BadRequest("top_logprobs: set logprobs to true beside it", "top_logprobs")
         conversation = self._encoder.conversation, keys, last_turn
         messages, variables, prompt = await at_desk(gateway, request, *conversation)
         check_length(keys, [prompt], positions)
@@ -117,20 +131,18 @@ class OpenAI:
             keys=keys,
         )
 
-        def keep(completion: Completion) -> None:
-            assert session is not None
+        def turn(completion: Completion) -> sessions.Turn:
             message = chat.messages_of([asked.message(completion)[1]])[0]
-            turn = sessions.Turn(
+            return sessions.Turn(
                 *(tuple(messages), variables, tuple(prompt), tuple(completion.token_ids)),
                 *(message, len(request.state.body)),
             )
-            gateway.sessions.keep(tenant, session, turn)
 
-        return await answer(gateway, request, asked, None if session is None else keep)
+        return asked, turn
 
     async def generate(self, request: Request) -> Response:
         """Answer token ids with token ids, as vLLM's token route does."""
-        gateway = self._gateway
+        gateway = self.gateway
         keys = await read_request(request, GenerateRequest, gateway.limits)
         if keys.stream:
             raise BadRequest(
@@ -163,16 +175,16 @@ class OpenAI:
 
     async def models(self, request: Request) -> Response:
         """Answer with descriptions of the base and the adapters."""
-        names = [None, *self._gateway.device.snapshots.names]
+        names = [None, *self.gateway.device.snapshots.names]
         return JSONResponse({"object": "list", "data": [self._described(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
         """Answer with the description of the base or of an adapter."""
-        return JSONResponse(self._described(self._gateway.adapter_of(request.path_params["name"])))
+        return JSONResponse(self._described(self.gateway.adapter_of(request.path_params["name"])))
 
     async def tokenize(self, request: Request) -> Response:
         """Answer with the token ids that a request with a text or a conversation would have."""
-        gateway, encoder = self._gateway, self._encoder
+        gateway, encoder = self.gateway, self._encoder
         keys = await read_request(request, TokenizeRequest, gateway.limits)
         gateway.adapter_of(keys.model)
         if (keys.messages is None) == (keys.prompt is None):
@@ -189,7 +201,7 @@ class OpenAI:
 
     async def detokenize(self, request: Request) -> Response:
         """Answer with the text of token ids, special tokens included."""
-        gateway, encoder = self._gateway, self._encoder
+        gateway, encoder = self.gateway, self._encoder
         keys = await read_request(request, DetokenizeRequest, gateway.limits)
         gateway.adapter_of(keys.model)
         tokens = await at_desk(gateway, request, encoder.tokens, "tokens", keys.tokens)
@@ -205,7 +217,7 @@ class OpenAI:
     ) -> Sampling:
         """Return the settings of sampling with what moves and forbids tokens; `held` returns the
         grammar of the answers, by default that of texts."""
-        gateway = self._gateway
+        gateway = self.gateway
         size = gateway.model.config.vocab_size
 
         def shaping() -> Shaping | None:
@@ -215,7 +227,7 @@ class OpenAI:
         return replace(sampling, shaping=await at_desk(gateway, request, shaping))
 
     def _described(self, name: str | None) -> dict[str, Any]:
-        gateway = self._gateway
+        gateway = self.gateway
         return {
             "id": gateway.name if name is None else name,
             "object": "model",
