@@ -186,7 +186,7 @@ ALONE = Alone()
 
 
 class Neighbours(Ranks):
-    """Those of all ranks that are `among` a prepared set, on the device of what they share."""
+    """The ranks `among` all that are a prepared set; they exchange on the device of all."""
 
     def __init__(self, everyone: Ranks, among: range) -> None:
         self._everyone, self._among = everyone, among
