@@ -91,8 +91,9 @@ class Layout:
         return tuple((lo, hi) for lo, hi in self._head_rows(name, rank) if hi > lo)
 
     def divided(self, name: str) -> bool:
-        """Return whether each row of a weight is on one rank, and not on all."""
-        return self._units(name) > 0
+        """Return whether each row of a weight is on one rank, and not on all; an adapter's factors
+        are on all."""
+        return name in self.shapes and self._units(name) > 0
 
     def columns(self, name: str) -> tuple[int, ...] | None:
         """Return how many columns of a weight's operand are on each rank, or None where all are on

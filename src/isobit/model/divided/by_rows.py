@@ -26,10 +26,11 @@ from isobit.model.divided.heads import heads_by_layer, local_config
 from isobit.model.hub.config import ModelConfig
 from isobit.model.hub.shapes import parameter_shapes
 from isobit.model.weights.checksums import Checksums
+from isobit.model.weights.divided import DividedWeights
 from isobit.model.weights.layout import Mixture, Mlp, map_parts, rows_of, write
 from isobit.model.weights.masters import Masters
 from isobit.model.weights.stored import FROZEN, LowRank, Vector, Weight
-from isobit.precision import QTensor
+from isobit.precision import Precision, QTensor
 
 if TYPE_CHECKING:
     from isobit.model.model import Model
@@ -38,13 +39,13 @@ if TYPE_CHECKING:
 Kept = Callable[[Operand, tuple[Rows, ...]], Operand]
 """Returns some ranges of a weight's rows."""
 KeptStack = Callable[[Stacked, range, tuple[Rows, ...]], Stacked]
-"""Returns some ranges of rows of some experts, in one storage, without their biases."""
+"""Returns some ranges of rows of some experts, in one storage."""
 
 
 def model_by_rows(model: "Model", ranks: Ranks) -> "Model":
     """Return a model for rollouts whose weights and heads `ranks` divide among them, of one that is
     whole on each, with its bits. Raises IsobitError, one line, for what cannot be divided."""
-    return _with(model, by_rows(model.transformer, ranks, _kept, _kept_stack))
+    return _with(model, _by_rows(model.transformer, ranks, _kept, _kept_stack))
 
 
 def rollout_model(model: "Model") -> "Model":
@@ -73,13 +74,33 @@ def layout_of(config: ModelConfig, size: int) -> Layout:
     return Layout(parameter_shapes(config), heads_by_layer(config), size, experts)
 
 
-def by_rows(base: "Transformer", ranks: Ranks, kept: Kept, kept_stack: KeptStack) -> "Transformer":
+def divided_weights(
+    config: ModelConfig, precision: Precision, group: Ranks
+) -> DividedWeights | None:
+    """Return the working weights that a group is to hold together, still none; None for one rank.
+    Raises IsobitError for what cannot be divided."""
+    if group.size == 1:
+        return None
+    layout = layout_of(config, group.size)
+    layout.check(precision)
+    return DividedWeights(layout, group)
+
+
+def kept_by_rows(base: "Transformer") -> "Transformer | None":
+    """Return a transformer for rollouts over the rows that a rank keeps, if the base is divided."""
+    if (divided := base.divided) is None:
+        return None
+    own, own_stack = divided.own, divided.own_stack
+    return _by_rows(base, base.group, lambda weight, _: own(weight), lambda s, *_: own_stack(s))
+
+
+def _by_rows(base: "Transformer", ranks: Ranks, kept: Kept, kept_stack: KeptStack) -> "Transformer":
     """Return a transformer for rollouts of the rows that are `kept` of each weight."""
     config, inner = base.config, base.ops["rollout"]
     layout = layout_of(config, ranks.size)
     layout.check(base.precision)
     if base.served is not None:
-        raise IsobitError("ranks do not hold a model together that serves several adapters")
+        raise IsobitError("ranks that hold a model together do not serve several adapters")
     working = base._working["rollout"]
     table = working.outside.embed
     own = _OwnRows(layout, ranks.rank, inner, kept, kept_stack)
@@ -138,10 +159,14 @@ class _OwnRows:
             for low in piece.adapters
             for own, lo, hi in own_rows_of(low, rows)
         )
-        weight = replace(
-            piece, master=FROZEN, prepared=prepared, bias_master=None, bias=bias, adapters=factors
-        )
+        weight = replace(self.frozen(piece, prepared, bias), adapters=factors)
         return JoinedRows.of(weight, prepared) if factors and result is not None else weight
+
+    @staticmethod
+    def frozen(weight: Weight, prepared: Divided, bias: Tensor | None) -> Weight:
+        """Return a weight of these rows, which is not trained."""
+        master = None if bias is None else FROZEN
+        return replace(weight, master=FROZEN, prepared=prepared, bias_master=master, bias=bias)
 
     def copied(self, whole: Operand, rows: tuple[Rows, ...]) -> Operand:
         """Return a copy of some ranges of rows, which is a share."""
@@ -179,24 +204,11 @@ class _OwnRows:
         kept = self.kept_stack(stack, local, rows)
         prepared = tuple(self.prepared(cast(Operand, m), count, operand) for m in kept.experts)
         factors = self.factors(weights, rows, operand)
-        kept, biased = self.with_biases(replace(kept, prepared=prepared), weights, rows)
-        return kept, [
-            replace(weight, master=FROZEN, prepared=matrix, bias_master=None, adapters=own)
-            for weight, matrix, own in zip(biased, prepared, factors)
+        biases = [None] * len(weights) if kept.bias is None else kept.bias.unbind(0)
+        return replace(kept, prepared=prepared), [
+            replace(self.frozen(weight, matrix, bias), adapters=own)
+            for weight, matrix, bias, own in zip(weights, prepared, biases, factors)
         ]
-
-    def with_biases(
-        self, kept: Stacked, weights: list[Weight], rows: tuple[Rows, ...]
-    ) -> tuple[Stacked, list[Weight]]:
-        """Return the rank's experts with its rows of their biases, if they have any, which are
-        shares."""
-        own = [cast(Tensor, self.kept(w.bias, rows)) for w in weights if w.bias is not None]
-        if not own:
-            return kept, weights
-        bias = torch.stack(own)
-        self.shares.append(lambda: write(bias, torch.stack(own)))
-        biased = [replace(weight, bias=row) for weight, row in zip(weights, bias.unbind(0))]
-        return replace(kept, bias=bias), biased
 
     def factors(
         self, weights: list[Weight], rows: tuple[Rows, ...], operand: tuple[int, ...] | None
@@ -246,7 +258,11 @@ class _OwnRows:
 def _kept_stack(stack: Stacked, experts: range, ranges: tuple[Rows, ...]) -> Stacked:
     """Return a copy of some ranges of rows of some experts."""
     matrices = (cast(Operand, stack.experts[number]) for number in experts)
-    return Stacked.of((_kept(matrix, ranges) for matrix in matrices), len(experts))
+    kept = Stacked.of((_kept(matrix, ranges) for matrix in matrices), len(experts))
+    if stack.bias is None:
+        return kept
+    biases = [cast(Tensor, _kept(stack.bias[number], ranges)) for number in experts]
+    return replace(kept, bias=torch.stack(biases))
 
 
 def _kept(operand: Operand, ranges: tuple[Rows, ...]) -> Operand:

@@ -11,6 +11,7 @@ which rows are whose (`distributed/layout.py`).
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -75,6 +76,7 @@ class DividedWeights:
         self._tensors: dict[int, _Tensor] = {}  # by id of the whole
         self._operands: dict[str, list[Operand]] = {}
         self._own: dict[int, Tensor] = {}  # bytes, by the storage of the whole
+        self._shapes: dict[int, torch.Size] = {}  # of each tensor's own rows there, if it has any
         self._open: list[str] = []
         self._expected: list[tuple[str, bool]] | None = None
         self._moves: dict[str, list[Move]] = {}
@@ -118,6 +120,8 @@ class DividedWeights:
         for stored, rows in zip(of_one, local.split(sizes)):
             layer.tensors.append(self._kept(stored, rows))
             self._tensors[id(stored.tensor)] = layer.tensors[-1]
+            if len(layer.tensors[-1].local):
+                self._shapes[key] = layer.tensors[-1].local.shape
         storage = whole.untyped_storage()
         layer.storages[key] = storage, storage.nbytes()
 
@@ -129,14 +133,14 @@ class DividedWeights:
 
     def own_stack(self, stack: Stacked) -> Stacked:
         """Return the rows that this rank keeps of its experts, in one storage."""
-        shapes = [tuple(t.shape for t in tensors_of(self.own(e))) for e in stack.experts]  # type: ignore[arg-type]
-        local = next((shape for shape in shapes if shape[0][0]), shapes[0])
-        data, *scale = (
-            self._own[whole.untyped_storage()._cdata].view(whole.dtype).view(-1, *shape)
-            for whole, shape in zip((stack.data, stack.scale), local)
-            if whole is not None
-        )
-        return Stacked(data, scale[0] if scale else None, stack.spec)
+        wholes = stack.data, stack.scale, stack.bias
+        data, scale, bias = (None if whole is None else self._stacked(whole) for whole in wholes)
+        assert data is not None
+        return Stacked(data, scale, stack.spec, bias=bias)
+
+    def _stacked(self, whole: Tensor) -> Tensor:
+        key = whole.untyped_storage()._cdata
+        return self._own[key].view(whole.dtype).view(-1, *self._shapes[key])
 
     def has(self, operand: Any) -> bool:
         """Return whether a working weight is one of these."""
@@ -149,28 +153,33 @@ class DividedWeights:
 
     @torch.no_grad()
     def make(self, masters: Masters, names: Collection[str], ops: Ops) -> None:
-        """Make the rows of these masters again: their owners quantize them, and send each rank those
-        that it keeps. Raises NonFiniteError on all ranks if one finds NaN or infinity."""
-        shards, made = masters.shards, dict[str, list[Tensor]]()
-        names = {name for name in names if name in self._operands}
+        """Make the rows of these masters again, a part at a time: their owners quantize them, and
+        send each rank those that it keeps. Raises NonFiniteError on all ranks if one finds NaN or
+        infinity."""
+        shards, names = masters.shards, {name for name in names if name in self._operands}
 
-        def quantize() -> None:
-            for name in filter(shards.owned, names):
-                rows = masters.parameters[name]
-                made[name] = [
+        def quantized(part: set[str]) -> dict[str, list[Tensor]]:
+            made = {
+                name: [
                     tensor
                     for operand in self._operands[name]
-                    for tensor in tensors_of(made_like(operand, rows, ops, name))
+                    for tensor in tensors_of(
+                        made_like(operand, masters.parameters[name], ops, name)
+                    )
                 ]
+                for name in sorted(filter(shards.owned, part))
+            }
             ops.raise_faults()
+            return made
 
-        shards.ranks.run_on_all(quantize)
         self.close()
         if names and not self._moves:
             for move in moves(shards, self.layout):
                 self._moves.setdefault(part_of(move.name), []).append(move)
         for name, layer in self._parts.items():
             if needed := [move for move in self._moves.get(name, ()) if move.name in names]:
+                of_part = {move.name for move in needed}
+                made = shards.ranks.run_on_all(partial(quantized, of_part))
                 self._exchange(layer, needed, made, masters)
 
     def _exchange(

@@ -183,20 +183,22 @@ class Job:
 
 
 def job_of(
-    config: Config, machine: Machine, prompt_tokens: int | None = None, ranks: int | None = None
+    config: Config,
+    machine: Machine,
+    prompt_tokens: int | None = None,
+    ranks: int | None = None,
+    model: ModelConfig | None = None,
 ) -> Job:
     """Return the job of a config. `prompt_tokens`: by default task.max_prompt_tokens, or 512 where
-    the context has room for that many; `ranks`: by default the config's.
+    the context has room for that many; `ranks`: by default the config's; `model`: by default as
+    model.path has it.
 
     Raises IsobitError where config.json is missing or of no supported architecture, or where
     prompts fill its context.
     """
-    if config.model.path is None:
-        raise IsobitError(
-            "model.sft: its model is not trained yet and has no config.json; plan with "
-            "model.path=DIR, model.sft=null"
-        )
-    model = architecture(config.model.path)
+    if model is None:
+        assert config.model.path is not None
+        model = architecture(str(model_directory(Path(config.model.path))))
     if prompt_tokens is None:
         prompt_tokens = assumed_prompt(config, model)
     if prompt_tokens >= model.max_positions:
@@ -278,3 +280,30 @@ def architecture(path: str, tied: bool = False) -> ModelConfig:
             f"{file}: {experts:,} experts in all layers: expected at most {_MOST_EXPERTS:,}"
         )
     return config
+
+
+def supervised_job_of(
+    config: SftConfig,
+    machine: Machine,
+    model: ModelConfig,
+    prompt_tokens: int | None = None,
+    completion_tokens: int | None = None,
+) -> Job:
+    """Return the job of a supervised run whose examples are not read: a prompt and a completion
+    have these numbers of tokens, by default 512 where the context has room, or
+    task.max_prompt_tokens. Held-out prompts are answered of a task that is built in, which has a
+    reward. Raises IsobitError where both are longer than the context."""
+    context, task = model.max_positions, config.task
+    completion = completion_tokens or min(_PROMPT_TOKENS, context // 2)
+    room = min(_PROMPT_TOKENS, context - completion)
+    prompt = prompt_tokens or task.max_prompt_tokens or max(1, room)
+    if prompt + completion > context:
+        raise IsobitError(
+            f"a prompt of {prompt} tokens with a completion of {completion} is longer than the "
+            f"model's context, {context}: give --prompt-tokens and --completion-tokens that fit"
+        )
+    samples = config.evaluation.samples
+    held_out = samples if task.held_out_size is None else min(samples, task.held_out_size)
+    asked = 0 if task.path or task.files or config.compares else held_out
+    shape = Given(completion, 2 if config.of_pairs else 1, asked, min(prompt, context - 1))
+    return supervised_job(config, model, prompt, shape, machine)
