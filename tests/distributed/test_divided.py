@@ -15,7 +15,8 @@ import torch
 
 from isobit.config import load_sft_config
 from isobit.distributed import ALONE, Ranks
-from isobit.errors import NonFiniteError
+from isobit.distributed.ranks import Alone
+from isobit.errors import NonFiniteError, RankLost
 from isobit.model.forward import autograd, layers
 from isobit.model.weights.divided import DividedWeights
 from isobit.rl.learner.gradient import Differentiation
@@ -341,3 +342,25 @@ def test_a_rank_that_is_killed_ends_all_and_the_run_goes_on(tmp_path: Path, phas
     assert not any(f"rank {other} (last seen in: " in printed for other in (0, 2, 3)), printed
     run(3, partial(resumed, directory, ["divided=3"]))
     assert bits(directory) == alone
+
+
+class _Lost(Alone):
+    """A rank whose peer does not come."""
+
+    size = 2  # type: ignore[misc]
+
+    def all_gather_json(self, value: Any) -> Any:
+        raise RankLost("waited 5 s for rank 1")
+
+
+def test_an_error_for_which_others_wait_elsewhere_is_not_lost() -> None:
+    """In their group, where this rank does not come: its own error is the reason. The control: a
+    rank without one says who did not come."""
+
+    def broken() -> None:
+        raise NonFiniteError("planted")
+
+    with pytest.raises(NonFiniteError, match="planted"):
+        _Lost().run_on_all(broken)
+    with pytest.raises(RankLost, match="rank 1"):
+        _Lost().run_on_all(lambda: None)

@@ -139,8 +139,13 @@ class Ranks(ABC):
             if mine is not None:
                 raise mine
             return
-        errors = self.all_gather_json(None if mine is None else _said(mine))
-        for rank, error in enumerate(errors):
+        try:
+            reports = self.all_gather_json(None if mine is None else _said(mine))
+        except errors.RankLost:
+            if mine is None:
+                raise
+            raise mine from None  # for which the others may wait in their group
+        for rank, error in enumerate(reports):
             if error is not None:
                 raised = (
                     mine if rank == self.rank and mine is not None else _KINDS[error[0]](*error[1:])

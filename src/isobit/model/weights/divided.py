@@ -207,7 +207,8 @@ class DividedWeights:
                     sent[to] += pieces
             if target == group.rank:
                 received[source] += [t.within((lo, hi), group.rank) for t in tensors[name]]
-        sent_sizes, sizes = ([sum(map(len, p)) for p in each] for each in (sent, received))
+        sent_sizes = [sum(map(len, pieces)) for pieces in sent]
+        sizes = [sum(map(len, pieces)) for pieces in received]
         data = [piece for pieces in sent for piece in pieces]
         empty = torch.empty(0, dtype=torch.uint8, device=part.tensors[0].local.device)
         everyone, message = range(ranks.size), torch.cat([empty, *data])
