@@ -72,6 +72,14 @@ def rows_of_weight(w: Operand, lo: int, hi: int) -> Operand:
     return w[lo:hi]
 
 
+def columns_of(x: Operand, lo: int, hi: int) -> Operand:
+    """Return some columns of an operand, whose scales, if it has any, are of blocks of 128."""
+    if isinstance(x, QTensor):
+        scale = x.scale[:, lo // 128 : -(-hi // 128)].contiguous()
+        return QTensor(x.data[:, lo:hi].contiguous(), scale, x.spec)
+    return x[:, lo:hi].contiguous()
+
+
 def taken(x: Operand, start: int, stop: int) -> Operand:
     return (
         QTensor(x.data[start:stop], x.scale[start:stop], x.spec)
