@@ -78,8 +78,12 @@ class Ranks(ABC):
 
     def group(self, size: int) -> "Ranks":
         """Return this rank's neighbours, of groups of `size` consecutive ranks that meet by
-        themselves; all ranks ask for the same sizes, in the same order."""
-        assert self.size % size == 0
+        themselves; all ranks ask for the same sizes, in the same order. Raises IsobitError for a
+        size that does not divide them."""
+        if size < 1 or self.size % size:
+            raise IsobitError(
+                f"divided: {size} ranks cannot be a group of {self.size}: choose a divisor"
+            )
         if size in (1, self.size):
             return ALONE if size == 1 else self
         groups = [range(first, first + size) for first in range(0, self.size, size)]
