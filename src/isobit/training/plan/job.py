@@ -63,7 +63,7 @@ class Job:
         return replace(self, ranks=ranks)
 
     def together(self, divided: int) -> "Job":
-        """Return the job with so many ranks that hold each model together."""
+        """Return the job with each model held together by `divided` ranks."""
         return replace(self, divided=divided)
 
     def changed(self, *keys: str) -> "Job":
