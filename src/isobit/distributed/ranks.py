@@ -143,8 +143,13 @@ class Ranks(ABC):
             if mine is not None:
                 raise mine
             return
-        errors = self.all_gather_json(None if mine is None else _said(mine))
-        for rank, error in enumerate(errors):
+        try:
+            reports = self.all_gather_json(None if mine is None else _said(mine))
+        except errors.RankLost:
+            if mine is None:
+                raise
+            raise mine from None  # for which the others may wait in their group
+        for rank, error in enumerate(reports):
             if error is not None:
                 raised = (
                     mine if rank == self.rank and mine is not None else _KINDS[error[0]](*error[1:])
@@ -190,7 +195,7 @@ ALONE = Alone()
 
 
 class Neighbours(Ranks):
-    """Those of all ranks that are `among` a prepared set, on the device of what they share."""
+    """The ranks `among` all that are a prepared set; they exchange on the device of all."""
 
     def __init__(self, everyone: Ranks, among: range) -> None:
         self._everyone, self._among = everyone, among
