@@ -114,6 +114,17 @@ RUNS = {
         "optimizer.learning_rate=0.02",
         "algorithm.kl_coefficient=0.1",
     ],
+    "adapter's reference that follows": [
+        "adapter={rank: 8, alpha: 32}",
+        "optimizer.learning_rate=0.02",
+        "algorithm.kl_coefficient=0.1",
+        "reference={sync_every: 1, sync_alpha: 0.5}",
+    ],
+    "teacher's whole distribution": [
+        "algorithm={advantage: distillation, kl_coefficient: 1, kl_in_reward: true}",
+        "algorithm.loss=divergence",
+        "reference.path=TEACHER",
+    ],
     "reward model": ["rewards.models=[{path: JUDGE, weight: 0.5}]", "evaluation.every=1"],
     "reward model alone": [
         "rewards={functions: [], models: [{path: JUDGE, precision: bf16}]}",
