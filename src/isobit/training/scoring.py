@@ -79,6 +79,10 @@ class RewardScorer:
         models = tuple((model.name, model.weight) for model in self.models)
         return functions + models + self._earned
 
+    @property
+    def wants_answers(self) -> bool:
+        return self.pool.wants_answers
+
     def score(
         self,
         prompts: Sequence[Prompt],
@@ -168,7 +172,7 @@ class RolloutScoring:
         texts = [said_in(completion) for completion in completions]
         prompts = [asked_in(example.prompt, completion) for completion in completions]
         columns: list[Mapping[str, Any]] = [example.columns] * n
-        if self._scorer.pool.wants_answers and (tokenizer := self._scorer.tokenizer) is not None:
+        if self._scorer.wants_answers and (tokenizer := self._scorer.tokenizer) is not None:
             columns = with_answers(columns, completions, tokenizer)
         self._batch.add(index * n, prompts, texts, columns, ids)
 
