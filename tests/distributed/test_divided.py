@@ -15,16 +15,22 @@ import pytest
 import torch
 
 from isobit import Model
+from isobit.config import load_sft_config
+from isobit.distributed import ALONE, Ranks
 from isobit.errors import NonFiniteError
 from isobit.model.forward import autograd, layers
 from isobit.model.weights.divided import DividedWeights
 from isobit.rl.learner.gradient import Differentiation
+from isobit.training.loop import training_loop
+from isobit.training.train import open_run
 from tests.dialogues import TEMPLATE
 from tests.distributed.sessions import bits, resumed, session
 from tests.distributed.test_by_rows import SIZES
 from tests.distributed.threads import run
 from tests.models import ALPHABET, slow_where, tiny_model
 from tests.runs import write_config
+from tests.training.test_preference_run import pairs
+from tests.training.test_sft_run import written as written_answers
 from tests.training.test_turns import config_of
 
 SMALL = ["optimizer.micro_batch_tokens=32", "run.quantization_every=2", "engine.kv_pages=32"]
@@ -75,7 +81,7 @@ def trained(
 def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Bits]:
     """A config, and the bits of its run in one process."""
     folder = tmp_path_factory.mktemp("one")
-    config = written(folder, steps=3)
+    config = written(folder, steps=2)
     return config, trained(config, folder / "alone", (0, 0))
 
 
@@ -148,16 +154,20 @@ def test_runs_of_all_kinds_have_the_bits_of_one_process(
     assert trained(config, tmp_path / "run", layout, overrides) == alone
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_other_layouts(tmp_path: Path, one: tuple[Path, Bits]) -> None:
-    """Four that hold one model, then three that hold one each, then one process alone; the control
-    is another seed."""
-    config, alone = one
+    """Four that hold one model, three that hold one each, two that hold one, and one process alone;
+    the control is another seed."""
+    config, _ = one
+    alone = trained(config, tmp_path / "alone", (0, 0), ["steps=4"])
     directory = tmp_path / "elastic"
     given = [*SMALL, f"run.dir={directory}", "steps=1"]
     with held_by(4):
         run(4, lambda each: session(config, given, each))
     run(3, partial(resumed, directory, ["steps=2"]))
-    resumed(directory, ["steps=3"])
+    with held_by(2):
+        run(2, partial(resumed, directory, ["steps=3"]))
+    resumed(directory, ["steps=4"])
     assert bits(directory) == alone
     assert trained(config, tmp_path / "control", (2, 2), ["seed=1"]) != alone
 
@@ -294,3 +304,34 @@ def test_control_rows_that_were_not_sent_are_noticed(
 
     monkeypatch.setattr(DividedWeights, "make", forgetful)
     assert trained(config, tmp_path / "run", (2, 2)) != alone
+
+
+def supervised(config: Path, out: Path, ranks: int, group: int) -> Bits:
+    """As `trained`, of a run that learns from given answers."""
+
+    def one(each: Ranks = ALONE) -> None:
+        with open_run(
+            load_sft_config(config, [f"run.dir={out}"]), quiet=True, ranks=each
+        ) as opened:
+            training_loop(opened)
+            opened.finish()
+
+    if ranks == 0:
+        one()
+    else:
+        with held_by(group):
+            run(ranks, one)
+    return bits(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["dpo"])
+def test_supervised_runs_have_the_bits_of_one_process(tmp_path: Path, kind: str) -> None:
+    """With held-out answers, and those of DPO's reference."""
+    written(tmp_path)
+    given = {"steps": 2, "evaluation": {"every": 1}}
+    make = pairs if kind == "dpo" else written_answers
+    config = make(tmp_path / kind, tmp_path / "base", **given)
+    alone = supervised(config, tmp_path / "alone", 0, 0)
+    for ranks, group in ((2, 2), (4, 2)):
+        assert supervised(config, tmp_path / f"of {ranks}", ranks, group) == alone

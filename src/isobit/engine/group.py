@@ -14,7 +14,7 @@ from isobit.data.turns import Environments, Reply, Step, ToolUse, Turn
 from isobit.distributed import Ranks
 from isobit.engine.endings import OnToken
 from isobit.engine.engine import Engine
-from isobit.engine.prompts import Prompt
+from isobit.engine.prompts import Prompt, check_plain
 from isobit.engine.types import Completion, Request, Sampling
 
 _DEFAULT = Sampling()
@@ -38,6 +38,7 @@ class GroupEngine:
         sample_index: int = 0,
     ) -> Request:
         """Call `Engine.submit`, on every rank before the next step."""
+        check_plain(sampling)
         request = self._submit(prompt, sampling, prompt_id, sample_index)
         numbers = prompt_id, sample_index
         self._said.append(["submit", request.prompt_token_ids, asdict(sampling), *numbers])

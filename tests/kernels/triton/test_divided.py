@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.comparing import columns_of, cuts, operands, rows_of_weight, taken
+from benchmarks.gpu.comparing import columns_of, cuts, operands
 from isobit.kernels.backends.triton import TritonOps
 from isobit.kernels.matrices import Divided, Operand, Stacked
 from isobit.kernels.product.triton import plan as plans
 from isobit.kernels.product.triton.library import LibraryProducts
 from isobit.kernels.product.triton.plan import splits_of
+from isobit.model.weights.layout import rows_of
 from tests.models import slow_where
 
 from ..helpers import same
@@ -33,7 +34,7 @@ def _small_measure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def differing(x: Operand, w: Operand, lo: int, hi: int, whole: Tensor, **known: int) -> int:
     """Return how many float32 sums are other ones."""
-    rows = rows_of_weight(w, lo, hi)
+    rows = rows_of(w, (lo, hi))
     shard = Divided(rows, None, **known) if known else rows
     return int((OPS.product(x, shard, None, torch.float32) != whole[:, lo:hi]).sum())
 
@@ -93,9 +94,9 @@ def test_shards_of_experts_have_the_sums_of_the_whole(kind: str) -> None:
 
     whole = product(x, weights, offsets)
     for lo, hi in ((0, 128), (128, 144)):
-        rows = [rows_of_weight(w, lo, hi) for w in weights]
+        rows = [rows_of(w, (lo, hi)) for w in weights]
         assert same(product(x, rows, offsets), whole[:, lo:hi].contiguous())
-    assert same(product(taken(x, 3, 4), weights[1:], offsets[1:] - 3), whole[3:])
+    assert same(product(rows_of(x, (3, 4)), weights[1:], offsets[1:] - 3), whole[3:])
     halves = [
         product(columns_of(x, *cut), [columns_of(w, *cut) for w in weights], offsets)
         for cut in ((0, 256), (256, 512))
@@ -113,7 +114,7 @@ def test_a_library_is_asked_for_shards_as_for_the_whole() -> None:
 
     torch.manual_seed(0)
     x, w = operands("bf16", 128, 256, 1024, OPS)
-    rows = rows_of_weight(w, 0, 128)
+    rows = rows_of(w, (0, 128))
     shard = Divided(rows, None, whole_rows=256)
     products = LibraryProducts({"it": multiply}, lambda call: 1.0, step=128)
     assert products._may_be_tried(x, shard)

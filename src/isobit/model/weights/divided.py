@@ -11,6 +11,7 @@ which rows are whose (`distributed/layout.py`).
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -151,28 +152,33 @@ class DividedWeights:
 
     @torch.no_grad()
     def make(self, masters: Masters, names: Collection[str], ops: Ops) -> None:
-        """Make the rows of these masters again: their owners quantize them, and send each rank those
-        that it keeps. Raises NonFiniteError on all ranks if one finds NaN or infinity."""
-        shards, made = masters.shards, dict[str, list[Tensor]]()
-        names = {name for name in names if name in self._operands}
+        """Make the rows of these masters again, a part at a time: their owners quantize them, and
+        send each rank those that it keeps. Raises NonFiniteError on all ranks if one finds NaN or
+        infinity."""
+        shards, names = masters.shards, {name for name in names if name in self._operands}
 
-        def quantize() -> None:
-            for name in filter(shards.owned, names):
-                rows = masters.parameters[name]
-                made[name] = [
+        def quantized(part: set[str]) -> dict[str, list[Tensor]]:
+            made = {
+                name: [
                     tensor
                     for operand in self._operands[name]
-                    for tensor in tensors_of(made_like(operand, rows, ops, name))
+                    for tensor in tensors_of(
+                        made_like(operand, masters.parameters[name], ops, name)
+                    )
                 ]
+                for name in sorted(filter(shards.owned, part))
+            }
             ops.raise_faults()
+            return made
 
-        shards.ranks.run_on_all(quantize)
         self.close()
         if names and not self._moves:
             for move in moves(shards, self.layout):
                 self._moves.setdefault(part_of(move.name), []).append(move)
         for name, part in self._parts.items():
             if needed := [move for move in self._moves.get(name, ()) if move.name in names]:
+                of_part = {move.name for move in needed}
+                made = shards.ranks.run_on_all(partial(quantized, of_part))
                 self._exchange(part, needed, made, masters)
 
     def _exchange(
