@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.comparing import columns_of, cuts, operands
+from isobit.kernels import matrices
 from isobit.kernels.backends.triton import TritonOps
 from isobit.kernels.matrices import Divided, Operand, Stacked
 from isobit.kernels.product.triton import plan as plans
@@ -96,7 +97,7 @@ def test_shards_of_experts_have_the_sums_of_the_whole(kind: str) -> None:
     for lo, hi in ((0, 128), (128, 144)):
         rows = [rows_of(w, (lo, hi)) for w in weights]
         assert same(product(x, rows, offsets), whole[:, lo:hi].contiguous())
-    assert same(product(rows_of(x, (3, 4)), weights[1:], offsets[1:] - 3), whole[3:])
+    assert same(product(matrices.rows_of(x, 3, 4), weights[1:], offsets[1:] - 3), whole[3:])
     halves = [
         product(columns_of(x, *cut), [columns_of(w, *cut) for w in weights], offsets)
         for cut in ((0, 256), (256, 512))
