@@ -27,10 +27,11 @@ from isobit.kernels import Divided, Layout, Ops, Scoring, get_ops, tensors_of
 from isobit.kernels.backends.rows import RowOps
 from isobit.model import Experts
 from isobit.model.adapters.targets import NewAdapter
-from isobit.model.divided.by_rows import layout_of, model_by_rows
+from isobit.model.divided.by_rows import layout_of, model_by_rows, rollout_model
 from isobit.model.divided.experts import ExpertsOfRanks
 from isobit.model.hub.latent import Latent
 from isobit.model.hub.linear_attention import LinearAttention
+from isobit.model.keeping import KeptWeights
 from isobit.precision import E4M3, QuantSpec, precision_from
 from tests.distributed.threads import ThreadRanks, run
 from tests.models import slow_where, tiny_model
@@ -48,7 +49,7 @@ whose last is not full: three ranks have uneven shares, and two and four of most
 PROMPTS = ["1+1=", "12+34=", "9", "123456789+987654321="]
 MIXED = {"hidden_size": 384, "num_heads": 6, "num_kv_heads": 3, "head_dim": 128}
 """Three heads of keys: two ranks have one and two."""
-EXPERTS, SCORING = Experts(7, 3, 128, dense_layers=(1,)), Scoring(2, 1, 1.7)
+EXPERTS, SCORING = Experts(7, 3, 128, dense_layers=(0,)), Scoring(2, 1, 1.7)
 """Seven experts of one block, so whole ones: two ranks have three and four."""
 BY_ROWS = replace(EXPERTS, count=4, intermediate_size=384)
 """Of three blocks: two and three ranks have some rows of each."""
@@ -96,9 +97,11 @@ def model_of(kind: str, precision: str, backend: str = "auto") -> Model:
 def with_adapter(base: Model) -> Model:
     """One of every matrix that may have one, as after an update: B is not 0."""
     model, random = base.adapted(NewAdapter(4, 16.0, seed=5)), torch.Generator().manual_seed(6)
-    for name, parameter in model.named_parameters().items():
-        if name.endswith("lora_B"):
-            parameter.data.copy_(torch.randn(parameter.shape, generator=random))
+    shards, own = model.transformer.masters.shards, model.named_parameters()
+    for name, shape in shards.shapes.items():
+        drawn = torch.randn(shape, generator=random)
+        if name.endswith("lora_B") and name in own:
+            own[name].data.copy_(drawn[slice(*shards.own(name))])
     model.sync()
     return model
 
@@ -303,13 +306,65 @@ def test_rows_of_an_expert_that_share_a_scale_are_refused() -> None:
 def test_several_adapters_at_once_are_refused() -> None:
     whole = model_of("dense", "bf16")
     serving = Model(whole.transformer.serving({}), whole.tokenizer)
-    with pytest.raises(IsobitError, match="that serves several adapters"):
+    with pytest.raises(IsobitError, match="together do not serve several adapters"):
         run(2, lambda ranks: model_by_rows(serving, ranks))
 
 
 def test_an_adapter_changes_what_is_drawn() -> None:
     """The control of those with adapters, whose factors would else be left out on all sides."""
     assert alone("dense" + ADAPTED, "fp8")["drawn"] != alone("dense", "fp8")["drawn"]
+
+
+SYNCED = ("experts", "experts by rows", "biases and sinks", "latent, whole queries", "linear")
+SYNCED += ("dense" + ADAPTED, "experts" + ADAPTED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SYNCED)
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_sync_reaches_all_that_is_multiplied(kind: str, size: int, tmp_path: Path) -> None:
+    """Of a model that ranks hold together: rows, and a rank's share of what each has whole. The
+    control: bits before the sync."""
+    model_of(kind.removesuffix(ADAPTED), "bf16").save(tmp_path)
+
+    def synced(ranks: Ranks) -> list[dict[str, str]]:
+        model = Model.load(tmp_path, "fp8", ranks=ranks, divided=ranks.size)
+        model = with_adapter(model) if kind.endswith(ADAPTED) else model
+        before = bits(rollout_model(model))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.0625).add_(0.01)
+        model.sync()
+        return [before, bits(rollout_model(model))]
+
+    wanted = synced(ALONE)
+    assert wanted[0] != wanted[1]
+    assert run(size, synced) == [wanted] * size
+
+
+@pytest.mark.parametrize("kind", ["biases and sinks", "dense" + ADAPTED])
+def test_weights_that_were_kept_are_put_back(kind: str, tmp_path: Path) -> None:
+    """Shares too, of what is whole on each rank."""
+    model_of(kind.removesuffix(ADAPTED), "bf16").save(tmp_path)
+
+    def put_back(ranks: Ranks) -> bool:
+        model = Model.load(tmp_path, "bf16", ranks=ranks, divided=ranks.size)
+        model = with_adapter(model) if kind.endswith(ADAPTED) else model
+        rows = [[3, 4, 5, 300]]
+        before, kept = read(model, rows), KeptWeights(model.transformer)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.0625).add_(0.01)
+        model.sync()
+        moved = read(model, rows)
+        kept.put_back()
+        return torch.equal(read(model, rows), before) and not torch.equal(moved, before)
+
+    assert run(2, put_back) == [True, True]
+
+
+def read(model: Model, rows: list[list[int]]) -> Tensor:
+    return rollout_model(model).logprobs(rows, use="rollout")[0]
 
 
 @pytest.mark.parametrize("kind", ["experts", "experts by rows"])

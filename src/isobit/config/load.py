@@ -85,6 +85,15 @@ def load_sft_config(
     return _parse_own(SftConfig, values, where, source)
 
 
+def load_train_or_sft_config(source: Source, overrides: Sequence[str] = ()) -> Config | SftConfig:
+    """Return a config as `load_config`, or as `load_sft_config` where that command knows more of
+    the source's keys."""
+    values, _ = read_source(source, ())
+    if len(_unknown(values, SftConfig)) < len(_unknown(values, Config)):
+        return load_sft_config(source, overrides)
+    return load_config(source, overrides)
+
+
 def _with_run_dir(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values with `run.dir` in place of its short name `out`."""
     if "out" not in values:

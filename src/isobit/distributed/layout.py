@@ -91,8 +91,9 @@ class Layout:
         return tuple((lo, hi) for lo, hi in self._head_rows(name, rank) if hi > lo)
 
     def divided(self, name: str) -> bool:
-        """Return whether each row of a weight is on one rank, and not on all."""
-        return self._units(name) > 0
+        """Return whether each row of a weight is on one rank, and not on all; an adapter's factors
+        are on all."""
+        return name in self.shapes and self._units(name) > 0
 
     def columns(self, name: str) -> tuple[int, ...] | None:
         """Return how many columns of a weight's operand are on each rank, or None where all are on
@@ -113,8 +114,8 @@ class Layout:
         alone = self.whole_experts and _expert(name) is not None
         if name.rpartition(".")[2] not in _RANGES or alone:
             return None
-        kept = (self.rows(name, rank) for rank in range(self.size))
-        return tuple(sum(hi - lo for lo, hi in ranges) for ranges in kept)
+        by_rank = (self.rows(name, rank) for rank in range(self.size))
+        return tuple(sum(hi - lo for lo, hi in ranges) for ranges in by_rank)
 
     def local_heads(self, prefix: str, rank: int) -> range:
         """Return the heads by which an attention is divided that are a rank's."""
@@ -215,8 +216,8 @@ class Layout:
         prefix, role = self._role_of(name)
         sizes, local = self.heads[prefix].rows[role], self.local_heads(prefix, rank)
         *starts, end = accumulate((n * self.heads[prefix].count for n in sizes), initial=0)
-        for start, each in zip(starts, sizes):
-            yield start + local.start * each, start + local.stop * each
+        for start, height in zip(starts, sizes):
+            yield start + local.start * height, start + local.stop * height
         yield end, self.shapes[name][0]
 
     def _role_of(self, name: str) -> tuple[str, str]:

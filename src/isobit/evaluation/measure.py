@@ -33,6 +33,9 @@ LARGEST_TAG = 100
 class Scorer(Protocol):
     """The source of rewards of completions: functions, or functions and models."""
 
+    @property
+    def wants_answers(self) -> bool: ...
+
     def score(
         self,
         prompts: Sequence[Prompt],
@@ -224,7 +227,9 @@ def _grade(
     texts = [said_in(completion) for completion in completions]
     ids = [completion.token_ids for completion in completions]
     prompts = [asked_in(e.prompt, c) for e, c in zip(examples, completions, strict=True)]
-    columns = with_answers([e.columns for e in examples], completions, tokenizer)
+    columns: Sequence[Mapping[str, Any]] = [e.columns for e in examples]
+    if scorer.wants_answers:
+        columns = with_answers(columns, completions, tokenizer)
     rewards = scorer.score(prompts, texts, columns, ids)
     return [
         Graded(

@@ -114,7 +114,7 @@ class Model:
             def read() -> tuple[Precision, Ops, Contents]:
                 flow, ops = precision_from(precision), get_ops(backend, consistency)
                 folder = model_folder(path)
-                given = ranks, ops.device, files, dtype, rules, vocabulary
+                given = ranks, ops.device, files, dtype, rules, vocabulary, divided
                 read = read_directory(folder, adapter, *given)
                 return flow, ops, read
 
@@ -144,15 +144,15 @@ class Model:
         consistency: str = "bitwise",
         ranks: Ranks = ALONE,
         masters: str = "fp32",
+        divided: int = 1,
     ) -> "Model":
         """Random weights: normal with deviation 0.02, projections back into the residual stream
         smaller by sqrt(2 · layers) (GPT-2), norms multiply by 1, biases 0; of linear attention as
-        in `initial`. The same seed gives the same weights. `masters` as in `load`."""
+        in `initial`. The same seed gives the same weights. `masters` and `divided` as in `load`."""
         flow, ops = precision_from(precision), get_ops(backend, consistency)
         rows = dict(kept_rows(_drawn(config, seed), Shards.of(parameter_shapes(config), ranks)))
-        return Model(
-            Transformer(config, flow, ops, rows, ranks, dtype=_dtype_of(masters)), tokenizer
-        )
+        sources = rows, ranks, None, _dtype_of(masters), ranks.group(divided)
+        return Model(Transformer(config, flow, ops, *sources), tokenizer)
 
     def under(self, precision: str | Mapping[str, object] | Precision) -> "Model":
         """Return the same masters, in the same storage, under another precision flow; its working
@@ -164,9 +164,9 @@ class Model:
             )
         masters = {name: parameter.detach() for name, parameter in self.named_parameters().items()}
         dtype = self.transformer.masters.dtype
-        transformer = Transformer(
-            self.config, precision_from(precision), self.ops, masters, self.ranks, dtype=dtype
-        )
+        flow, group = precision_from(precision), self.transformer.group
+        sources = masters, self.ranks, None, dtype, group
+        transformer = Transformer(self.config, flow, self.ops, *sources)
         model = Model(transformer, self.tokenizer)
         model.generation, model.beyond, model.whole = self.generation, self.beyond, self.whole
         return model

@@ -34,7 +34,7 @@ from isobit.model.adapters.low_rank import Adapter
 from isobit.model.adapters.multi_lora import Assignment, MultiLora
 from isobit.model.adapters.targets import projections
 from isobit.model.build import Made, Sources, factors, make_working, with_adapter
-from isobit.model.divided.by_rows import by_rows, layout_of
+from isobit.model.divided.by_rows import divided_weights, kept_by_rows
 from isobit.model.families.rope import Tables, make_tables
 from isobit.model.forward.head import head_logprobs, head_rows
 from isobit.model.forward.head_divergence import DivergenceOf, Other, head_divergence
@@ -45,7 +45,7 @@ from isobit.model.forward.recompute import Recompute
 from isobit.model.hub.config import ModelConfig
 from isobit.model.hub.shapes import parameter_shapes
 from isobit.model.weights.checksums import Checksums
-from isobit.model.weights.divided import DividedWeights, opened, reopened
+from isobit.model.weights.divided import opened, reopened
 from isobit.model.weights.layout import Working, map_parts, nbytes, remake
 from isobit.model.weights.masters import Masters, own_rows
 from isobit.model.weights.stored import Vector, Weight
@@ -97,10 +97,9 @@ class Transformer:
         }
         ops.check_precision(precision)
         self._version = 0
-        self.group, self.divided = group, None if group.size == 1 else self._divided(group)
+        self.group, self.divided = group, divided_weights(config, precision, group)
         self.by_rows: Transformer | None = None
-        self.shares: Sequence[Callable[[], None]] = ()
-        """What copies its share again of each working weight that a rank has whole."""
+        self.shares: Sequence[Callable[[], None]] = ()  # copy a share (`divided/by_rows.py`)
         self.served: MultiLora | None = None
         """The adapters that rollouts name, in a model that serves several (`serving`)."""
         self._kv_scales: KVScales | None = None
@@ -115,17 +114,9 @@ class Transformer:
         self.checksums = Checksums(self._written_by_sync)
         if masters is not None and self.masters.apart:
             self._remake(self.masters.leaves)
-        if self.divided is not None:
-            own, own_stack = self.divided.own, self.divided.own_stack
-            taking = (lambda operand, _: own(operand)), (lambda stack, *_: own_stack(stack))
-            self.by_rows = by_rows(self, group, *taking)
+        self.by_rows = kept_by_rows(self)
         self._send(self.masters.leaves)
         ops.raise_faults()
-
-    def _divided(self, group: Ranks) -> DividedWeights:
-        layout = layout_of(self.config, group.size)
-        layout.check(self.precision)
-        return DividedWeights(layout, group)
 
     @torch.no_grad()
     def sync(self, rollout: bool = True, names: Collection[str] | None = None) -> None:
@@ -228,6 +219,7 @@ class Transformer:
         clone.adapter, clone._kv_scales, clone._watches = None, None, {}
         clone._working = {use: map_parts(working, bare) for use, working in self._working.items()}
         clone.masters = Masters({}, {}, self.ops["learner"].device, self.masters.shards.ranks)
+        clone.by_rows = kept_by_rows(clone)
         clone.checksums = Checksums(clone._written_by_sync)
         return clone
 
@@ -245,9 +237,10 @@ class Transformer:
         clone._working = with_adapter(self._working, self.precision, self.ops, sources)
         clone._version, clone._kv_scales, clone._watches = 0, None, {}
         clone._receiver = None if self.precision.shared else Receiver()
-        clone.checksums = Checksums(clone._written_by_sync)
         if clone.masters.apart:
             remake(clone._synced, ops, clone.masters, leaves)
+        clone.by_rows = kept_by_rows(clone)
+        clone.checksums = Checksums(clone._written_by_sync)
         clone._send(leaves)
         ops.raise_faults()
         return clone
@@ -255,7 +248,10 @@ class Transformer:
     def serving(self, adapters: Mapping[str, Adapter]) -> "Transformer":
         """Return a frozen model over the same storage that rolls out several adapters at once, each
         by its name, and takes more later (`add_adapter`). Raises IsobitError for a flow whose KV
-        cache is calibrated, or in which rows of one batch share scales."""
+        cache is calibrated, or in which rows of one batch share scales, and for ranks that hold a
+        model together."""
+        if self.group.size > 1:
+            raise IsobitError("ranks that hold a model together do not serve several adapters")
         if (reason := self.precision.varies_with_batch()) is not None:
             raise IsobitError(
                 f"precision {self.precision.name}: {reason}, so also by those of several adapters; "
@@ -405,12 +401,9 @@ class Transformer:
     def learner_storage(self) -> list[Tensor]:
         """Return the tensors of the learner's working weights, in an order that depends on the
         model alone."""
-        tensors = [
-            tensor
-            for _, operand, _ in self._working["learner"].tensors()
-            if self.divided is None or not self.divided.has(operand)
-            for tensor in tensors_of(operand)
-        ]
+        learner = self._working["learner"].tensors()
+        whole = (w for _, w, _ in learner if not (self.divided and self.divided.has(w)))
+        tensors = [tensor for operand in whole for tensor in tensors_of(operand)]
         return tensors if self.by_rows is None else tensors + self.by_rows.learner_storage()
 
     def rollout_storage(self) -> tuple[int, ...]:

@@ -114,9 +114,9 @@ def resume(
     tests/training/test_sft_run.py).
 
     The objects that the run began with must be given again; a supervised run takes none.
-    `overrides` may change steps, ranks, on_mismatch, rewards.on_error, rewards.environment,
-    environment.workers, environment.variables, run.*, tracking.*, fleet.* and serve.* (except
-    run.dir).
+    `overrides` may change steps, ranks, divided, on_mismatch, rewards.on_error,
+    rewards.environment, environment.workers, environment.variables, run.*, tracking.*, fleet.* and
+    serve.* (except run.dir).
     """
     folder = Path(run_dir)
     config = load_any_run_config(folder, [override("run.dir", folder), *overrides])

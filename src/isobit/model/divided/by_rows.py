@@ -26,10 +26,11 @@ from isobit.model.divided.heads import heads_by_layer, local_config
 from isobit.model.hub.config import ModelConfig
 from isobit.model.hub.shapes import parameter_shapes
 from isobit.model.weights.checksums import Checksums
+from isobit.model.weights.divided import DividedWeights
 from isobit.model.weights.layout import Mixture, Mlp, map_parts, rows_of, write
 from isobit.model.weights.masters import Masters
 from isobit.model.weights.stored import FROZEN, LowRank, Vector, Weight
-from isobit.precision import QTensor
+from isobit.precision import Precision, QTensor
 
 if TYPE_CHECKING:
     from isobit.model.model import Model
@@ -38,13 +39,13 @@ if TYPE_CHECKING:
 Kept = Callable[[Operand, tuple[Rows, ...]], Operand]
 """Returns some ranges of a weight's rows."""
 KeptStack = Callable[[Stacked, range, tuple[Rows, ...]], Stacked]
-"""Returns some ranges of rows of some experts, in one storage, without their biases."""
+"""Returns some ranges of rows of some experts, in one storage."""
 
 
 def model_by_rows(model: "Model", ranks: Ranks) -> "Model":
     """Return a model for rollouts whose weights and heads `ranks` divide among them, of one that is
     whole on each, with its bits. Raises IsobitError, one line, for what cannot be divided."""
-    return _with(model, by_rows(model.transformer, ranks, _kept, _kept_stack))
+    return _with(model, _by_rows(model.transformer, ranks, _kept, _kept_stack))
 
 
 def rollout_model(model: "Model") -> "Model":
@@ -73,25 +74,47 @@ def layout_of(config: ModelConfig, size: int) -> Layout:
     return Layout(parameter_shapes(config), heads_by_layer(config), size, experts)
 
 
-def by_rows(base: "Transformer", ranks: Ranks, kept: Kept, kept_stack: KeptStack) -> "Transformer":
+def divided_weights(
+    config: ModelConfig, precision: Precision, group: Ranks
+) -> DividedWeights | None:
+    """Return the working weights that a group is to hold together, still none; None for one rank.
+    Raises IsobitError for what cannot be divided."""
+    if group.size == 1:
+        return None
+    layout = layout_of(config, group.size)
+    layout.check(precision)
+    return DividedWeights(layout, group)
+
+
+def kept_by_rows(base: "Transformer") -> "Transformer | None":
+    """Return a transformer for rollouts over the rows that a rank keeps, if the base is divided."""
+    if (divided := base.divided) is None:
+        return None
+    rows, stack = divided.own, divided.own_stack
+    return _by_rows(
+        base, base.group, lambda weight, _: rows(weight), lambda whole, *_: stack(whole)
+    )
+
+
+def _by_rows(base: "Transformer", ranks: Ranks, kept: Kept, kept_stack: KeptStack) -> "Transformer":
     """Return a transformer for rollouts of the rows that are `kept` of each weight."""
     config, inner = base.config, base.ops["rollout"]
     layout = layout_of(config, ranks.size)
     layout.check(base.precision)
     if base.served is not None:
-        raise IsobitError("ranks do not hold a model together that serves several adapters")
+        raise IsobitError("ranks that hold a model together do not serve several adapters")
     working = base._working["rollout"]
     table = working.outside.embed
-    own = _OwnRows(layout, ranks.rank, inner, kept, kept_stack)
-    own.change(table)  # before a head that shares it
+    rows = _OwnRows(layout, ranks.rank, inner, kept, kept_stack)
+    rows.change(table)  # before a head that shares it
     layers = [replace(layer, mlp=None) for layer in working.layers]
-    changed = map_parts(replace(working, layers=tuple(layers)), own.change)
-    mlps = [own.mlp(layer.mlp) for layer in working.layers]
+    changed = map_parts(replace(working, layers=tuple(layers)), rows.change)
+    mlps = [rows.mlp(layer.mlp) for layer in working.layers]
     layers = [replace(layer, mlp=mlp) for layer, mlp in zip(changed.layers, mlps)]
     clone = copy(base)
     clone.config = local_config(config, layout, ranks.rank)
     clone.group, clone.divided, clone.by_rows = ranks, None, None
-    clone.shares = tuple(own.shares)
+    clone.shares = tuple(rows.shares)
     ops = cast(Ops, RowOps(inner, ranks, layout.result(table.name) or ()))
     clone.ops = dict.fromkeys(base.ops, ops)
     clone._working = dict.fromkeys(base.ops, replace(changed, layers=tuple(layers)))
@@ -127,21 +150,25 @@ class _OwnRows:
             if name not in self._tables:
                 self._tables[name] = cast(Tensor, take(piece.working, rows))
             return replace(piece, master=FROZEN, working=self._tables[name])
-        kept: Operand | None = self._tables.get(name)
-        if kept is None:
-            kept = take(cast(Operand, piece.working), rows)
+        working: Operand | None = self._tables.get(name)
+        if working is None:
+            working = take(cast(Operand, piece.working), rows)
         result = self.layout.result(name)
-        prepared = self.prepared(kept, shapes[name][0], self.layout.columns(name), result)
+        prepared = self.prepared(working, shapes[name][0], self.layout.columns(name), result)
         bias = None if piece.bias is None else cast(Tensor, take(piece.bias, rows))
         factors = tuple(
-            replace(low, b=self.factor(low.b, own), lo=lo, hi=hi)
+            replace(low, b=self.factor(low.b, rows_of_b), lo=lo, hi=hi)
             for low in piece.adapters
-            for own, lo, hi in own_rows_of(low, rows)
+            for rows_of_b, lo, hi in own_rows_of(low, rows)
         )
-        weight = replace(
-            piece, master=FROZEN, prepared=prepared, bias_master=None, bias=bias, adapters=factors
-        )
+        weight = replace(self.frozen(piece, prepared, bias), adapters=factors)
         return JoinedRows.of(weight, prepared) if factors and result is not None else weight
+
+    @staticmethod
+    def frozen(weight: Weight, prepared: Divided, bias: Tensor | None) -> Weight:
+        """Return a weight of these rows, which is not trained."""
+        master = None if bias is None else FROZEN
+        return replace(weight, master=FROZEN, prepared=prepared, bias_master=master, bias=bias)
 
     def copied(self, whole: Operand, rows: tuple[Rows, ...]) -> Operand:
         """Return a copy of some ranges of rows, which is a share."""
@@ -176,27 +203,14 @@ class _OwnRows:
         weights = weights[local.start : local.stop]
         rows = self.layout.used(weights[0].name, self.rank)
         operand, count = self.layout.columns(name), self.layout.shapes[name][0]
-        kept = self.kept_stack(stack, local, rows)
-        prepared = tuple(self.prepared(cast(Operand, m), count, operand) for m in kept.experts)
+        matrices = self.kept_stack(stack, local, rows)
+        prepared = tuple(self.prepared(cast(Operand, m), count, operand) for m in matrices.experts)
         factors = self.factors(weights, rows, operand)
-        kept, biased = self.with_biases(replace(kept, prepared=prepared), weights, rows)
-        return kept, [
-            replace(weight, master=FROZEN, prepared=matrix, bias_master=None, adapters=own)
-            for weight, matrix, own in zip(biased, prepared, factors)
+        biases = [None] * len(weights) if matrices.bias is None else matrices.bias.unbind(0)
+        return replace(matrices, prepared=prepared), [
+            replace(self.frozen(weight, matrix, bias), adapters=adapters)
+            for weight, matrix, bias, adapters in zip(weights, prepared, biases, factors)
         ]
-
-    def with_biases(
-        self, kept: Stacked, weights: list[Weight], rows: tuple[Rows, ...]
-    ) -> tuple[Stacked, list[Weight]]:
-        """Return the rank's experts with its rows of their biases, if they have any, which are
-        shares."""
-        own = [cast(Tensor, self.kept(w.bias, rows)) for w in weights if w.bias is not None]
-        if not own:
-            return kept, weights
-        bias = torch.stack(own)
-        self.shares.append(lambda: write(bias, torch.stack(own)))
-        biased = [replace(weight, bias=row) for weight, row in zip(weights, bias.unbind(0))]
-        return replace(kept, bias=bias), biased
 
     def factors(
         self, weights: list[Weight], rows: tuple[Rows, ...], operand: tuple[int, ...] | None
@@ -209,24 +223,24 @@ class _OwnRows:
             assert low.together is not None
             a, b = low.together
             own_a = self.copied_stack(a, local, ((0, a.shape[1]),))
-            for own, lo, hi in own_rows_of(low, rows):
-                own_b = self.copied_stack(b, local, (own,))
-                for place, weight in enumerate(weights):
+            for rows_of_b, lo, hi in own_rows_of(low, rows):
+                own_b = self.copied_stack(b, local, (rows_of_b,))
+                for number, weight in enumerate(weights):
                     pair = weight.adapters[index]
-                    of_a = self.prepared(own_a.data[place], a.shape[1], operand)
-                    of_b = self.prepared(own_b.data[place], b.shape[1])
+                    of_a = self.prepared(own_a.data[number], a.shape[1], operand)
+                    of_b = self.prepared(own_b.data[number], b.shape[1])
                     pair = replace(
                         pair, lo=lo, hi=hi, together=(own_a, own_b),
                         a=replace(pair.a, master=FROZEN, prepared=of_a),
                         b=replace(pair.b, master=FROZEN, prepared=of_b),
                     )  # fmt: skip
-                    factors[place] += (pair,)
+                    factors[number] += (pair,)
         return factors
 
     def factor(self, whole: Weight, rows: Rows) -> Weight:
         """Return the rows of a factor B."""
-        kept = self.copied(cast(Operand, whole.working), (rows,))
-        return replace(whole, master=FROZEN, prepared=self.prepared(kept, whole.working.shape[0]))
+        share = self.copied(cast(Operand, whole.working), (rows,))
+        return replace(whole, master=FROZEN, prepared=self.prepared(share, whole.working.shape[0]))
 
     def prepared(
         self,
@@ -246,7 +260,11 @@ class _OwnRows:
 def _kept_stack(stack: Stacked, experts: range, ranges: tuple[Rows, ...]) -> Stacked:
     """Return a copy of some ranges of rows of some experts."""
     matrices = (cast(Operand, stack.experts[number]) for number in experts)
-    return Stacked.of((_kept(matrix, ranges) for matrix in matrices), len(experts))
+    rows = Stacked.of((_kept(matrix, ranges) for matrix in matrices), len(experts))
+    if stack.bias is None:
+        return rows
+    biases = [cast(Tensor, _kept(stack.bias[number], ranges)) for number in experts]
+    return replace(rows, bias=torch.stack(biases))
 
 
 def _kept(operand: Operand, ranges: tuple[Rows, ...]) -> Operand:

@@ -11,6 +11,7 @@ which rows are whose (`distributed/layout.py`).
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -43,7 +44,7 @@ class _Tensor:
     whole: Tensor
     height: int
     ranges: tuple[tuple[Rows, ...], ...]
-    own: Tensor
+    local: Tensor
 
     def pieces(self, rank: int) -> list[Tensor]:
         """Return the bytes of a rank's rows in the whole, range by range."""
@@ -51,12 +52,12 @@ class _Tensor:
 
     def within(self, rows: Rows, rank: int) -> Tensor:
         """Return the bytes of rows that this rank keeps, among its own."""
-        before = 0
+        start = 0
         for lo, hi in self.ranges[rank]:
             if lo <= rows[0] < hi:
-                shift = before - lo
-                return _bytes_of(self.own, (rows[0] + shift, rows[1] + shift), self.height)
-            before += hi - lo
+                shift = start - lo
+                return _bytes_of(self.local, (rows[0] + shift, rows[1] + shift), self.height)
+            start += hi - lo
         raise AssertionError(f"rows {rows} of {self.name} are another rank's")
 
 
@@ -75,6 +76,7 @@ class DividedWeights:
         self._tensors: dict[int, _Tensor] = {}  # by id of the whole
         self._operands: dict[str, list[Operand]] = {}
         self._own: dict[int, Tensor] = {}  # bytes, by the storage of the whole
+        self._shapes: dict[int, torch.Size] = {}  # of each tensor's own rows there, if it has any
         self._open: list[str] = []
         self._expected: list[tuple[str, bool]] | None = None
         self._moves: dict[str, list[Move]] = {}
@@ -96,8 +98,8 @@ class DividedWeights:
                 by_storage.setdefault(key, []).append(stored)
         for key, of_one in by_storage.items():
             self._keep(key, of_one)
-        for part in {part_of(stored.name) for of_one in by_storage.values() for stored in of_one}:
-            self._close(part)
+        for name in {part_of(stored.name) for of_one in by_storage.values() for stored in of_one}:
+            self._close(name)
         return piece
 
     def _keep(self, key: int, of_one: Sequence[Stored]) -> None:
@@ -109,33 +111,36 @@ class DividedWeights:
             ]
             for t in of_one
         ]
-        whole, part = of_one[0].tensor, self._parts.setdefault(part_of(of_one[0].name), _Part())
-        own = self._own[key] = torch.cat(
+        whole = of_one[0].tensor
+        layer = self._parts.setdefault(part_of(of_one[0].name), _Part())
+        local = self._own[key] = torch.cat(
             [as_bytes(whole[:0]), *(p for rows in pieces for p in rows)]
         )
         sizes = [sum(map(len, rows)) for rows in pieces]
-        for stored, rows in zip(of_one, own.split(sizes)):
-            part.tensors.append(self._kept(stored, rows))
-            self._tensors[id(stored.tensor)] = part.tensors[-1]
+        for stored, rows in zip(of_one, local.split(sizes)):
+            layer.tensors.append(self._kept(stored, rows))
+            self._tensors[id(stored.tensor)] = layer.tensors[-1]
+            if len(layer.tensors[-1].local):
+                self._shapes[key] = layer.tensors[-1].local.shape
         storage = whole.untyped_storage()
-        part.storages[key] = storage, storage.nbytes()
+        layer.storages[key] = storage, storage.nbytes()
 
-    def _kept(self, stored: Stored, own: Tensor) -> _Tensor:
+    def _kept(self, stored: Stored, data: Tensor) -> _Tensor:
         ranges = tuple(self.layout.rows(stored.name, rank) for rank in range(self.group.size))
         whole = stored.tensor
-        own = own.view(whole.dtype).view(-1, *whole.shape[1:])
-        return _Tensor(stored.name, whole, stored.height, ranges, own)
+        local = data.view(whole.dtype).view(-1, *whole.shape[1:])
+        return _Tensor(stored.name, whole, stored.height, ranges, local)
 
     def own_stack(self, stack: Stacked) -> Stacked:
         """Return the rows that this rank keeps of its experts, in one storage."""
-        shapes = [tuple(t.shape for t in tensors_of(self.own(e))) for e in stack.experts]  # type: ignore[arg-type]
-        own = next((shape for shape in shapes if shape[0][0]), shapes[0])
-        data, *scale = (
-            self._own[whole.untyped_storage()._cdata].view(whole.dtype).view(-1, *shape)
-            for whole, shape in zip((stack.data, stack.scale), own)
-            if whole is not None
-        )
-        return Stacked(data, scale[0] if scale else None, stack.spec)
+        wholes = stack.data, stack.scale, stack.bias
+        data, scale, bias = (None if whole is None else self._stacked(whole) for whole in wholes)
+        assert data is not None
+        return Stacked(data, scale, stack.spec, bias=bias)
+
+    def _stacked(self, whole: Tensor) -> Tensor:
+        key = whole.untyped_storage()._cdata
+        return self._own[key].view(whole.dtype).view(-1, *self._shapes[key])
 
     def has(self, operand: Any) -> bool:
         """Return whether a working weight is one of these."""
@@ -143,34 +148,39 @@ class DividedWeights:
 
     def own(self, operand: Operand) -> Operand:
         """Return the rows that this rank keeps of a working weight."""
-        data, *scale = (self._tensors[id(tensor)].own for tensor in tensors_of(operand))
+        data, *scale = (self._tensors[id(tensor)].local for tensor in tensors_of(operand))
         return QTensor(data, scale[0], operand.spec) if isinstance(operand, QTensor) else data
 
     @torch.no_grad()
     def make(self, masters: Masters, names: Collection[str], ops: Ops) -> None:
-        """Make the rows of these masters again: their owners quantize them, and send each rank those
-        that it keeps. Raises NonFiniteError on all ranks if one finds NaN or infinity."""
-        shards, made = masters.shards, dict[str, list[Tensor]]()
-        names = {name for name in names if name in self._operands}
+        """Make the rows of these masters again, a part at a time: their owners quantize them, and
+        send each rank those that it keeps. Raises NonFiniteError on all ranks if one finds NaN or
+        infinity."""
+        shards, names = masters.shards, {name for name in names if name in self._operands}
 
-        def quantize() -> None:
-            for name in filter(shards.owned, names):
-                rows = masters.parameters[name]
-                made[name] = [
+        def quantized(part: set[str]) -> dict[str, list[Tensor]]:
+            made = {
+                name: [
                     tensor
                     for operand in self._operands[name]
-                    for tensor in tensors_of(made_like(operand, rows, ops, name))
+                    for tensor in tensors_of(
+                        made_like(operand, masters.parameters[name], ops, name)
+                    )
                 ]
+                for name in sorted(filter(shards.owned, part))
+            }
             ops.raise_faults()
+            return made
 
-        shards.ranks.run_on_all(quantize)
         self.close()
         if names and not self._moves:
             for move in moves(shards, self.layout):
                 self._moves.setdefault(part_of(move.name), []).append(move)
-        for name, part in self._parts.items():
+        for name, layer in self._parts.items():
             if needed := [move for move in self._moves.get(name, ()) if move.name in names]:
-                self._exchange(part, needed, made, masters)
+                of_part = {move.name for move in needed}
+                made = shards.ranks.run_on_all(partial(quantized, of_part))
+                self._exchange(layer, needed, made, masters)
 
     def _exchange(
         self,
@@ -197,9 +207,10 @@ class DividedWeights:
                     sent[to] += pieces
             if target == group.rank:
                 received[source] += [t.within((lo, hi), group.rank) for t in tensors[name]]
-        sent_sizes, sizes = ([sum(map(len, p)) for p in each] for each in (sent, received))
+        sent_sizes = [sum(map(len, pieces)) for pieces in sent]
+        sizes = [sum(map(len, pieces)) for pieces in received]
         data = [piece for pieces in sent for piece in pieces]
-        empty = torch.empty(0, dtype=torch.uint8, device=part.tensors[0].own.device)
+        empty = torch.empty(0, dtype=torch.uint8, device=part.tensors[0].local.device)
         everyone, message = range(ranks.size), torch.cat([empty, *data])
         wait = ranks.all_to_all(message, sent_sizes, sizes, everyone)
         into = [piece for pieces in received for piece in pieces]
@@ -228,12 +239,12 @@ class DividedWeights:
         open that were not computed inside this context, or only on other ranks."""
         layers = sorted((p for p in self._parts if "." in p), key=lambda p: int(p.split(".")[1]))
         head = "head" if "head" in self._parts else "embed"
-        ahead = [(part, False) for part in ("embed", *layers, head)]
+        ahead = [(name, False) for name in ("embed", *layers, head)]
         last, self._expected = "".join(self._open[-1:]), []
-        for part, back in ahead * forwards + [(part, True) for part in layers[::-1]] * backward:
-            if part != last:
-                self._expected.append((part, back))
-            last = part
+        for name, back in ahead * forwards + [(name, True) for name in layers[::-1]] * backward:
+            if name != last:
+                self._expected.append((name, back))
+            last = name
         try:
             yield
         except RankLost:
@@ -247,10 +258,10 @@ class DividedWeights:
             self._expected = None
 
     def _follow(self, reached: Reached | None) -> None:
-        for part, back in self._expected or ():
-            self._fetch(part)
+        for name, back in self._expected or ():
+            self._fetch(name)
             if back and reached is not None:
-                reached(part)
+                reached(name)
 
     def _fetch(self, part: str) -> None:
         if part in self._open:
@@ -268,11 +279,11 @@ class DividedWeights:
             storage.resize_(0)
 
     def _gather(self, tensors: Sequence[_Tensor]) -> None:
-        rank, device = self.group.rank, tensors[0].own.device
+        rank, device = self.group.rank, tensors[0].local.device
         by_rank = [[p for t in tensors for p in t.pieces(r)] for r in range(self.group.size)]
         sizes = [sum(map(len, pieces)) for pieces in by_rank]
         buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-        buffers[rank] = torch.cat([as_bytes(tensor.own) for tensor in tensors])
+        buffers[rank] = torch.cat([as_bytes(tensor.local) for tensor in tensors])
         self.group.share(buffers)()
         for pieces, buffer in zip(by_rank, buffers):
             for piece, values in zip(pieces, buffer.split([len(p) for p in pieces])):

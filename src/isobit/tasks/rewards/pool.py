@@ -105,7 +105,7 @@ class RewardPool:
         self.environment = tuple(environment)
         self.workers: list[Worker] = []
         self._required: list[tuple[str, ...]] = []
-        self.wants_tokens = self.wants_answers = False
+        self.wants_tokens = False
         self.columns: frozenset[str] = frozenset()  # names of arguments, see data/columns.py
         self._trainer_state: Mapping[str, float] | None = None  # of the batch that was begun last
         self._open: RewardBatch | None = None
@@ -148,9 +148,15 @@ class RewardPool:
         names = [signature["names"] for signature in signatures]
         self.columns = frozenset().union(*names, *self._required)
         self.wants_tokens = "completion_ids" in self.columns
-        self.wants_answers = ANSWERS in self.columns
         if any(signature["takes_more"] for signature in signatures):
             self.columns |= {ANY}
+
+    @property
+    def wants_answers(self) -> bool:
+        """Whether a function takes what completions say without their thoughts; the workers, which
+        know it, are started."""
+        self.start()
+        return ANSWERS in self.columns
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise IsobitError if a function cannot do without a column that the data does not

@@ -21,6 +21,7 @@ from isobit.run.directory import refuse_existing
 from isobit.tasks.builtin import Task
 from isobit.training.parts.assembly import open_parts
 from isobit.training.parts.cautions import cautions, supervised_cautions
+from isobit.training.parts.divided import together
 from isobit.training.parts.given import (
     check_evaluation,
     lessons_of,
@@ -91,6 +92,7 @@ def supervised_dry_run(config: SftConfig, say: Say) -> None:
             say(line)
     say(f"\n{precision.table(model.config.num_layers, trained)}")
     job = lessons.job(config, model.config, this_machine(ops, config.ranks))
+    job = job.together(together(job))
     say(f"\n{_memory(job)}")
     first = f"\n{lessons.first(model)}"
     if (reason := not_loaded(job)) is not None:
@@ -121,6 +123,7 @@ def _say_without_weights(
     say(precision.table(model.config.num_layers, trained))
     longest = len(encode_prompt(fitted.longest, model, tools))
     job = job_with(config, model.config, longest, this_machine(ops, config.ranks))
+    job = job.together(together(job))
     say(_memory(job))
     first = fitted.task.train.at(0)
     stop = config.rewards.on_error == "stop"
@@ -165,6 +168,7 @@ def _model_text(config: Config | SftConfig, model: Described) -> str:
 def _memory(job: Job) -> str:
     """Return the memory plan as text, and whether it fits."""
     planned, whose = plan(job), "" if job.ranks == 1 else f" of each of {job.ranks} ranks"
+    whose += "" if job.divided == 1 else f", {job.divided} of which hold a model together"
     return f"memory{whose}, planned from config.json\n{planned.table()}\n{advice(job, planned)}"
 
 

@@ -43,12 +43,13 @@ from isobit.tasks.environments.settings import EnvironmentConfig
 from isobit.training.measuring.agreement import unlike
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts.base import cached_model
+from isobit.training.parts.divided import holding_together
 from isobit.training.parts.learner import frozen_reference, trained_by, with_micro_batches
 from isobit.training.parts.model import load_trained, model_named, shared_vocabulary
 from isobit.training.parts.sampled import SampledParts
 from isobit.training.plan.advice import cannot_fit
 from isobit.training.plan.host import this_machine
-from isobit.training.plan.job import architecture, job_with
+from isobit.training.plan.job import Job, architecture, assumed_prompt, job_with
 from isobit.training.recording.evaluating import require_held_out
 from isobit.training.rollouts.asynchronous import open_fleet
 from isobit.training.rollouts.lengths import encode_prompt, fit_prompts
@@ -77,9 +78,8 @@ def open_parts(
     rollouts this run learns from: no environment is opened then, unless held-out prompts are asked.
     `before_weights`, of a dry run, is called with the task, the model's directory and the processes
     of the user's code before a weight is read, and replaces the warning that the run cannot fit; no
-    fleet and no server is opened then. Several `ranks` share the policy's masters; a reference and
-    reward models are whole on each rank once they are read. Raises IsobitError for anything that
-    does not fit."""
+    fleet and no server is opened then. Several `ranks` share the masters, and the config says how
+    many of them hold each model together. Raises IsobitError for anything that does not fit."""
     objects.require(config)
     samples = recorded is None and before_weights is None
     with ExitStack() as held:
@@ -101,7 +101,12 @@ def open_parts(
         elif checkpoint is None and ranks.first and not is_adapter(base):  # refused later
             _say_what_cannot_fit(config, base)
         vocabulary = shared_vocabulary(config, base)
-        model = load_trained(config, base, checkpoint, ranks, date_of(began, ranks), vocabulary)
+        divided = 1
+        if not is_adapter(base):  # refused below
+            divided = holding_together(config, ranks, lambda: _job(config, base))
+        model = load_trained(
+            config, base, checkpoint, ranks, date_of(began, ranks), vocabulary, divided
+        )
         check_alike(ranks, computed_by(model.ops))  # a machine may lack a compiler
         run_parts = _put_together(config, task, processes, base, model, objects, recorded)
         if samples:
@@ -126,10 +131,16 @@ def task_of(config: Config, objects: Objects = NO_OBJECTS) -> Task:
 
 
 def _say_what_cannot_fit(config: Config, base: Path) -> None:
-    ops = get_ops(config.backend, config.consistency)
-    job = job_with(config, architecture(str(base)), 1, this_machine(ops, config.ranks))
-    if (line := cannot_fit(job)) is not None:
+    if (line := cannot_fit(_job(config, base))) is not None:
         print(line, file=sys.stderr)
+
+
+def _job(config: Config, base: Path) -> Job:
+    """Return the job of a run whose prompts and weights are not read yet."""
+    machine = this_machine(get_ops(config.backend, config.consistency), config.ranks)
+    model = architecture(str(base))
+    prompt = min(assumed_prompt(config, model), model.max_positions - 1)
+    return job_with(config, model, prompt, machine)
 
 
 def _put_together(
@@ -141,7 +152,8 @@ def _put_together(
     objects: Objects,
     recorded: Path | None,
 ) -> SampledParts:
-    ranks, tools, most = model.ranks, processes.tools, config.sampling.max_new_tokens
+    ranks, divided = model.ranks, model.transformer.group.size
+    tools, most = processes.tools, config.sampling.max_new_tokens
     fitted = fit_prompts(task, model, config.task, most, tools, quiet=not ranks.first)
     task, dialogue = fitted.task, None
     if processes.environments is not None:
@@ -150,7 +162,7 @@ def _put_together(
         )
     scorer = RewardScorer(
         processes.rewards,
-        () if processes.recorded else reward_models(config, model.tokenizer.now, ranks),
+        () if processes.recorded else reward_models(config, model.tokenizer.now, ranks, divided),
         config.rewards.on_error == "stop",
         processes.earned,
         required=config.needs_rewards,
@@ -232,9 +244,9 @@ def base_of(config: Config, began: Mapping[str, Any], quiet: bool) -> Path:
 
 def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
     """Return the frozen model of the KL penalty, or a teacher: a model with working weights that
-    are whole on every rank, made of masters that no rank had whole; or the policy's base without
-    its adapter; or the policy itself. Raises IsobitError for a teacher that cannot be compared with
-    the policy."""
+    ranks hold together as they hold the policy's, made of masters that no rank had whole; or the
+    policy's base without its adapter; or the policy itself. Raises IsobitError for a teacher that
+    cannot be compared with the policy."""
     if config.reference.weights == "policy":
         return model
     if config.shares_reference:
@@ -247,7 +259,8 @@ def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
         flow = precision, config.backend, config.consistency, model.ranks
         path = base if teacher is None else model_named(teacher)
         ids = model.config.vocab_size
-        reference = Model.load(path, *flow, masters=masters, vocabulary=ids)
+        divided = model.transformer.group.size
+        reference = Model.load(path, *flow, masters=masters, vocabulary=ids, divided=divided)
         if teacher is not None:
             _check_teacher(teacher, reference, model)
         reference.tokenizer = model.tokenizer  # with its chat template
@@ -305,12 +318,15 @@ def held_out_scorer(scorer: RewardScorer) -> Scorer:
     return scorer.without_models
 
 
-def reward_models(config: Config, now: datetime, ranks: Ranks = ALONE) -> list[WeightedModel]:
-    """Load the reward models of a config, whole on every rank; `now`: the run's date."""
+def reward_models(
+    config: Config, now: datetime, ranks: Ranks = ALONE, divided: int = 1
+) -> list[WeightedModel]:
+    """Load the reward models of a config, each held together by `divided` of the ranks; `now`: the
+    run's date."""
     models = []
     for entry in config.rewards.models:
         flow = entry.precision, config.backend, config.consistency
-        model = RewardModel.load(entry.path, *flow, ranks, TextRules(now=now))
+        model = RewardModel.load(entry.path, *flow, ranks, TextRules(now=now), divided)
         models.append(WeightedModel(model, entry.weight, entry.name))
     return models
 

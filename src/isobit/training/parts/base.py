@@ -103,7 +103,8 @@ def _alone(config: SftConfig, directory: Path | None) -> SftConfig:
     default for None."""
     where = SftConfig.run.dir if directory is None else str(directory)
     run = replace(SftConfig.run, dir=where, report=False)
-    return replace(config, run=run, tracking=SftConfig.tracking, ranks=1)
+    tracking, divided = SftConfig.tracking, SftConfig.divided
+    return replace(config, run=run, tracking=tracking, ranks=1, divided=divided)
 
 
 def _identity(config: SftConfig, task: Task) -> str:

@@ -81,11 +81,12 @@ def load_trained(
     ranks: Ranks = ALONE,
     now: datetime | None = None,
     vocabulary: int | None = None,
+    divided: int = 1,
 ) -> Model:
     """Load the model at `base`, or its state in a `checkpoint`, which holds only the adapter where
     the config has one, with a tokenizer that reads prompts as the run does; `now`: the date that
-    prompts name; `vocabulary`: as in `Model.load`. Raises IsobitError for an adapter that does not
-    fit the config."""
+    prompts name; `vocabulary` and `divided`: as in `Model.load`. Raises IsobitError for an adapter
+    that does not fit the config."""
     rules = text_rules(config, now)
     if checkpoint is not None:  # the template is saved in it
         rules = replace(rules, chat_template=None)
@@ -93,7 +94,7 @@ def load_trained(
     lora, masters = config.adapter, config.optimizer.masters
     if lora is None:
         path = checkpoint or base
-        model = Model.load(path, *flow, masters=masters, rules=rules, vocabulary=vocabulary)
+        model = Model.load(path, *flow, None, masters, rules, vocabulary, divided)
         if model.transformer.adapter is not None:
             raise IsobitError(
                 f"model.path: {base} is an adapter; give its model, and the adapter as adapter.init"
@@ -104,7 +105,7 @@ def load_trained(
     if init is not None and checkpoint is None:
         check_served(model_folder(init, "adapter"), base)
     adapter_source = checkpoint or init or new
-    model = Model.load(base, *flow, adapter_source, masters, rules, vocabulary)
+    model = Model.load(base, *flow, adapter_source, masters, rules, vocabulary, divided)
     adapter, wanted = model.transformer.adapter, targeted(model.config, lora.targets)
     assert adapter is not None
     settings = (lora.rank, lora.alpha, lora.rslora, wanted)
@@ -130,17 +131,18 @@ def initial_model(
     ranks: Ranks,
     began: Mapping[str, Any],
     checkpoint: Path | None = None,
+    divided: int = 1,
 ) -> Model:
-    """Return the model, or its state in a `checkpoint` of the run, whose facts `began` has. Raises
-    IsobitError for a path without a model, and for random weights without an alphabet."""
+    """Return the model, or its state in a `checkpoint` of the run, whose facts `began` has, held
+    together by `divided` of the ranks. Raises IsobitError for a path without a model, and for
+    random weights without an alphabet."""
     now = date_of(began, ranks)
-    if config.model.path is not None:
-        base = model_named(config.model.path)
-        model = load_trained(config, base, checkpoint, ranks, now)
-    elif checkpoint is not None:
-        model = load_trained(config, checkpoint, checkpoint, ranks, now)
+    if config.model.path is None and checkpoint is None:
+        model = _random(config, task, ranks, now, divided)
     else:
-        model = _random(config, task, ranks, now)
+        base = checkpoint if config.model.path is None else model_named(config.model.path)
+        assert base is not None
+        model = load_trained(config, base, checkpoint, ranks, now, divided=divided)
     check_alike(ranks, computed_by(model.ops))  # one machine may have no compiler
     return model
 
@@ -166,7 +168,7 @@ def _tokenizer(config: SftConfig, task: Task, now: datetime | None = None) -> To
     return Tokenizer.characters(alphabet, text_rules(config, now))
 
 
-def _random(config: SftConfig, task: Task, ranks: Ranks, now: datetime) -> Model:
+def _random(config: SftConfig, task: Task, ranks: Ranks, now: datetime, divided: int) -> Model:
     assert config.model.init is not None
     tokenizer = _tokenizer(config, task, now)
     arguments = (
@@ -178,7 +180,7 @@ def _random(config: SftConfig, task: Task, ranks: Ranks, now: datetime) -> Model
         config.consistency,
         ranks,
     )
-    return Model.init(*arguments, masters=config.optimizer.masters)
+    return Model.init(*arguments, masters=config.optimizer.masters, divided=divided)
 
 
 def architecture_of(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig:

@@ -32,6 +32,7 @@ from isobit.training.measuring.agreement import failure
 from isobit.training.measuring.meter import Meter
 from isobit.training.objects import Objects, OnStep
 from isobit.training.parts.cautions import cautions
+from isobit.training.parts.divided import held_by
 from isobit.training.parts.model import model_warning
 from isobit.training.recording.rollouts import LearnedRollouts
 from isobit.training.recording.rows import CompletionRows, recorded_groups
@@ -141,7 +142,8 @@ class SampledParts:
         correction."""
         yield from () if self.serving is None else self.serving.lines
         computes, rule = self.model.ops.why, self.trained.objective.rule
-        yield f"{computes}; consistency: {self.config.consistency}; correction: {rule}"
+        line = f"{computes}; consistency: {self.config.consistency}; correction: {rule}"
+        yield line + held_by(self.model)
 
     def warnings(self) -> Iterable[str | None]:
         """Yield warnings of what the config probably does not mean."""
