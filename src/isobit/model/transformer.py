@@ -43,6 +43,7 @@ from isobit.model.forward.moe import RouteTape
 from isobit.model.forward.recompute import Recompute
 from isobit.model.hub.config import ModelConfig
 from isobit.model.hub.shapes import parameter_shapes
+from isobit.model.images.bank import Bank
 from isobit.model.weights.checksums import Checksums
 from isobit.model.weights.layout import Working, map_parts, nbytes, remake
 from isobit.model.weights.masters import Masters, own_rows
@@ -93,6 +94,8 @@ class Transformer:
         self.group: Ranks = ALONE  # those that hold this model together
         self.served: MultiLora | None = None
         """The adapters that rollouts name, in a model that serves several (`serving`)."""
+        self.images: Bank | None = None
+        """The images that token ids above the vocabulary name."""
         self._kv_scales: KVScales | None = None
         self._watches: dict[str, Watch] = {}
         layers = range(config.num_layers)
@@ -275,21 +278,27 @@ class Transformer:
         recompute: Recompute = False,
         calibrating: bool = False,
         adapters: Assignment | None = None,
+        images: bool = True,
     ) -> Tensor:
-        """Hidden states [T, hidden] after the final norm, for tokens [T] int64.
+        """Hidden states [T, hidden] after the final norm, for tokens [T] int64. Where they may name
+        `images`, they are looked at, which a captured step cannot do.
 
         `stores` hold the keys and values, or states, of earlier rows and receive the new ones, one
         per layer; without them the rows are whole packed sequences, stored for this forward only.
         `adapters`: which rows are by which of those that are `served`; None: by none. The other
         arguments are described in `Pass`.
         """
-        ops = self.ops[use]
+        ops, given = self.ops[use], None
         tokens, layout = tokens.to(ops.device), layout.to(ops.device)
+        tables = self.rope_tables(layout)
+        if images and self.images is not None:
+            given, tokens = self.images.given(tokens), self.images.text(tokens)
+            tables, layout = self.images.turned(tables, layout)
         pass_ = Pass(
             config=self.config,
             ops=ops,
             layout=layout,
-            tables=self.rope_tables(layout),
+            tables=tables,
             masters=self.masters.leaves,
             stores=stores,
             scales=self.kv_scales,
@@ -297,6 +306,7 @@ class Transformer:
             watch=self._watches.get(use),
             recompute=recompute if stores is None and torch.is_grad_enabled() else False,
             calibrating=calibrating,
+            given=given,
         )
         served = self.served if use == "rollout" else None
         with nullcontext() if served is None else served.forward(len(tokens), adapters):

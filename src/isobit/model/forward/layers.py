@@ -18,6 +18,7 @@ from isobit.model.families.rope import Table, Tables
 from isobit.model.forward import autograd
 from isobit.model.forward.attend import Attended, attend, attend_linear
 from isobit.model.forward.delta import Recurrent, linear_attention
+from isobit.model.forward.given_rows import GivenRows, with_added, with_embeddings
 from isobit.model.forward.kv_scales import KVScales, scales_of
 from isobit.model.forward.latent import expanded_heads
 from isobit.model.forward.layer_inputs import Keys, layer_embeddings, with_embedding
@@ -74,6 +75,7 @@ class Pass:
     calibrating: bool = False
     embedded: Mapping[int, Tensor] = field(default_factory=dict)
     keys: dict[int, Keys] = field(default_factory=dict)
+    given: GivenRows | None = None
 
     def ops_of(self, layer: int | None) -> Ops:
         """Return the operators of a layer, or outside the layers."""
@@ -114,11 +116,13 @@ def forward(tokens: Tensor, working: Working, ctx: Pass) -> Tensor:
     device."""
     ops, outside = ctx.ops_of(None), working.outside
     x, residual = autograd.embedding(tokens, outside.embed, ctx.config.embedding_scale, ops), None
+    x = with_embeddings(x, ctx.given)
     if outside.layers is not None:
         ctx = replace(ctx, embedded=layer_embeddings(tokens, x, outside.layers, ctx.config, ops))
     compute = _recomputed_layer if ctx.recompute is True else _layer
     for index, layer in enumerate(working.layers):
         x, residual = compute(x, residual, index, layer, ctx)
+        x = with_added(x, ctx.given, index)
     normed = autograd.rms_norm(x, residual, outside.final_norm, ctx.config.rms_eps, ops)[0]
     multipliers = ctx.config.multipliers
     return normed if multipliers is None else normed * (1 / multipliers.logits)
