@@ -93,7 +93,7 @@ def _measured(model: Model, folder: Path, turns: int, kind: type[Episodes]) -> d
         groups = episodes.generate(examples, sampling, list(range(PROMPTS)))
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        workers = (each.process._process for each in pool._workers)
+        workers = (each._process for each in pool._workers)
         resident = sum(_peak_resident(each.pid) for each in workers if each is not None)
     for completion in (each for group in groups for each in group):
         fewer = SAMPLED + GIVEN - len(completion.token_ids)  # an end that was sampled is not given

@@ -7,6 +7,7 @@ Without this a search for *learning rate* would lead to a long table. The words 
 for a key, such as *batch size* for `prompts_per_step`, are those of docs/quick-reference.md.
 """
 
+import ast
 import html
 import re
 from pathlib import Path
@@ -26,15 +27,49 @@ FOUND = ("config.md", "metrics.md")
 STACKED = (*FOUND, "quick-reference.md")
 BREAKING = ("methods.md", "from-trl.md", "from-verl.md", "from-nemo-rl.md")
 """Pages whose tables are full of long names: these may break in a wide window too."""
+PUBLIC = re.compile(r"^::: (isobit[\w.]*)\.(\w+)\n(?: +.*\n)*", re.M)
+"""An entry of docs/api.md."""
+SOURCE = Path(__file__).parent.parent / "src"
 QUICK_BOOST = 4.0
 """A key that many people set comes before others that match equally well."""
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> None:
-    """Leave the room of the contents to the text, where a block of output is wider than code may be."""
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Leave the room of the contents to the text, where a block of output is wider than code may be; and put a table of
+    its fields behind each public dataclass."""
     output = "".join(text for language, text in BLOCK.findall(markdown) if language in ("", "text"))
     if any(len(line) > CODE_COLUMNS for line in output.splitlines()):
         page.meta["hide"] = ["toc"]
+    return PUBLIC.sub(lambda entry: entry[0] + _fields(*entry.groups()), markdown)
+
+
+def _fields(module: str, name: str) -> str:
+    """Return a table of the fields of a dataclass, as its source declares them; nothing for another object."""
+    file = SOURCE.joinpath(*module.split(".")).with_suffix(".py")
+    body = ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []
+    classes = (node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
+    node = next(
+        (node for node in classes if "dataclass" in "".join(map(ast.unparse, node.decorator_list))),
+        None,
+    )
+    fields = (
+        [] if node is None else [field for field in node.body if isinstance(field, ast.AnnAssign)]
+    )
+    rows = []
+    for field in fields:
+        kind, text = field.annotation, ""
+        if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) in (
+            "Annotated",
+            "NotAnOption",
+        ):
+            parts = kind.slice.elts if isinstance(kind.slice, ast.Tuple) else [kind.slice]
+            kind, *notes = parts
+            text = "".join(note.value for note in notes if isinstance(note, ast.Constant))
+        default = "required" if field.value is None else f"`{ast.unparse(field.value)}`"
+        shown = ast.unparse(kind).replace("|", "\\|")
+        rows.append(f"| `{ast.unparse(field.target)}` | `{shown}` | {default} | {text} |")
+    head = "\n| field | type | default | |\n|---|---|---|---|\n"
+    return head + "\n".join(rows) + "\n" if rows else ""
 
 
 def on_page_content(content: str, page: Any, **_: Any) -> str:

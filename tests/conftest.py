@@ -27,7 +27,7 @@ with suppress(ImportError):  # a machine with a GPU may lack it
     hypothesis.settings.load_profile("repeatable")
 
 from isobit.kernels.native import build
-from tests import selection, warm_workers
+from tests import selection, warm
 from tests.browser import opened as opened
 from tests.models import SHARED, STORIES, tiny_model
 from tests.order import longest_first
@@ -144,7 +144,7 @@ def pytest_collection_finish() -> None:
 
 
 FROM_NOTHING = {
-    *("test_worker_process", "test_exchange", "test_poisoned_directory"),
+    *("test_worker_process", "test_dispatch", "test_poisoned_directory"),
     *("test_attacks", "test_limits", "test_seccomp", "test_examiner"),
     *("test_hostile", "test_strangers", "test_mistakes"),
 }
@@ -156,7 +156,7 @@ def _warm_workers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Elsewhere a worker is a fork of a Python that has imported what it runs."""
     with pytest.MonkeyPatch.context() as patch:
         if request.path.stem not in FROM_NOTHING:
-            patch.setattr("isobit.tasks.workers.process.subprocess", warm_workers)
+            patch.setattr("isobit.tasks.workers.process.subprocess", warm)
         yield
 
 

@@ -18,7 +18,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from isobit.model import Model, ModelConfig, Tokenizer
@@ -201,6 +201,14 @@ def _follow(text: str, folder: Path, servers: ExitStack) -> None:
                 succeed(command, folder)
 
 
+def _larger(config: ModelConfig) -> tuple[ModelConfig, Tokenizer]:
+    """A model whose matrices and vocabulary have several blocks of 128, so that ranks divide it."""
+    tokenizer = Tokenizer.characters(string.printable[:95] + "".join(map(chr, range(0xC0, 0x180))))
+    sizes = {"vocab_size": tokenizer.vocab_size, "eos_ids": tokenizer.eos_ids}
+    sizes |= {"hidden_size": 256, "intermediate_size": 256, "num_heads": 4, "num_kv_heads": 4}
+    return replace(config, **sizes), tokenizer
+
+
 def reader_folder(folder: Path, ends: str = "!?.,;:'()-") -> Path:
     """What the README's reader has: a random model over printable ASCII, prompts, its rewards.py
     and run.yaml. The model `ends` at punctuation too, or every completion would be as long as it
@@ -222,6 +230,7 @@ def reader_folder(folder: Path, ends: str = "!?.,;:'()-") -> Path:
         eos_ids=tokenizer.eos_ids,
     )
     Model.init(config, tokenizer, "float32").save(folder / "path" / "to" / "hf_checkpoint")
+    Model.init(*_larger(config), "float32").save(folder / "large")
     prompts = [
         {"prompt": f"Tell me about {thing}."}
         for thing in ("rain", "the sea", "bread", "a fox", "two cats")

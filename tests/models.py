@@ -205,7 +205,8 @@ def tiny_model(
     rope = rope if "default" in table.rope_kinds else table.fresh_rope(10000.0, 64)
     multipliers = Multipliers(3.0, 0.5, 0.4, 2.0) if table.multipliers else None
     if table.latent is not None:
-        own = latent_values(Latent(16, 8, 4, 6, 20), 4, Rope())
+        latent = sizes.get("latent", Latent(16, 8, 4, 6, 20))
+        own = latent_values(latent, sizes.get("num_heads", 4), Rope())
         sizes = own | {key: value for key, value in sizes.items() if key != "head_dim"}
     if table.global_head_dim is not None:
         sizes = _heads_by_layer(sizes.get("num_layers", 2), sizes.get("head_dim", 8)) | sizes

@@ -39,7 +39,7 @@ _ROOMS_INSIDE = {"tasks", "engine/fleet", "training/commands", "training/plan"}
 _CONCERN_ALL = {
     "tests/conftest.py",
     "tests/models.py",
-    "tests/warm_workers.py",
+    "tests/warm.py",
     "tests/__init__.py",
 }
 

@@ -455,9 +455,22 @@ def test_a_name_with_brackets_is_text_in_an_override(typed: str, value: Any) -> 
 def test_a_precision_of_the_command_line_is_that_of_a_mapping(config_file: Path) -> None:
     sides = {"rollout": {"weight": "bf16", "activation": "bf16"}}
     typed = "precision=fp8-e2e[rollout={weight: bf16, activation: bf16}]"
-    found = precision_from(load_config(config_file, [typed]).precision)
-    assert found == precision_from({"preset": "fp8-e2e", **sides})
+    for word in (typed, typed.replace("=", "= ", 1) + " "):
+        found = precision_from(load_config(config_file, [word]).precision)
+        assert found == precision_from({"preset": "fp8-e2e", **sides})
     assert found != precision_from("fp8-e2e"), "the control"
+
+
+def test_a_precision_of_a_file_needs_quotes_and_the_message_says_so(config_file: Path) -> None:
+    """The controls: in quotes it is read, and another mistake gets no such advice."""
+    text, flow = config_file.read_text(), "fp8-e2e[rollout={weight: bf16, activation: bf16}]"
+    for value, said in ((flow, "in it needs quotes around it"), ("]", "not valid YAML")):
+        config_file.write_text(f"{text}\nprecision: {value}\n")
+        with pytest.raises(IsobitError, match=said) as refused:
+            load_config(config_file)
+        assert ("quotes" in str(refused.value)) == (value == flow)
+    config_file.write_text(f'{text}\nprecision: "{flow}"\n')
+    assert load_config(config_file).precision == flow
 
 
 def test_names_between_commas_keep_their_brackets() -> None:

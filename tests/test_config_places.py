@@ -13,6 +13,7 @@ import yaml
 
 from isobit.config import CompareConfig, Config, SftConfig, load_config, load_sft_config
 from isobit.config.load import load_any_run_config, load_compare_config
+from isobit.data import strict_yaml
 from isobit.errors import IsobitError
 from isobit.options.declare import FileName, Option, options_of, plain, sections, unwrapped
 from isobit.run.format import FORMAT, FORMAT_NOW
@@ -150,6 +151,30 @@ def test_a_run_goes_on_by_what_it_found_at_its_start(there: Path, here: Path) ->
     found = load_any_run_config(run)
     assert isinstance(found, Config)
     assert found.model.path == "model"
+
+
+def test_a_config_is_parsed_once(there: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run, of `isobit sft` too, and of a file. The control: what is wrong in a file still names
+    the command that it is for, which takes a second look."""
+    parsed: list[str] = []
+    load = strict_yaml.load
+    monkeypatch.setattr(strict_yaml, "load", lambda text: parsed.append(text) or load(text))
+    (run := here / "run").mkdir()
+    (run / FORMAT).write_text(str(FORMAT_NOW))
+    for text, schema in (
+        ("{model: model, task: arithmetic}", Config),
+        ("{model: model, task: arithmetic, batch_size: 4}", SftConfig),
+    ):
+        (run / "config.yaml").write_text(text)
+        parsed.clear()
+        assert isinstance(load_any_run_config(run), schema)
+        assert parsed == [text]
+    parsed.clear()
+    load_config(there / "run.yaml")
+    assert len(parsed) == 1
+    (here / "sft.yaml").write_text("{model: model, task: arithmetic, batch_size: 4}")
+    with pytest.raises(IsobitError, match="isobit sft"):
+        load_config(here / "sft.yaml")
 
 
 def test_configs_that_name_configs(there: Path) -> None:

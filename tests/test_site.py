@@ -119,6 +119,10 @@ def test_every_public_name_is_documented(site: Path, pages: dict[Path, Page]) ->
         value = getattr(isobit, name)
         home = ".".join(value.__module__.split(".")[:2])
         assert {f"{home}.{name}", f"{value.__module__}.{name}"} & anchors, name
+    text = (site / "api.html").read_text(encoding="utf-8")
+    for name, field in (("Sampling", "seed"), ("Completion", "logprobs")):
+        heading = text.index(f' id="isobit.engine.types.{name}"')
+        assert f"<code>{field}</code>" in text[heading : text.index("<h3", heading + 1)]
 
 
 def _target(site: Path, page: Path, link: str) -> Path:

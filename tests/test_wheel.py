@@ -86,7 +86,7 @@ def computed(
 
 def sources(folder: Path) -> Path:
     """What a distribution is made of, so that nothing is built in the checkout."""
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / name, folder / name)
     shutil.copytree(ROOT / "configs", folder / "configs")
     shutil.copytree(

@@ -1,39 +1,132 @@
-"""Commands of isobit and scripts in forks of one Python that has imported them: a process each,
-without 3 s of imports.
+"""Commands, scripts and workers in forks of a Python that has imported what they import: a process
+each, without the seconds of their imports.
 
-The one Python is a child of the test process. It imports what the commands import, runs nothing,
-has a single thread, and forks for every command; so a command sees no state of another's
-(`test_warm.py`), which one interpreter for several would not promise. That the installed command
-starts from nothing is tested where a command has its own process:
+The one Python is a child of the test process. It imports, runs nothing of a user's, has a single
+thread, and forks for every request; so a process sees no state of another's (`test_warm.py`). There
+is one for commands and one for workers, which must not have what commands import, and one more for
+each library that is loaded before all others. That an installed command starts from nothing is
+tested where it has a process of its own:
 `test_docs.py::test_the_readme_commands_run_in_order`,
-`test_cli_bad_input.py::test_as_a_process_and_wrong_options`.
+`test_cli_bad_input.py::test_as_a_process_and_wrong_options`; tests of the workers themselves start
+them from nothing (`conftest.py`).
 
-    python -m tests.warm    stdin: lines {"words", "folder", "environment", "out", "err"} or {"wait": process id}
-                            stdout: lines with a process id, or with an exit code
+    python -m tests.warm DESCRIPTOR MODULE...    of a socket: requests with descriptors; process ids and exit codes
 """
 
-import atexit
+import array
 import json
 import os
+import random
 import runpy
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+DEVNULL = subprocess.DEVNULL
 _LONGEST_S = 600
-_PRELOADED = (
+_COMMANDS = (
     "isobit.training.loop",
     *(f"isobit.training.commands.{name}" for name in ("compare", "evaluate", "inspect")),
 )
-_servers: dict[str, "subprocess.Popen[str]"] = {}
-"""By the library that is loaded before all others (LD_PRELOAD), or ""."""
+_WORKERS = ("isobit.tasks.rewards.worker", "isobit.tasks.environments.worker")
+_MOST_BYTES = 1 << 20
+_lock = threading.Lock()
+
+
+class _Server:
+    """The one Python: its process, and the socket to it."""
+
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.warm", str(theirs.fileno()), *modules],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                cwd=ROOT,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def ask(self, request: Mapping[str, Any], descriptors: Sequence[int] = ()) -> int:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+        self.socket.sendmsg([json.dumps(request).encode()], rights if descriptors else [])
+        reply = self.socket.recv(64)
+        assert reply, f"{request}: nothing within {_LONGEST_S} s"
+        return int(reply)
+
+
+_servers: dict[tuple[int, str | None], _Server] = {}
+"""By the process that started it, since a fork of a test's has servers of its own, and the library
+that is loaded before all others (LD_PRELOAD) or ""; None: for workers."""
+
+
+def _server(preload: str | None) -> _Server:
+    server = _servers.get((os.getpid(), preload))
+    if server is None or server.process.poll() is not None:
+        if preload is None:
+            variables = ("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
+            paths = {"PYTHONHASHSEED": "0", **dict.fromkeys(variables, "1"), "PYTHONPATH": _PATHS}
+            server = _Server(_WORKERS, {**os.environ, **paths})
+        else:
+            library = {"LD_PRELOAD": preload} if preload else {}
+            server = _Server(_COMMANDS, _without_ours(os.environ) | library)
+        _servers[os.getpid(), preload] = server
+    return server
+
+
+_PATHS = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+
+
+def _without_ours(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a command: threads as the server has them, and no interpreter of
+    kernels."""
+    kept = {name: value for name, value in variables.items() if name != "TRITON_INTERPRET"}
+    return {**kept, "PYTHONPATH": _PATHS, "OMP_NUM_THREADS": "1"}
+
+
+class Popen:
+    """`subprocess.Popen`, as far as `isobit.tasks.workers.process` uses it."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: int,
+        stdout: Any,
+        stderr: Any,
+        pass_fds: Sequence[int],
+        env: dict[str, str],
+        start_new_session: bool,
+    ) -> None:
+        assert command[:2] == [sys.executable, "-c"]
+        assert (stdin, stderr, start_new_session) == (DEVNULL, stdout, True)
+        request = {
+            "words": command[1:],
+            "numbers": [1, 2, *pass_fds],
+            "folder": os.getcwd(),
+            "environment": env,
+        }
+        log = stdout.fileno()
+        with _lock:
+            self.pid = _server(None).ask(request, [log, log, *pass_fds])
+        self._code: int | None = None
+
+    def wait(self) -> int:
+        """Return the exit code, once it has ended."""
+        if self._code is None:
+            with _lock:
+                self._code = _server(None).ask({"wait": self.pid})
+        return self._code
 
 
 @dataclass(frozen=True)
@@ -44,7 +137,7 @@ class Process:
     words: list[str]
     out: Path
     err: Path
-    preload: str = ""
+    server: _Server
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.kill(self.id, number)
@@ -52,10 +145,10 @@ class Process:
     def wait(self) -> "subprocess.CompletedProcess[str]":
         """When it has ended; the whole server is killed after ten minutes, and AssertionError
         raised."""
-        timer = threading.Timer(_LONGEST_S, os.killpg, (_servers[self.preload].pid, signal.SIGKILL))
+        timer = threading.Timer(_LONGEST_S, os.killpg, (self.server.process.pid, signal.SIGKILL))
         timer.start()
         try:
-            code = _ask({"wait": self.id}, self.preload)
+            code = self.server.ask({"wait": self.id})
         finally:
             timer.cancel()
         printed = [path.read_text(encoding="utf-8") for path in (self.out, self.err)]
@@ -66,12 +159,15 @@ class Process:
 
 def start(words: list[str], folder: Path, **environment: str) -> Process:
     """`isobit ...` or `python script.py ...` in a separate process, in a folder."""
-    files = [Path(tempfile.mkstemp(prefix=f"warm-{name}-")[1]) for name in ("out", "err")]
+    files = [tempfile.mkstemp(prefix=f"warm-{name}-") for name in ("out", "err")]
     variables = {"TMPDIR": tempfile.gettempdir(), **os.environ, **environment}
-    request = {"words": words, "folder": str(folder), "environment": _without_ours(variables)}
-    preload = environment.get("LD_PRELOAD", "")
-    number = _ask({**request, "out": str(files[0]), "err": str(files[1])}, preload)
-    return Process(number, words, files[0], files[1], preload)
+    request = {"words": words, "numbers": [1, 2], "folder": str(folder)}
+    server = _server(environment.get("LD_PRELOAD", ""))
+    descriptors = [descriptor for descriptor, _ in files]
+    number = server.ask({**request, "environment": _without_ours(variables)}, descriptors)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return Process(number, words, Path(files[0][1]), Path(files[1][1]), server)
 
 
 def isobit(folder: Path, *words: object, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -93,74 +189,68 @@ def plain(command: str) -> "tuple[list[str], dict[str, str]] | None":
     return (words, variables) if script or words[:1] == ["isobit"] else None
 
 
-def _without_ours(variables: dict[str, str]) -> dict[str, str]:
-    """The environment of a command: threads as the server has them, and no interpreter of
-    kernels."""
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    kept = {name: value for name, value in variables.items() if name != "TRITON_INTERPRET"}
-    return {**kept, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-
-
-def _ask(request: dict[str, Any], preload: str) -> int:
-    server = _servers.get(preload)
-    if server is None or server.poll() is not None:
-        server = _servers[preload] = subprocess.Popen(
-            [sys.executable, "-m", "tests.warm"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=_without_ours(dict(os.environ)) | ({"LD_PRELOAD": preload} if preload else {}),
-            start_new_session=True,
-        )
-        atexit.register(server.stdin.close)  # type: ignore[union-attr]
-    assert server.stdin is not None
-    assert server.stdout is not None
-    server.stdin.write(json.dumps(request) + "\n")
-    server.stdin.flush()
-    reply = server.stdout.readline()
-    assert reply, f"{request}: nothing within {_LONGEST_S} s"
-    return int(reply)
-
-
-def _serve() -> None:
-    for name in _PRELOADED:
+def _serve(number: int, modules: Sequence[str]) -> None:
+    for name in modules:
         __import__(name)
+        if name in _WORKERS:
+            del sys.modules[name]  # it is run as the main program
     assert len(os.listdir("/proc/self/task")) == 1 or sys.platform != "linux", (
         "a fork copies one thread only"
     )
-    while line := sys.stdin.readline():
-        request = json.loads(line)
+    client = socket.socket(fileno=number)
+    while True:
+        data, ancillary, _, _ = client.recvmsg(_MOST_BYTES, socket.CMSG_SPACE(4 * 16))
+        if not data:
+            return
+        request = json.loads(data)
         if "wait" in request:
-            reply = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
-        else:
-            reply = os.fork()
-            if reply == 0:
-                _become(**request)
-                return
-        print(reply, flush=True)
+            code = os.waitstatus_to_exitcode(os.waitpid(request["wait"], 0)[1])
+            client.send(str(code).encode())
+            continue
+        received = array.array("i", ancillary[0][2])
+        if os.fork() == 0:
+            if request["words"][0] == "-c":
+                os.setsid()
+            client.send(str(os.getpid()).encode())  # from now on its group can be killed
+            client.close()
+            _become(list(received), **request)
+            return
+        for descriptor in received:
+            os.close(descriptor)
 
 
-def _become(words: list[str], folder: str, environment: dict[str, str], out: str, err: str) -> None:
-    """This process, a fork, is the command: its files, folder, environment and arguments."""
-    for number, path, flags in (
-        (0, os.devnull, os.O_RDONLY),
-        (1, out, os.O_WRONLY),
-        (2, err, os.O_WRONLY),
-    ):
-        opened = os.open(path, flags)
-        os.dup2(opened, number)
-        os.close(opened)
+def _become(
+    received: list[int],
+    words: list[str],
+    numbers: list[int],
+    folder: str,
+    environment: dict[str, str],
+) -> None:
+    """This process, a fork, is the program: with its files under the numbers that it was told, its
+    folder, environment and arguments, and nothing else."""
+    beyond = max(*received, *numbers) + 1
+    for place, descriptor in enumerate(received):
+        os.dup2(descriptor, beyond + place)
+        os.close(descriptor)
+    for place, number in enumerate(numbers):
+        os.dup2(beyond + place, number)
+        os.close(beyond + place)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     if words[0] == "isobit":
         sys.argv, sys.path[0] = words, folder
         runpy.run_module("isobit", run_name="__main__", alter_sys=True)
-    else:
+    elif words[0] == "python":
         sys.argv, sys.path[0] = words[1:], str(Path(words[1]).resolve().parent)
         runpy.run_path(words[1], run_name="__main__")
+    else:
+        random.seed()
+        sys.argv = ["-c", *words[2:]]
+        paths = list(dict.fromkeys(filter(None, environment["PYTHONPATH"].split(os.pathsep))))
+        sys.path[:] = [*paths, *(path for path in sys.path if path not in {*paths, str(ROOT)})]
+        exec(compile(words[1], "<string>", "exec"), sys.modules["__main__"].__dict__)
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(int(sys.argv[1]), sys.argv[2:])

@@ -18,17 +18,19 @@ from torch import Tensor
 
 from benchmarks.gpu import adapters, approximate, two_processes
 from benchmarks.gpu.common import Bench, Case, random_model, shapes
-from benchmarks.gpu.comparing import ROW, compared, cuts, operands, rows_of_weight, taken
+from benchmarks.gpu.comparing import ROW, compared, cuts, operands
 from benchmarks.gpu.decode import decode_step
 from benchmarks.gpu.instruction import compare_instruction
 from benchmarks.work import linear_sizes
 from isobit import Completion, Engine, Model, Sampling
 from isobit.kernels import Divided, KVStore, Layout, Operand, Stacked, get_ops
 from isobit.kernels.attention.triton.forward import attend, keys_first
+from isobit.kernels.matrices import rows_of
 from isobit.kernels.product.triton import product as product_module
 from isobit.kernels.product.triton.cublas import cublas_product, takes
 from isobit.kernels.product.triton.plan import ProductPlan, plan, splits_of
 from isobit.model import ModelConfig
+from isobit.model.weights import layout
 from isobit.precision import BF16, E4M3, INT8, QTensor, QuantSpec
 
 _HEAD = QuantSpec(E4M3, "row")
@@ -191,11 +193,11 @@ def _rows_of_products(kind: str, outputs: int, inputs: int, case: Case, bench: B
     for size in sizes:
         for start in (0, count // 2, count - size):
             if start + size <= count:
-                alone = ops.product(taken(x, start, start + size), w, None, torch.float32)
+                alone = ops.product(rows_of(x, start, start + size), w, None, torch.float32)
                 compared(
                     case, f"{size} from {start} of {count:,}", alone, whole[start : start + size]
                 )
-    beside = ops.product(taken(x, 1, 2), w, None, torch.float32)
+    beside = ops.product(rows_of(x, 1, 2), w, None, torch.float32)
     compared(case, "a row beside its neighbour", beside, whole[:1], "different")
 
 
@@ -207,10 +209,10 @@ def _shards(outputs: int, inputs: int, case: Case, bench: Bench) -> None:
         x, w = operands(kind, 2 if bench.rehearsal else 512, outputs, inputs, ops)
         dtype = torch.uint8 if isinstance(w, QTensor) else w.dtype
         for rows in (2,) if bench.rehearsal else (1, 64, 512):
-            few = taken(x, 0, rows)
+            few = rows_of(x, 0, rows)
             whole = ops.product(few, w, None, torch.float32)
             for lo, hi in sorted({range_ for size in (2, 4, 8) for range_ in cuts(outputs, size)}):
-                shard = rows_of_weight(w, lo, hi)
+                shard = layout.rows_of(w, (lo, hi))
                 known = Divided(shard, None, whole_rows=outputs)
                 what = f"{kind}, {rows} tokens, rows {lo} to {hi} of {outputs}"
                 found = ops.product(few, known, None, torch.float32)
@@ -269,7 +271,7 @@ def _experts(case: Case, bench: Bench) -> None:
             offsets = torch.zeros(count + 1, dtype=torch.int64, device=bench.device)
             offsets[expert + 1 :] = size
             return ops.grouped_product(
-                taken(x, start, start + size), stacked, offsets, torch.float32
+                rows_of(x, start, start + size), stacked, offsets, torch.float32
             )
 
         for expert in (0, count - 1):

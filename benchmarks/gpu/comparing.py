@@ -1,14 +1,14 @@
 """Two tensors compared bit for bit, as a row of a case; and operands that would show an order of
 sums."""
 
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from isobit.distributed.layout import cut
 from isobit.kernels import Operand, Ops
-from isobit.precision import E4M3, QTensor, QuantSpec
+from isobit.precision import E4M3, QuantSpec
 
 if TYPE_CHECKING:
     from benchmarks.gpu.common import Case
@@ -59,22 +59,6 @@ def operands(kind: str, rows: int, outputs: int, inputs: int, ops: Ops) -> tuple
 
 
 def cuts(count: int, size: int) -> list[tuple[int, int]]:
-    """Return ranges of whole blocks of 128, as equal as they can be, none empty; the last may end
-    within a block."""
-    bounds = [count // 128 * i // size * 128 for i in range(size)] + [count]
-    return [(lo, hi) for lo, hi in pairwise(bounds) if hi > lo]
-
-
-def rows_of_weight(w: Operand, lo: int, hi: int) -> Operand:
-    """Return some rows of a weight, whose scales, if it has any, are of blocks of 128."""
-    if isinstance(w, QTensor):
-        return QTensor(w.data[lo:hi], w.scale[lo // 128 : -(-hi // 128)], w.spec)
-    return w[lo:hi]
-
-
-def taken(x: Operand, start: int, stop: int) -> Operand:
-    return (
-        QTensor(x.data[start:stop], x.scale[start:stop], x.spec)
-        if isinstance(x, QTensor)
-        else x[start:stop]
-    )
+    """Return the ranges of whole blocks of 128 that ranks have, none empty."""
+    ranges = (cut(count, rank, size, 128) for rank in range(size))
+    return [(lo, hi) for lo, hi in ranges if hi > lo]

@@ -120,20 +120,18 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     return f"did you mean {brief(close[0])!r}?" if close else f"known: {listed(known)}"
 
 
+def on_hub(name: str) -> bool:
+    """Return whether a text looks like a name on the Hub: `owner/name`, and not a file's."""
+    return _NAME.fullmatch(name) is not None and Path(name).suffix.lower() not in _FILES
+
+
 def download_hint(path: str | Path, *, data: bool = False) -> str:
     """Return how to download `path` from the Hub, as the end of a message about a missing file;
-    empty where it does not look like a name of the Hub.
-
-    `owner/name` is one, unless it ends like a file or the folder `owner` is here.
-    """
+    empty where it does not look like a name of the Hub."""
     name = str(path)
     if name.startswith("~"):
         return "; ~ is not read as the home directory here: write the whole path"
-    if (
-        not _NAME.fullmatch(name)
-        or Path(name).suffix.lower() in _FILES
-        or Path(name).parent.exists()
-    ):
+    if not on_hub(name) or Path(name).parent.exists():
         return ""
     parent, kind = ("data", " --repo-type dataset") if data else ("models", "")
     folder = f"{parent}/{name.rpartition('/')[2]}"

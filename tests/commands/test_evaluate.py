@@ -218,6 +218,22 @@ def test_other_data_than_the_runs_are_evaluated_whole(
     assert _limit(config, True, [f"task.{key}=x", "evaluation.samples=6"]) == 6
 
 
+@pytest.mark.parametrize("key", ["path", "files"])
+def test_other_data_do_not_bring_the_runs_held_out_file(folder: Path, key: str) -> None:
+    """The controls: other words leave the run's file, and a file that is given stays."""
+    run = folder / "run"
+    run.mkdir()
+    task = {"name": "file", "path": "a.jsonl", "held_out_path": "old.jsonl", "options": {}}
+    write_config(folder, folder, task=task).rename(run / "config.yaml")
+    (run / "format.txt").write_text("2\n")
+    other = [f"task.{key}={'[{path: b.jsonl}]' if key == 'files' else 'b.jsonl'}"]
+    other += ["task.path=null"] * (key == "files")
+    assert evaluation_config(run, other).task.held_out_path is None
+    assert str(evaluation_config(run, ["seed=3"]).task.held_out_path).endswith("old.jsonl")
+    given = [*other, "task.held_out_path=c.jsonl"]
+    assert evaluation_config(run, given).task.held_out_path == "c.jsonl"
+
+
 def test_given_completions_are_scored(evaluate: Eval) -> None:
     printed = evaluate(
         *asked()[:2],

@@ -155,3 +155,21 @@ def test_the_help_names_every_tool_format() -> None:
     named = re.split(", | or ", text.partition(": ")[2])
     assert named == ["auto", *FORMATS]
     assert named != ["auto", *list(FORMATS)[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--column a", r"^--column 'a': expected NAME=VALUE$"),
+        ("--column a=", r"^--column 'a=': expected NAME=VALUE$"),
+        ("--column a=b --column a=c", r"^--column 'a=c': a is 'b' already; give it once$"),
+        ("--option a=1 --option a=2", r"^--option 'a=2': a is '1' already; give it once$"),
+    ],
+)
+def test_names_and_values_are_read_in_one_way(words: str, said: str) -> None:
+    """The control: names that differ."""
+    with pytest.raises(IsobitError, match=said):
+        given("eval", *words.split())
+    assert given("eval", "--column", "a=b", "--column", "c=b=d") == [
+        'task.columns={"a": "b", "c": "b=d"}'
+    ]

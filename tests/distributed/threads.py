@@ -30,6 +30,23 @@ class Meeting:
         self.lock = threading.Lock()
         self.places: list[Any] = [None] * size
         self.claimed: dict[str, int] = defaultdict(int)
+        self.sets: dict[range, Meeting] = {}
+        self.ended = False
+
+    def of(self, among: range) -> "Meeting":
+        """Where those of a set meet, whatever the others do."""
+        with self.lock:
+            meeting = self.sets.setdefault(among, Meeting(len(among)))
+            if self.ended:
+                meeting.barrier.abort()
+            return meeting
+
+    def end(self) -> None:
+        """Let nobody wait any more."""
+        with self.lock:
+            self.ended = True
+            for meeting in (self, *self.sets.values()):
+                meeting.barrier.abort()
 
     def exchange(self, rank: int, given: Any) -> list[Any]:
         """What every rank gave."""
@@ -72,11 +89,11 @@ class ThreadRanks(Ranks):
         assert [piece.numel() for piece in received] == list(received_sizes)
         return lambda: torch.cat(received)
 
-    def share(self, buffers: Sequence[Tensor]) -> Callable[[], None]:
+    def share(self, buffers: Sequence[Tensor], among: range | None = None) -> Callable[[], None]:
         self.met.append("share")
-        mine = buffers[self.rank].clone()
-        self.bytes_sent += mine.numel() * mine.element_size() * (self.size - 1)
-        given = self._all("share", mine)
+        mine = buffers[self.rank if among is None else among.index(self.rank)].clone()
+        self.bytes_sent += mine.numel() * mine.element_size() * (len(buffers) - 1)
+        given = self._all("share", mine, among)
 
         def wait() -> None:
             for buffer, piece in zip(buffers, given):
@@ -89,8 +106,11 @@ class ThreadRanks(Ranks):
             self._meeting.claimed[name] += 1
             return self._meeting.claimed[name] - 1
 
-    def _all(self, what: str, given: Any) -> list[Any]:
-        found = self._meeting.exchange(self.rank, (what, given))
+    def _all(self, what: str, given: Any, among: range | None = None) -> list[Any]:
+        if among is None:
+            found = self._meeting.exchange(self.rank, (what, given))
+        else:
+            found = self._meeting.of(among).exchange(among.index(self.rank), (what, given))
         assert {kind for kind, _ in found} == {what}, "the ranks do not meet for the same"
         return [value for _, value in found]
 
@@ -106,7 +126,7 @@ def run(size: int, work: Callable[[ThreadRanks], T]) -> list[T]:
         except BaseException as error:
             raised[rank] = error  # type: ignore[call-overload]
             if not isinstance(error, threading.BrokenBarrierError):
-                meeting.barrier.abort()
+                meeting.end()
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
     for thread in threads:

@@ -9,7 +9,7 @@ import pytest
 
 from isobit.data.turns import Reply
 from isobit.errors import IsobitError, RunFailed
-from isobit.tasks.environments import pump
+from isobit.tasks.environments import pool as environment_pool
 from isobit.tasks.environments.pool import EnvironmentPool
 from isobit.tasks.environments.settings import EnvironmentConfig
 from isobit.tasks.environments.tools import MOST_CHARACTERS
@@ -228,7 +228,7 @@ def test_a_hung_thread_costs_its_episode_its_worker_and_no_other(path: str) -> N
     with EnvironmentPool(config(path)) as pool:
         begun(pool, 0)
         begun(pool, 1)
-        worker = pool._workers[0].process._process
+        worker = pool._workers[0]._process
         hung = turned(pool, 0, 0, call("act", {"what": "hang"}), call("act", {"what": "x"}))
         assert contents(hung) == [
             ERROR("no result in time: it has not come back"),
@@ -237,10 +237,10 @@ def test_a_hung_thread_costs_its_episode_its_worker_and_no_other(path: str) -> N
         assert contents(turned(pool, 0, 1, call("act", {"what": "x"}))) == ["done x"]
         pool.end(0)
         assert contents(turned(pool, 1, 0, call("act", {"what": "y"}))) == ["done y"]
-        assert pool._workers[0].process._process is worker
+        assert pool._workers[0]._process is worker
         pool.end(1)
         assert contents(_first_turn(pool, call("act", {"what": "z"}))) == ["done z"]
-        assert pool._workers[0].process._process is not worker
+        assert pool._workers[0]._process is not worker
 
 
 def _first_turn(pool: EnvironmentPool, *calls: Any) -> Reply:
@@ -276,7 +276,7 @@ def test_an_environment_that_hangs_in_its_thread_is_over(path: str) -> None:
 def test_a_dead_process_is_replaced_and_its_episodes_are_told(
     path: str, monkeypatch: pytest.MonkeyPatch, tool: str, what: str, problem: str
 ) -> None:
-    monkeypatch.setattr(pump, "GRACE_S", 0.5)
+    monkeypatch.setattr(environment_pool, "GRACE_S", 0.5)
     with EnvironmentPool(config(path)) as pool:
         for key in range(3):
             begun(pool, key)
@@ -381,7 +381,7 @@ def test_what_tools_print_goes_to_a_file(path: str, tmp_path: Path) -> None:
 def test_nothing_is_left_behind(path: str) -> None:
     pool = EnvironmentPool(config(path, workers=2))
     pool.start()
-    pids = [each.process._process.pid for each in pool._workers if each.process._process]
+    pids = [each._process.pid for each in pool._workers if each._process]
     for key in range(4):
         begun(pool, key)
         pool.turn(key, calling(0, call("wait", {"what": "hang"})))
@@ -412,7 +412,7 @@ def test_a_worker_keeps_nothing_of_the_turns_that_are_done(path: str) -> None:
         for key in range(500):
             pool.begin(key, PROMPT, {})
         replies(pool, 500)
-        process = pool._workers[0].process._process
+        process = pool._workers[0]._process
         assert process is not None
         sizes = []
         for number in range(4):

@@ -14,6 +14,7 @@ from isobit.tasks.environments import pool as environment_pool
 from isobit.tasks.environments.mcp import Server, ServerError
 from isobit.tasks.environments.pool import EnvironmentPool
 from isobit.tasks.environments.settings import EnvironmentConfig, McpServer
+from isobit.tasks.workers import dispatch
 from tests.environments.helpers import (
     begun,
     call,
@@ -79,11 +80,11 @@ def test_a_late_call_is_cancelled_and_the_server_goes_on() -> None:
         begun(pool, 0)
         (late,) = contents(turned(pool, 0, 0, call("act", {"what": "slow"})))
         assert late == "{'error': 'no result in time: it has not come back'}"
-        process = pool._workers[0].process._process
+        process = pool._workers[0]._process
         assert contents(turned(pool, 0, 1, call("act", {"what": "cancelled"}))) == [
             "did 1 cancelled"
         ]
-        assert pool._workers[0].process._process is process
+        assert pool._workers[0]._process is process
 
 
 def test_calls_of_several_episodes_overlap(pool: EnvironmentPool) -> None:
@@ -161,6 +162,7 @@ def test_a_server_that_does_not_answer_is_named_and_bounded(
 ) -> None:
     """A line says what is waited for; the control, a server that answers, is not named."""
     monkeypatch.setattr(environment_pool, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(dispatch, "START_DEADLINE_S", 1.0)
     monkeypatch.setattr(environment_pool, "START_DEADLINE_S", 1.0)
     command = f"{sys.executable} -c 'import time; time.sleep(600)'"
     with pytest.raises(IsobitError) as caught:

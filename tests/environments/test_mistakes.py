@@ -217,11 +217,7 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> str:
         ),
         ("Odd", {"what": "int"}, "reset (code.py, line 13) returned int; expected text, messages"),
         ("Odd", {"what": "dict"}, "returned dict; expected text, messages or None"),
-        (
-            "Odd",
-            {"what": "role"},
-            "its messages[0] has the role 'usr', expected system, developer, ",
-        ),
+        ("Odd", {"what": "role"}, "messages[0] has the role 'usr', expected system, developer, "),
         ("Odd", {"what": "parts"}, "its messages[0] has no content, expected text"),
     ],
 )

@@ -12,6 +12,7 @@ from isobit.config import load_config
 from isobit.errors import IsobitError, RunFailed
 from isobit.run.completions import COMPLETIONS, read
 from isobit.training.commands.dry_run import dry_run
+from isobit.training.commands.play import play
 from isobit.training.train import train
 from tests.environments.helpers import written
 from tests.environments.test_mcp import COMMAND
@@ -69,6 +70,33 @@ def test_a_class_of_trls_documentation_is_a_run(folder: Path, tmp_path: Path) ->
         assert "Increment the counter by" in row["prompt"]
         assert row["reward"] == 0.0  # a target is at least 1, and this model calls nothing
     assert result.metrics[-1]["mismatch/differing_tokens"] == 0
+
+
+def test_a_row_that_is_played_is_what_a_run_samples_of_it(folder: Path, tmp_path: Path) -> None:
+    reset = (
+        "class Env:\n def reset(self, **c): return 'and on'\n def get_reward(self): return 0.5\n"
+    )
+    environment = {"factory": f"{written(tmp_path, 'own.py', reset)}:Env"}
+    config = config_of(folder, tmp_path, environment=environment)
+    recorded = {
+        row["prompt"]: row["completion"]
+        for row in read(train(config).run_dir / COMPLETIONS)
+        if row["sample_index"] == 0
+    }
+    sampled = dict[str, str]()
+    for number in range(4):
+        texts = list[str]()
+        play(config, number, texts.append)
+        _, shown, answer, total = texts
+        prompt, completion = (
+            text.split("\n", 1)[1].replace("<s>", "").replace("</s>", "")
+            for text in (shown, answer)
+        )
+        sampled[prompt] = completion
+        assert "reward 0.5 (Env 0.5); turns: 1; " in total
+    assert {prompt: sampled[prompt] for prompt in recorded} == recorded
+    with pytest.raises(IsobitError, match="--row 4: the training data has rows 0 to 3"):
+        play(config, 4, print)
 
 
 def test_a_dry_run_shows_the_tools(folder: Path, tmp_path: Path) -> None:

@@ -51,6 +51,27 @@ def test_a_snapshot_of_the_cache_is_a_model_and_what_is_around_it_leads_there(
     assert _refusal(model).endswith(f"it is a model in the Hub's cache: give {snapshot}")
 
 
+def test_a_name_on_the_hub_is_the_snapshot_that_its_cache_calls_main(
+    tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing of that name is in the current folder; the cache is only read. The control is a
+    name that it has not."""
+    model = _cached(tmp_path / "huggingface" / "hub", base_model, ("abc", "def"))
+    monkeypatch.chdir(tmp_path)
+    for name in ("HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (
+        ("XDG_CACHE_HOME", tmp_path),
+        ("HF_HOME", tmp_path / "huggingface"),
+        ("HF_HUB_CACHE", tmp_path / "huggingface" / "hub"),
+    ):
+        with monkeypatch.context() as only:
+            only.setenv(name, str(value))
+            assert Model.load("Qwen/Tiny").directory == model / "snapshots" / "abc"
+            assert _refusal(Path("Qwen/Other")).startswith("model Qwen/Other: no such directory; ")
+    assert _refusal(Path(f"Qwen/{'a' * 300}")).startswith("model Qwen/aaa")
+
+
 def test_a_cache_in_which_nothing_is_named_main(tmp_path: Path, base_model: Path) -> None:
     model = _cached(tmp_path / "one", base_model, ("abc",), None)
     assert _refusal(model).endswith(f"give {model / 'snapshots' / 'abc'}")

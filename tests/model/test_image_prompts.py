@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 
+from isobit.engine.image_prompts import Images
 from isobit.errors import IsobitError
 from isobit.model import Model
-from isobit.engine.image_prompts import Images
 from isobit.model.images.tower import Tower
 
 from .helpers import directory

@@ -19,7 +19,7 @@ from isobit.training.loop import training_step
 from isobit.training.parts.assembly import open_parts
 from isobit.training.plan import Job, Machine, job_of, plan
 from isobit.training.plan.advice import changes
-from isobit.training.plan.learning import carried_forward, forward_passes, measure
+from isobit.training.plan.learning import Backward, measure, measure_forward
 from isobit.training.plan.live_bytes import LiveBytes
 from isobit.training.plan.memory import num_parameters
 from isobit.training.plan.meta import Described, forward_bytes, learning_bytes, weight_bytes
@@ -68,11 +68,15 @@ def packing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_amx_takes_no_more_than_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("bf16", "qwen3_moe", hidden_size=256, experts=MANY)
-    planned = learning_bytes(Described(model.config, model.precision, host=True, packs=True), True)
-    packed = measure(model.transformer, True).at(2048)
+    given, how = Described(model.config, model.precision, host=True, packs=True), Backward(True)
+    packed = _most(model, 512, how)
     monkeypatch.undo()
-    assert measure(model.transformer, True).at(2048) <= packed
-    assert planned.at(2048) == pytest.approx(packed, rel=0.1)
+    assert _most(model, 512, how) <= packed
+    assert max(learning_bytes(given, 512, how)) == pytest.approx(packed, rel=0.1)
+
+
+def _most(model: Model, tokens: int, how: Backward) -> int:
+    return max(map(max, measure(model.transformer, tokens, how)))
 
 
 @pytest.mark.parametrize(("flow", "family", "changes"), RUNS)
@@ -191,9 +195,9 @@ def test_learning_takes_what_was_planned_of_two_small_models(tmp_path: Path) -> 
 
 
 def _compared(model: Model, adapter: AdapterConfig | None, folder: Path) -> list[int]:
-    """Bytes of a micro-batch of 4,096 tokens by level of activation checkpointing, as planned;
-    and that a model which computes takes them, to 10 %, as counted from its tensors, and to 10 %
-    of 100 tokens, and of a forward."""
+    """Bytes of a micro-batch of 4,096 tokens by level of activation checkpointing, as planned; and
+    that a model which computes takes what is planned of fewer, to 10 %, as counted from its tensors,
+    and of a forward."""
     flow = model.precision
     if adapter is not None:
         model.save(folder)
@@ -203,12 +207,13 @@ def _compared(model: Model, adapter: AdapterConfig | None, folder: Path) -> list
         model.transformer.calibrate(KVScales(torch.ones(model.config.num_layers, 3), 0))
     given, planned = Described(model.config, flow, adapter, host=True, packs=True), []
     for level in (False, "mlp", True):
-        measured, foreseen = measure(model.transformer, level), learning_bytes(given, level)
-        for tokens in (100, 4096):
-            assert foreseen.at(tokens) == pytest.approx(measured.at(tokens), rel=0.1)
-        planned.append(foreseen.at(4096))
-    forward = carried_forward(forward_passes(model.transformer), model.config)
-    assert forward_bytes(given).at(4096) == pytest.approx(forward.at(4096), rel=0.1)
+        for tokens, gradients in ((100, "sent"), (100, "kept"), (400, "added")):
+            how = Backward(level, gradients)
+            foreseen = max(learning_bytes(given, tokens, how))
+            assert foreseen == pytest.approx(_most(model, tokens, how), rel=0.1), how
+        planned.append(max(learning_bytes(given, 4096, Backward(level, "sent"))))
+    forward = measure_forward(model.transformer, 400)
+    assert forward_bytes(given, 400) == pytest.approx(forward, rel=0.1)
     return planned
 
 

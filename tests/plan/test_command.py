@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -144,6 +145,43 @@ def test_it_warns(plan: Plan, words: tuple[str, ...], warning: str) -> None:
     assert "warning" not in plan(*old, "--gpus", "8"), "without FP8 an A100 will do"
 
 
+def test_supervised_configs_are_planned(plan: Plan, config: Path, refused: Refused) -> None:
+    """Without data or weights; the controls are a loss without a reference, and a config that no
+    command knows."""
+    values = {"model": yaml.safe_load(config.read_text())["model"], "task": "nowhere.jsonl"}
+
+    def planned(*words: object, **keys: object) -> dict[str, Any]:
+        config.write_text(yaml.safe_dump({**values, "batch_size": 8, **keys}))
+        found: dict[str, Any] = json.loads(plan(*words, "--gpus", 8, "--json"))
+        return found
+
+    plain, pairs = planned(), planned(loss="dpo")
+    assert plain["lengths"] == {"prompt": 512, "completion": 512}
+    assert "reference, working weights only" in pairs["plans"][0]["held"]
+    assert "reference, working weights only" not in plain["plans"][0]["held"]
+    assert planned(loss="kto", adapter={"rank": 8})["model"]["trained"] < 1e8
+    longer = planned("--prompt-tokens", 3000, "--completion-tokens", 9000)
+    assert longer["lengths"] == {"prompt": 3000, "completion": 9000}
+    assert longer["plans"][0]["bytes"] > plain["plans"][0]["bytes"]
+    config.write_text(yaml.safe_dump({**values, "loss": "ipo"}))
+    assert "64 examples x 2 completions a step: prompts of 512" in plan("--gpus", 8)
+    assert "--completion-tokens 0: expected" in refused("plan", config, "--completion-tokens", "0")
+    long = "--prompt-tokens", "40000", "--completion-tokens", "961"
+    assert "longer than the model's context, 40960" in refused("plan", config, *long)
+    config.write_text(yaml.safe_dump({**values, "lost": "dpo"}))
+    assert "unknown key 'lost'" in refused("plan", config)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "student-sft"])
+def test_models_that_are_not_trained_yet_are_planned(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["isobit", "plan", str(ROOT / f"configs/{name}.yaml")])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert re.search(r"^1 GPU: fits: 0\.\d GiB", capsys.readouterr().out, re.M)
+
+
 def test_what_fits_barely_or_not_is_given_advice(plan: Plan) -> None:
     """A tenth of the memory is asked for: allocators and drivers take some."""
     total = json.loads(plan("--gpus", "8", "--json"))["plans"][0]["bytes"] / 2**30
@@ -190,7 +228,11 @@ def test_what_does_not_fit_is_refused_after_its_table(plan: Plan) -> None:
         (("model.path=nowhere",), "model nowhere: no such directory"),
         (
             ("model={sft: base.yaml}",),
-            "model.sft: its model is not trained yet and has no config.json",
+            "cannot read config base.yaml: No such file",
+        ),
+        (
+            ("--completion-tokens", "9"),
+            "whose answers are given; this one samples them: sampling.max_new_tokens=9",
         ),
     ],
 )

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from isobit.errors import IsobitError
-from isobit.tasks.rewards import worker_process
 from isobit.tasks.rewards.sandbox.launch import check_cage
+from isobit.tasks.workers import dispatch
 
 
 @pytest.fixture(scope="session")
@@ -42,13 +42,13 @@ def hang(seconds=60):
 def only_hanging_takes_time(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For deadlines no time passes, but ten seconds whenever one of the functions hangs: a machine
     of any load keeps them."""
-    poll, hangs = worker_process._poll, Path(file).with_name("hangs")
+    poll, hangs = dispatch._poll, Path(file).with_name("hangs")
     hangs.write_text("")
 
     def now() -> float:
         return SECONDS * hangs.stat().st_size
 
-    monkeypatch.setattr(worker_process, "time", SimpleNamespace(monotonic=now))
+    monkeypatch.setattr(dispatch, "time", SimpleNamespace(monotonic=now))
     monkeypatch.setattr(
-        worker_process, "_poll", lambda interests, seconds: poll(interests, min(seconds, 0.01))
+        dispatch, "_poll", lambda interests, seconds: poll(interests, min(seconds, 0.01))
     )

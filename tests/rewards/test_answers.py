@@ -11,7 +11,8 @@ from isobit.data.answers import ANSWERS, after_thoughts
 from isobit.data.dataset import RESERVED_COLUMNS, Example
 from isobit.data.episodes import EpisodeRecord
 from isobit.engine.dialogue import with_answers
-from isobit.engine.types import Completion
+from isobit.engine.types import Completion, Sampling
+from isobit.evaluation import measure
 from isobit.model import Tokenizer
 from isobit.tasks.rewards.pool import RewardPool
 from isobit.tasks.rewards.spec import RewardSpec
@@ -81,6 +82,28 @@ def test_the_answer_of_an_episode_is_its_last_turn() -> None:
     called = replace(given, episode=EpisodeRecord(1, messages[:1]))
     (row, other) = with_answers([{"a": 1}, {}], [given, called], tokenizer)
     assert (row, other) == ({"a": 1, ANSWERS: "It is 8."}, {ANSWERS: ""})
+
+
+@pytest.mark.parametrize(("name", "reads"), [("whole", False), ("answers", True)])
+def test_an_evaluation_reads_answers_only_for_a_function_that_takes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reads: bool
+) -> None:
+    """Of a pool whose workers have not started, too; the control is such a function."""
+    (tmp_path / "own.py").write_text(FUNCTIONS)
+    tokenizer = tokenizer_of(TEMPLATE, "<|im_end|>")
+    calls = list[object]()
+
+    def reading(*arguments: Any) -> list[Any]:
+        calls.append(arguments)
+        return with_answers(*arguments)
+
+    monkeypatch.setattr(measure, "with_answers", reading)
+    examples, answers = [Example(0, "q", {})], [completion(tokenizer, THOUGHT)]
+    plan = measure.EvaluationPlan(Sampling())
+    with RewardPool([RewardSpec(f"{tmp_path / 'own.py'}:{name}")]) as pool:
+        (graded,) = measure._grade(examples, answers, pool, plan, tokenizer)
+    assert graded.reward == (1.0 if reads else 3.0)
+    assert bool(calls) == reads
 
 
 def test_texts_of_a_column_and_the_name() -> None:

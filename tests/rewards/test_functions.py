@@ -29,25 +29,16 @@ def load(tmp_path: Path, text: str, name: str = "score") -> Any:
     return load_function(written(tmp_path / "my.py", text) + ":" + name)
 
 
-ARGUMENTS: dict[str, Any] = {
-    "prompts": ["p"],
-    "completions": ["c"],
-    "answer": ["a"],
-    "completion_ids": [[1]],
-}
+ARGUMENTS: dict[str, Any] = {"prompts": ["p"], "completions": ["c"], "answer": ["a"]}
+ARGUMENTS["completion_ids"] = [[1]]
 
 
 def test_functions_get_what_their_signature_takes(tmp_path: Path) -> None:
     function = load(
         tmp_path, "def score(prompts, completions, **columns):\n    return sorted(columns)\n"
     )
-    assert function(ARGUMENTS) == [
-        "answer",
-        "completion_ids",
-        "log_extra",
-        "log_metric",
-        "trainer_state",
-    ]
+    extras = ["completion_ids", "log_extra", "log_metric", "trainer_state"]
+    assert function(ARGUMENTS) == ["answer", *extras]
     assert function.required == ()
     text = "def score(completions, answer, *, x=1):\n    return [completions, answer, x]\n"
     function = load_function(written(tmp_path / "other.py", text) + ":score")
@@ -55,6 +46,7 @@ def test_functions_get_what_their_signature_takes(tmp_path: Path) -> None:
     assert function.required == ("answer",)
 
 
+EXPECTED = "expected def score(prompts, completions, **columns)"
 STATE = {"global_step": 3, "max_steps": 9, "epoch": 0.5}
 
 
@@ -107,16 +99,9 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
     function = load(tmp_path, text)
     assert function.required == ("answer",)
     chat = [{"role": "assistant", "content": "b"}]
-    columns = {
-        "answer": ["a", "b", "c"],
-        "data_source": ["x", "dict", "x"],
-        "reward_model": [{}] * 3,
-    }
-    assert function({"prompts": ["p"] * 3, "completions": ["a", chat, "d"], **columns}) == [
-        1.0,
-        1.0,
-        0.0,
-    ]
+    columns = {"answer": ["a", "b", "c"], "data_source": ["x", "dict", "x"]}
+    columns |= {"reward_model": [{}] * 3, "prompts": ["p"] * 3, "completions": ["a", chat, "d"]}
+    assert function(columns) == [1.0, 1.0, 0.0]
 
 
 def test_scores_of_verl_without_a_source_or_async(tmp_path: Path) -> None:
@@ -130,17 +115,9 @@ async def slow(data_source, solution_str, ground_truth, extra_info=None, **kwarg
     await asyncio.sleep(0.001)
     return {"score": extra_info["index"]}
 """
-    columns = {
-        "answer": ["a", "b"],
-        "data_source": ["x", "y"],
-        "extra_info": [{"index": 4}, {"index": 5}],
-    }
-    arguments = {
-        "prompts": ["p"] * 2,
-        "completions": ["a", "a"],
-        **columns,
-        "trainer_state": [STATE] * 2,
-    }
+    arguments = {"prompts": ["p"] * 2, "completions": ["a", "a"], "answer": ["a", "b"]}
+    arguments |= {"data_source": ["x", "y"], "extra_info": [{"index": 4}, {"index": 5}]}
+    arguments["trainer_state"] = [STATE] * 2
     assert load(tmp_path, text, "plain")(arguments) == [1.0, 0.0]
     assert load(tmp_path, text, "slow")(arguments) == [4, 5]
 
@@ -163,21 +140,12 @@ def test_modules_and_neighbours_are_found(tmp_path: Path) -> None:
         ("score = 3\n", "'score' in "),
         ("class score: pass\n", "is not a function"),
         ("x = 1\ndef score(:\n", "SyntaxError: invalid syntax (my.py, line 2)"),
-        (
-            "\nimport nowhere_to_be_found\n",
-            "ModuleNotFoundError: No module named 'nowhere_to_be_found' (my.py, line 2)",
-        ),
-        (
-            "def f():\n    return 1 / 0\nf()\n",
-            "ZeroDivisionError: division by zero (my.py, line 2)",
-        ),
+        ("\nimport nowhere\n", "ModuleNotFoundError: No module named 'nowhere' (my.py, line 2)"),
+        ("def f():\n    1 / 0\nf()\n", "ZeroDivisionError: division by zero (my.py, line 2)"),
         ("raise SystemExit(3)\n", "SystemExit: 3 (my.py, line 1)"),
         ("raise RuntimeError('two\\nlines')\n", "RuntimeError: two lines (my.py, line 1)"),
-        ("def score(text): return []\n", "expected def score(prompts, completions, **columns)"),
-        (
-            "def score(completions, /): return []\n",
-            "expected def score(prompts, completions, **columns)",
-        ),
+        ("def score(text): return []\n", EXPECTED),
+        ("def score(completions, /): return []\n", EXPECTED),
     ],
 )
 def test_what_cannot_be_loaded_is_said_in_one_line(tmp_path: Path, text: str, message: str) -> None:
@@ -189,18 +157,10 @@ def test_what_cannot_be_loaded_is_said_in_one_line(tmp_path: Path, text: str, me
 
 
 def test_references_are_checked_before_anything_is_imported(tmp_path: Path) -> None:
-    for reference in [
-        "score",
-        "my.py",
-        "my.py:",
-        "my.py:a b",
-        "my-module:score",
-        ":score",
-        "a/b:score",
-    ]:
-        with pytest.raises(
-            IsobitError, match=r"expected path/to/file\.py:function or package\.module:function"
-        ):
+    wrong = r"expected path/to/file\.py:function or package\.module:function"
+    wholes = ["score", "my.py", "my.py:", "my.py:a b", "my-module:score", ":score", "a/b:score"]
+    for reference in wholes:
+        with pytest.raises(IsobitError, match=wrong):
             check_reference(reference)
     with pytest.raises(IsobitError, match=r"reward function 'none\.py:score': no file none\.py"):
         check_reference("none.py:score")

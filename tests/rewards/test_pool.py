@@ -503,6 +503,12 @@ def test_built_in_rewards_run_through_the_same_pool(name: str) -> None:
         assert [r.total for r in pool.score(prompts, ["no"] * 70, columns)] == [0.0] * 70
 
 
+def test_without_functions_any_rows_score_nothing() -> None:
+    """Rows of several files may have different columns where no function is given them."""
+    with RewardPool([]) as pool:
+        assert pool.score(["p", "q"], ["c", "d"], [{"a": 1}, {"b": 2}]) == [Reward(0.0, {})] * 2
+
+
 def test_a_pool_can_be_closed_twice_and_started_again(file: str) -> None:
     pool = RewardPool([RewardSpec(f"{file}:half")])
     pool.close()

@@ -17,37 +17,15 @@ from tests.runs import write_config
 
 PAIRS = {"tests": "stdin", "isolation": "none"}
 ASSERTS = {"isolation": "none"}
+ONE, PAIR = {"tests": "assert f(1)"}, {"inputs": ["1"], "outputs": ["1"]}
+TEXT = "expected text or a number"
 ROWS: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
     ("math", {}, {"answer": "1"}, {"answer": ""}, "column 'answer': no mathematical answer in ''"),
     ("math", {}, {"answer": "1"}, {"answer": r"\boxed{7"}, "no mathematical answer in"),
-    (
-        "math",
-        {},
-        {"answer": "1"},
-        {"answer": None},
-        "column 'answer': expected text or a number, or a list of them",
-    ),
-    (
-        "exact_match",
-        {},
-        {"answer": 1},
-        {"answer": {"a": 1}},
-        "column 'answer': expected text or a number",
-    ),
-    (
-        "fuzzy_match",
-        {"answer": "gold"},
-        {"gold": ["a"]},
-        {"gold": []},
-        "column 'gold': expected text or a number",
-    ),
-    (
-        "code",
-        ASSERTS,
-        {"tests": "assert f(1)"},
-        {"tests": "assert f(1"},
-        "column 'tests': not Python",
-    ),
+    ("math", {}, {"answer": "1"}, {"answer": None}, f"column 'answer': {TEXT}, or a list of them"),
+    ("exact_match", {}, {"answer": 1}, {"answer": {"a": 1}}, f"column 'answer': {TEXT}"),
+    ("fuzzy_match", {"answer": "gold"}, {"gold": ["a"]}, {"gold": []}, f"column 'gold': {TEXT}"),
+    ("code", ASSERTS, ONE, {"tests": "assert f(1"}, "column 'tests': not Python"),
     (
         "code",
         ASSERTS,
@@ -55,27 +33,9 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
         {"tests": "x = 1"},
         "no test in it: nothing asserts, or calls",
     ),
-    (
-        "code",
-        ASSERTS,
-        {"tests": "assert f(1)"},
-        {"tests": None},
-        "column 'tests': expected Python source",
-    ),
-    (
-        "code",
-        PAIRS,
-        {"inputs": ["1"], "outputs": ["1"]},
-        {"inputs": ["1"], "outputs": []},
-        "1 inputs for 0 outputs",
-    ),
-    (
-        "code",
-        PAIRS,
-        {"inputs": ["1"], "outputs": ["1"]},
-        {"inputs": "1", "outputs": "1"},
-        "must be lists of text",
-    ),
+    ("code", ASSERTS, ONE, {"tests": None}, "column 'tests': expected Python source"),
+    ("code", PAIRS, PAIR, {"inputs": ["1"], "outputs": []}, "1 inputs for 0 outputs"),
+    ("code", PAIRS, PAIR, {"inputs": "1", "outputs": "1"}, "must be lists of text"),
 ]
 
 

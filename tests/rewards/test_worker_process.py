@@ -11,7 +11,7 @@ import pytest
 
 from isobit.tasks.rewards.pool import RewardPool
 from isobit.tasks.rewards.spec import RewardSpec
-from isobit.tasks.rewards.worker_process import WorkerProcess
+from isobit.tasks.workers.dispatch import Dispatcher
 from isobit.tasks.workers.process import MAX_LOG_BYTES
 from tests.rewards.conftest import HANG
 from tests.until import until
@@ -136,14 +136,14 @@ pool.score(["p"], ["hang"], [{{"path": {str(path)!r}}}])
 
 
 def test_an_idle_worker_ends_with_its_pipe(file: str) -> None:
-    worker = WorkerProcess([f"{file}:ok"])
-    worker.loaded()
-    process = worker._process
-    assert process is not None
-    os.close(worker._pipes[0])
-    assert process.wait(10) == -signal.SIGKILL  # it kills its own group
-    worker._pipes = worker._pipes[1:]
-    worker.close()
+    with RewardPool([RewardSpec(f"{file}:ok")]) as pool:
+        pool.start()
+        (worker,) = pool.workers
+        process = worker._process
+        assert process is not None
+        os.close(worker._pipes[0])
+        assert process.wait(10) == -signal.SIGKILL  # it kills its own group
+        worker._pipes = worker._pipes[1:]
 
 
 def test_a_worker_that_died_between_two_requests_is_replaced(file: str) -> None:
@@ -160,24 +160,19 @@ def test_a_worker_that_died_between_two_requests_is_replaced(file: str) -> None:
 
 
 def test_an_interrupt_leaves_no_worker_with_an_unread_reply(
-    file: str, monkeypatch: pytest.MonkeyPatch
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = WorkerProcess([f"{file}:ok"])
-    worker.loaded()
-    request = (
-        b'{"function": 0, "count": 1, "arguments": {"prompts": ["p"], "completions": ["c"]}}\n'
-    )
-
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr("isobit.tasks.rewards.worker_process.collect", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            worker.answer(request, 5.0)
-    assert not worker.ready
-    assert isinstance(worker.answer(request, 5.0), dict)
-    worker.close()
+    row = {"path": str(tmp_path / "pids")}
+    with RewardPool([RewardSpec(f"{file}:sleeper")]) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(Dispatcher, "next", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pool.score(["p"], ["hang"], [row])
+        assert not pool.workers[0].owed
+        assert pool.score(["p"], ["c"], [row])[0].total == 1.0
 
 
 @pytest.mark.slow

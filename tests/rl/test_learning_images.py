@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from isobit.engine.engine import Engine
+from isobit.engine.image_prompts import Images
 from isobit.engine.types import Sampling
 from isobit.model import Model
-from isobit.engine.image_prompts import Images
 from isobit.rl.stepwise import Datum, StepwiseLearner
 from isobit.rl.stepwise.learner import Adam
 from tests.model.test_image_prompts import COLOURS, seeing_folder, square

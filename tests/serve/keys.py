@@ -20,10 +20,12 @@ from isobit.serve.protocol import (
     TokenSampling,
 )
 from isobit.serve.requests import Declared
+from isobit.serve.responses import ResponsesRequest
 
 REQUESTS: dict[str, type[Declared]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
     "/inference/v1/generate": GenerateRequest,
     "its sampling_params": TokenSampling,
     "/tokenize": TokenizeRequest,

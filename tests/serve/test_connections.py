@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from isobit.serve.requests import Limits
 from tests.until import until
 
 from .helpers import Running, serving
+from .test_faults import held
 
 MOST = 20
 LIMITS = Limits(connections=MOST, body_seconds=1.0, reader_seconds=1.0)
@@ -231,3 +233,51 @@ def test_there_are_no_more_than_descriptors(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(resource, "setrlimit", lambda kind, pair, told=told: told.append(pair))
         assert most_connections(limits) == most
         assert told == ([] if raised is None else [(raised, hard)])
+
+
+def completion(server: Running, version: str = "1.1", **more: object) -> bytes:
+    """A request for a completion."""
+    body = json.dumps({"prompt": "abc", "max_tokens": 8, "ignore_eos": True, **more}).encode()
+    head = (
+        f"POST /v1/completions HTTP/{version}\r\nHost: a\r\nContent-Length: {len(body)}\r\n"
+        f"Authorization: Bearer {server.token}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+INTERIM = b"HTTP/1.1 102 Processing\r\n\r\n"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_has_ended_sending_is_answered(narrow: Running, stream: bool) -> None:
+    """As `nc -N` does. The controls: half of a request is no request, and interim responses are
+    not for HTTP/1.0."""
+    device, whole = narrow.gateway.device, completion(narrow, stream=stream)
+    with opened(narrow) as line:
+        with held(device):
+            line.sendall(whole)
+            line.shutdown(socket.SHUT_WR)
+            received = line.recv(65536)
+        received += b"".join(iter(lambda: line.recv(65536), b""))
+    interim, sign, response = received.rpartition(b"HTTP/1.1 200 OK\r\n")
+    assert sign
+    assert interim.count(INTERIM) * len(INTERIM) == len(interim)
+    assert stream or interim
+    assert response.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n" if stream else b"}")
+    for sent in (whole[:-5], completion(narrow, "1.0")):
+        with opened(narrow) as line, held(device):
+            line.sendall(sent)
+            line.shutdown(socket.SHUT_WR)
+            assert line.recv(65536) == b""
+    settled(narrow)
+
+
+def test_who_is_gone_is_noticed(narrow: Running) -> None:
+    """Although the kernel says the same of a connection that is closed and of one at which nothing
+    more is sent."""
+    with held(narrow.gateway.device):
+        with opened(narrow) as line:
+            line.sendall(completion(narrow))
+            lines: set[Any] = narrow.server.server_state.connections  # type: ignore[assignment]
+            until(lambda: any(each.cycle for each in list(lines)))
+        settled(narrow)

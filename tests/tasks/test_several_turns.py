@@ -16,10 +16,10 @@ from isobit.errors import IsobitError
 from isobit.model.text.tool_formats.table import FORMATS
 from isobit.run.directory import read_jsonl
 from isobit.tasks.builtin import Task, TaskSettings, load_task
+from isobit.tasks.builtin.arithmetic import reward
 from isobit.tasks.builtin.calculator import python
 from isobit.tasks.builtin.guess import Guess, left_after
 from isobit.tasks.builtin.lookup import KINDS, NOTHING, Library, corpus_of
-from isobit.tasks.builtin.turns import correct
 from isobit.tasks.rewards.sandbox.launch import check_cage
 from isobit.training.train import train
 
@@ -92,7 +92,7 @@ def test_only_the_last_answer_counts(column: str) -> None:
     tool = {"role": "tool", "name": "f", "content": column}
     right, wrong = ({"role": "assistant", "content": text} for text in (f" {column}\n", "no"))
     said = [[right], [call, tool, right], [call, tool, wrong], [call, tool], [right, tool, call]]
-    assert correct([None] * 5, said, [column] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert reward([None] * 5, said, [column] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
 
 
 def test_an_answer_takes_two_searches() -> None:

@@ -23,10 +23,11 @@ from isobit.precision import PackedFP4, packed_fp4
 from isobit.rl.learner.learner import Learner
 from isobit.run.checkpoints import all_checkpoints
 from isobit.run.directory import read_jsonl
+from isobit.training.commands.dry_run import supervised_dry_run
 from isobit.training.loop import training_loop
 from isobit.training.train import TrainResult, open_run, resume, train, train_supervised
 from tests.models import tiny_model
-from tests.runs import fingerprint, write_config
+from tests.runs import dry_run_text, fingerprint, write_config
 
 ADAPTER = {"rank": 4, "alpha": 8}
 
@@ -265,6 +266,32 @@ def test_a_run_goes_on_from_a_folder(tmp_path: Path, models: Path) -> None:
             match=r"adapter\.init: .* is an adapter of rank 4, alpha 8, on q_proj, k_proj",
         ):
             train(load_config(config), quiet=True)
+
+
+@pytest.mark.slow
+def test_a_dry_run_reads_prompts_as_the_run(tmp_path: Path, models: Path) -> None:
+    """`adapter.init` is a run, whose checkpoint brings its own chat template, for RL and for
+    supervised training. The control begins with a new adapter, and there is no template."""
+    template = tmp_path / "chat.jinja"
+    user = "{% if m.role == 'user' %}7*{{ m.content }}={% else %}{{ m.content }}{% endif %}"
+    template.write_text(f"{{% for m in messages %}}{user}{{% endfor %}}")
+    first_config = _config(tmp_path / "first", models, steps=1)
+    given = load_config(first_config, [f"model.chat_template={template}"])
+    first = train(given, quiet=True).run_dir
+    chat = {"prompt": [{"role": "user", "content": "3"}], "answer": "21", "completion": "21"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(chat) + "\n")
+    task: dict[str, Any] = {"path": str(tmp_path / "rows.jsonl"), "held_out_size": 0}
+    config = _config(tmp_path / "second", models, adapter={**ADAPTER, "init": str(first)})
+    off = ("evaluation.every=0",)
+    changes = f"task={json.dumps(task)}", 'rewards.functions=["exact_match"]', *off
+    assert dry_run_text(load_config(config, changes)).endswith("7*3=")
+    supervised = {"task": task, "adapter": {**ADAPTER, "init": str(first)}, "steps": 1}
+    blocks: list[str] = []
+    path = {"model": {"path": str(models / "qwen3")}, "out": str(tmp_path / "sft")}
+    supervised_dry_run(load_sft_config({**supervised, **path}, off), blocks.append)
+    assert "7*3=" in blocks[-1]
+    with pytest.raises(IsobitError, match="chat template"):
+        dry_run_text(load_config(config, [*changes, "adapter.init=null"]))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -19,6 +19,7 @@ from isobit.tasks.builtin import TaskSettings, load_task
 from isobit.training.parts.assembly import open_parts
 from isobit.training.rollouts.lengths import fit_prompts
 from isobit.training.train import resume, train
+from tests.conftest import RunIsobit
 from tests.models import tiny_model
 from tests.runs import dry_run_text, fingerprint, write_config
 
@@ -325,3 +326,33 @@ def test_special_tokens_in_prompts_are_said_once(
     ]
     ids = parts.model.tokenizer.encode_text("two</s>")
     assert len(ids) == (7 if rule == "escape" else 4)
+
+
+def test_an_evaluation_leaves_out_what_its_template_makes_too_long(
+    run: Callable[..., Path], run_isobit: RunIsobit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the template and the variables of the command, and no weights are loaded for that. The
+    control is the run's own template, under which one prompt more has room."""
+    prompts = [[{"role": "user", "content": c * n}] for c, n in (("a", 5), ("b", 20), ("c", 40))]
+    model = {"chat_template": "template.jinja"}
+    limits = {"too_long": "drop", "held_out_path": "rows.jsonl", "held_out_size": 3}
+    config = run(prompts, model=model, **limits)
+    finished = train(load_config(config), quiet=True).run_dir
+    longer = "{% for m in messages %}{{ '~' * (n or 16) }}{{ m.content }}{% endfor %}"
+    Path("longer.jinja").write_text(longer)
+    loads, load = list[object](), Model.load
+
+    def loading(*args: Any, **kwargs: Any) -> Model:
+        loads.append(args)
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(Model, "load", loading)
+    for words, count in (
+        ((), 2),
+        (("model.chat_template=longer.jinja",), 3),
+        (("model.chat_template=longer.jinja", "model.chat_template_kwargs={n: 37}"), 1),
+    ):
+        code, _, err = run_isobit("eval", finished, "--out", "result.json", *words)
+        assert not code, err
+        assert len(json.loads(Path("result.json").read_text())["prompts"]) == count
+    assert len(loads) == 3

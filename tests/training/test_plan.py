@@ -8,26 +8,30 @@ import string
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import yaml
 
 from isobit.config import load_config
+from isobit.config.sections import AdapterConfig
 from isobit.engine import engine
 from isobit.errors import IsobitError
 from isobit.model import Experts, Model, ModelConfig
-from isobit.model.forward.recompute import Recompute
 from isobit.model.hub.names import parts as parts_of
+from isobit.precision import precision_from
 from isobit.training.commands.dry_run import dry_run
 from isobit.training.parts.assembly import open_parts
-from isobit.training.plan import Job, host, learning, plan
+from isobit.training.plan import Job, host, meta, plan
 from isobit.training.plan.host import this_machine
 from isobit.training.plan.job import architecture, job_with
+from isobit.training.plan.learning import Backward, beyond, measure
 from isobit.training.plan.live_bytes import LiveBytes
 from isobit.training.plan.memory import fitting_tokens, num_parameters
+from isobit.training.plan.meta import Described, learning_bytes
 from isobit.training.train import resume, train
 from tests import warm
 from tests.models import tiny_model
@@ -64,35 +68,46 @@ def test_live_bytes_are_those_of_storages() -> None:
     assert meter.peak == 8000
 
 
-def test_more_tokens_take_more_in_straight_lines() -> None:
-    """What is measured on 8 and 24 tokens says what 200 take, to 15 %."""
-    model = tiny_model("fp8")
-    found = learning.measure(model.transformer)
-    assert found.at(200) == pytest.approx(_peak(model, 200, False), rel=0.15)
-    assert found.at(200) > 3 * found.at(24) > 0
+@pytest.mark.slow
+def test_beyond_what_is_measured_bytes_grow_in_straight_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To 3 % of what is measured; the control is a quarter of the tokens."""
+    for family, more in (("qwen3", {}), ("qwen3_moe", {"experts": Experts(64, 2, 16)})):
+        model = tiny_model("fp8", family, max_positions=2048, num_layers=4, **more)
+        given = Described(model.config, model.precision, host=True, packs=True)
+        for level in (False, "mlp", True):
+            measured = max(learning_bytes(given, 2048, Backward(level)))
+            learning_bytes.cache_clear()
+            monkeypatch.setattr(meta, "_MOST_TOKENS", 512)
+            assert max(learning_bytes(given, 2048, Backward(level))) == pytest.approx(
+                measured, rel=0.03
+            )
+            assert max(learning_bytes(given, 512, Backward(level))) < 0.6 * measured
+            monkeypatch.undo()
+            learning_bytes.cache_clear()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "experts", [None, Experts(5, 2, 96), Experts(64, 2, 16), Experts(16, 8, 24)]
-)
-def test_few_tokens_say_what_many_take(experts: Experts | None) -> None:
-    """To 3 %, whether few of the experts have rows of a few tokens or all, and wherever in a pass
-    few take most."""
-    family = "qwen3" if experts is None else "qwen3_moe"
-    model = tiny_model(
-        "fp8", family, max_positions=2048, **({} if experts is None else {"experts": experts})
-    )
-    for recompute in ("mlp", True):
-        found = learning.measure(model.transformer, recompute)
-        assert found.at(2048) == pytest.approx(_peak(model, 2048, recompute), rel=0.03)
-        assert found.at(1024) < 0.6 * found.at(2048), "the control"
-
-
-def _peak(model: Model, tokens: int, recompute: Recompute) -> int:
-    return max(
-        map(max, learning._pass(model.transformer, tokens, recompute, chunk=min(tokens, 200)))
-    )
+@pytest.mark.parametrize("flow", ["fp8", "nvfp4[activation=bf16]"])
+@pytest.mark.parametrize("gradients", ["added", "kept"])
+def test_two_models_of_few_layers_say_what_many_take(
+    flow: str, gradients: Literal["added", "kept"]
+) -> None:
+    """To 1 %, whether saved activations or gradients are most of a backward."""
+    config = tiny_model(hidden_size=256, intermediate_size=512).config
+    adapter = AdapterConfig(8, alpha=1.0) if flow != "fp8" else None
+    how = Backward(True, gradients)
+    for tokens in (32, 1024):
+        few, more, many = (
+            measure(meta.transformer(described), tokens, how)
+            for layers in (3, 5, 12)
+            for described in (
+                Described(replace(config, num_layers=layers), precision_from(flow), adapter),
+            )
+        )
+        for phases in zip(few, more, many):
+            assert beyond(*phases[:2], 3.5) == pytest.approx(max(phases[2]), rel=0.01)
 
 
 def test_more_chunks_of_logits_hold_one_gradient_of_the_head(

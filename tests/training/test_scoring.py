@@ -22,7 +22,7 @@ def reward_model(path: Path, max_positions: int = 64, **made: Any) -> Path:
     """A classifier over the tiny model's tokens, made of a tiny model of other weights."""
     tiny_model("float32", "qwen3", seed=9, scale=5, **made).save(path)
     tensors = read_weights(path)
-    score = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
+    score = torch.randn(1, made.get("hidden_size", 32), generator=torch.Generator().manual_seed(1))
     write_weights(path, {**tensors, "score.weight": score})
     changes = {
         "architectures": ["Qwen3ForSequenceClassification"],

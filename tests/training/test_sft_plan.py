@@ -17,6 +17,7 @@ from isobit.training.parts.given import lessons_of, load_supervised
 from isobit.training.parts.model import described_model
 from isobit.training.plan import Job, Machine, host, plan
 from isobit.training.plan.advice import changes
+from isobit.training.plan.job import supervised_job_of
 from isobit.training.plan.live_bytes import LiveBytes
 from isobit.training.plan.memory import fitting_tokens
 from isobit.training.train import open_run, resume, train_supervised
@@ -139,6 +140,18 @@ def _of_a_step(job: Job) -> int:
     planned = plan(job)
     held = sum(size for label, size in planned.held if "moments" in label)
     return held + next(size for label, size in planned.parts if label.startswith("learning"))
+
+
+def test_a_plan_without_data_is_the_one_with_its_lengths(tmp_path: Path, base_model: Path) -> None:
+    """That of a run whose longest example has as many tokens; the control has one more."""
+    tokens = "optimizer.micro_batch_tokens=4096"
+    for path in (written(tmp_path, base_model), pairs(tmp_path / "pairs", base_model)):
+        read, config = job_of(path, tokens), load_sft_config(path, [tokens])
+        learning = plan(read).parts[0]
+        for more in (0, 1):
+            lengths = read.prompt, read.completion + more
+            planned = plan(supervised_job_of(config, HERE, read.model, *lengths))
+            assert (planned.parts[0] == learning) == (more == 0)
 
 
 @pytest.mark.slow

@@ -89,17 +89,6 @@ def names(presets: str) -> list[str]:
     return [name.strip() for name in parts if name.strip()]
 
 
-def columns(given: list[str] | None) -> dict[str, str]:
-    """Return the mapping of `--column NAME=COLUMN`. Raises IsobitError for another form."""
-    pairs = [text.partition("=") for text in given or []]
-    for name, sign, column in pairs:
-        if not (name and sign and column):
-            raise IsobitError(
-                f"--column {name + sign + column!r}: expected NAME=COLUMN, such as prompt=question"
-            )
-    return {name: column for name, _, column in pairs}
-
-
 def adapters(given: list[str] | None) -> dict[str, Path]:
     """Folder by name of `--adapter [NAME=]DIR`; without a name it is that of the folder. Raises
     IsobitError for a name that is none, and for one that two of them have."""

@@ -157,10 +157,10 @@ def _overrides(short: Short, option: Option, value: Any) -> list[str]:
     elif form == "switch":
         words = [f"{short.key}=true"]
     elif form == "names" and not text:  # values are read as YAML
-        words = [f"{short.key}.{'='.join(_pair(short.flag, pair))}" for pair in value]
+        words = [f"{short.key}.{name}={item}" for name, item in pairs(short.flag, value).items()]
     else:
         several: dict[str, Callable[[], Any]] = {
-            "names": lambda: dict(_pair(short.flag, pair) for pair in value),
+            "names": lambda: pairs(short.flag, value),
             "numbers": lambda: value.split(","),
             "texts": lambda: list(value),
         }
@@ -170,9 +170,15 @@ def _overrides(short: Short, option: Option, value: Any) -> list[str]:
     return words
 
 
-def _pair(flag: str, text: str) -> tuple[str, str]:
-    """Return the two sides of `NAME=VALUE`. Raises IsobitError for another text."""
-    name, _, value = text.partition("=")
-    if not (name and value):
-        raise IsobitError(f"{flag} {text!r}: expected NAME=VALUE")
-    return name, value
+def pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
+    """Return the value of each name in texts `NAME=VALUE`. Raises IsobitError for another text, and
+    for a name that comes twice."""
+    values = dict[str, str]()
+    for text in texts:
+        name, _, value = text.partition("=")
+        if not (name and value):
+            raise IsobitError(f"{flag} {text!r}: expected NAME=VALUE")
+        if name in values:
+            raise IsobitError(f"{flag} {text!r}: {name} is {values[name]!r} already; give it once")
+        values[name] = value
+    return values

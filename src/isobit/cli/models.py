@@ -13,11 +13,10 @@ from isobit.cli.app import (
     Overrides,
     adapters,
     app,
-    columns,
     lines_of_stdin,
     names,
 )
-from isobit.cli.keys import KeyCommand, Short, formerly
+from isobit.cli.keys import KeyCommand, Short, formerly, pairs
 from isobit.errors import IsobitError
 
 
@@ -156,7 +155,7 @@ def inspect(
         model_directory(model),
         names(presets),
         prompts,
-        columns(column),
+        pairs("--column", column or ()),
         (n, max_new_tokens, temperature, seed),
         decompose,
         stale,

@@ -59,7 +59,7 @@ def train(
         typer.Option(
             metavar="RUN",
             help="resume an interrupted run, or extend a finished one; overrides may change "
-            "steps, ranks, on_mismatch, "
+            "steps, ranks, divided, on_mismatch, "
             "rewards.on_error, rewards.environment, environment.workers, environment.variables, "
             "run.*, tracking.*, fleet.* and serve.* (except run.dir)",
         ),
@@ -185,7 +185,7 @@ def sft(
         typer.Option(
             metavar="RUN",
             help="resume an interrupted run, or extend a finished one; overrides may change "
-            "steps, ranks, run.* and tracking.* (except run.dir)",
+            "steps, ranks, divided, run.* and tracking.* (except run.dir)",
         ),
     ] = None,
     out: Out = None,

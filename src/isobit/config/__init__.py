@@ -10,6 +10,7 @@ from isobit.config.load import (
     load_config,
     load_run_config,
     load_sft_config,
+    load_train_or_sft_config,
     parse_config,
 )
 from isobit.config.resuming import RESUMABLE, check_resumed, repeated
@@ -31,6 +32,7 @@ __all__ = [
     "load_config",
     "load_run_config",
     "load_sft_config",
+    "load_train_or_sft_config",
     "parse_config",
     "repeated",
 ]

@@ -43,6 +43,7 @@ _NAMES = {
     "epochs": "num_train_epochs total_epochs max_num_epochs",
     "seed": "data.seed grpo.seed random_seed data_seed data_loader_seed",
     "ranks": "n_gpus_per_node nnodes gpus_per_node num_nodes nproc_per_node num_processes cluster",
+    "divided": "tensor_model_parallel_size vllm_tensor_parallel_size tensor_parallel_size",
     "partial.tokens_per_round": "partial_rollout",
     "partial.extra_prompts": "over_sampling_batch_size",
     "partial.max_staleness": "staleness_threshold",
@@ -152,9 +153,9 @@ _NAMES = {
 
 _NONE = (
     "generation_kwargs "
-    "use_vllm vllm_mode tensor_model_parallel_size reward_scaling "
+    "use_vllm vllm_mode reward_scaling "
     "force_on_policy_ratio max_total_sequence_length dtensor_cfg megatron_cfg rollout.name "
-    "vllm_model_impl vllm_max_model_length vllm_tensor_parallel_size vllm_server_base_url "
+    "vllm_model_impl vllm_max_model_length vllm_server_base_url "
     "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port "
     "use_transformers_continuous_batching transformers_continuous_batching_config "
     "use_transformers_paged cache_implementation vllm_structured_outputs_regex "

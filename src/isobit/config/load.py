@@ -57,16 +57,19 @@ def load_any_run_config(directory: Path, overrides: Sequence[str] = ()) -> Confi
     """Return the config of a run directory as `load_run_config`, of a supervised run too."""
     require_run(directory)
     values, where = read_source(directory / CONFIG, ())
+    schema: type[Config | SftConfig] = SftConfig if _of_sft(values) else Config
     values, _ = read_source(in_its_order(values, began_by(directory)), overrides)
-    if is_supervised(directory):
-        return parse_config(SftConfig, values, where)
-    return parse_config(Config, values, where)
+    return parse_config(schema, values, where)
 
 
 def is_supervised(directory: Path) -> bool:
-    """Return whether a run directory is one of `isobit sft`, whose config has a key that no other
+    """Return whether a run directory is one of `isobit sft`."""
+    return _of_sft(read_source(directory / CONFIG, ())[0])
+
+
+def _of_sft(values: Mapping[str, Any]) -> bool:
+    """Return whether a run's own config is one of `isobit sft`, which has a key that no other
     has."""
-    values, _ = read_source(directory / CONFIG, ())
     return "batch_size" in values
 
 
@@ -79,7 +82,16 @@ def load_sft_config(
     settings = _with_run_dir(file_values)
     changes = [f"run.dir={o[4:]}" if o.startswith("out=") else o for o in overrides]
     values, _ = read_source(in_its_order(settings, began), changes)
-    return _parse_own(SftConfig, values, where, file_values, source)
+    return _parse_own(SftConfig, values, where, source)
+
+
+def load_train_or_sft_config(source: Source, overrides: Sequence[str] = ()) -> Config | SftConfig:
+    """Return a config as `load_config`, or as `load_sft_config` where that command knows more of
+    the source's keys."""
+    values, _ = read_source(source, ())
+    if len(_unknown(values, SftConfig)) < len(_unknown(values, Config)):
+        return load_sft_config(source, overrides)
+    return load_config(source, overrides)
 
 
 def _with_run_dir(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,7 +139,7 @@ def load_compare_config(
     if changes:
         present = values.get("changes") or []
         values["changes"] = [*(present if isinstance(present, list) else [present]), *changes]
-    return _parse_own(CompareConfig, values, str(path), values, path)
+    return _parse_own(CompareConfig, values, str(path), path, values)
 
 
 def dump_config(config: Config | SftConfig | CompareConfig) -> str:
@@ -151,23 +163,23 @@ def parse_config(schema: type[_Schema], values: Mapping[str, Any], where: str) -
 
 def _load(schema: type[_Schema], source: Source, overrides: Sequence[str]) -> _Schema:
     values, where = read_source(source, overrides)
-    return _parse_own(schema, values, where, read_source(source, ())[0], source)
+    return _parse_own(schema, values, where, source)
 
 
 def _parse_own(
     schema: type[_Schema],
     values: Mapping[str, Any],
     where: str,
-    given: Mapping[str, Any],
     source: Source,
+    given: Mapping[str, Any] | None = None,
 ) -> _Schema:
     """Parse a config as `parse_config`, with a message that says where a file is meant for another
-    command. `given`: the keys and values in the file."""
+    command. `given`: keys and values in the place of those of the file."""
     try:
         return parse_config(schema, values, where)
     except IsobitError as error:
         if isinstance(source, (str, Path)):
-            _refuse_other(schema, given, where, str(error))
+            _refuse_other(schema, given or read_source(source, ())[0], where, str(error))
         raise
 
 

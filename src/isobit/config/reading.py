@@ -101,10 +101,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""
-        raise IsobitError(
-            f"{path}{line}: not valid YAML: "
-            f"{brief(getattr(error, 'problem', None) or 'syntax error', 200)}"
-        ) from None
+        problem = brief(getattr(error, "problem", None) or "syntax error", 200)
+        if problem == "mapping values are not allowed here":
+            problem += "; a text with ': ' in it needs quotes around it"
+        raise IsobitError(f"{path}{line}: not valid YAML: {problem}") from None
     if not isinstance(values, dict):
         raise IsobitError(f"{path}: expected a mapping of keys, got {type(values).__name__}")
     return values
@@ -151,6 +151,7 @@ def _override(values: dict[str, Any], override: str) -> None:
 def _yaml(text: str) -> Any:
     """Return the value of an override. A name with options in brackets, alone or in a list, is
     text, although YAML has no such plain text; what YAML cannot read is text too."""
+    text = text.strip()
     if (name := _NAME.fullmatch(text)) and _closing(text, name.end(1)) == len(text):
         return text
     for form in (text, _with_quotes(text)):

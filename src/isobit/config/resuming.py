@@ -12,6 +12,7 @@ from isobit.options.consistency import level
 _KEYS = (
     "steps",
     "ranks",
+    "divided",
     "on_mismatch",
     "rewards.on_error",
     "rewards.environment",

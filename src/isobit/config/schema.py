@@ -16,6 +16,7 @@ from isobit.config.sections import (
     BackendOption,
     ChatTemplate,
     ConsistencyOption,
+    DividedOption,
     EngineConfig,
     EvaluationConfig,
     MismatchConfig,
@@ -112,6 +113,7 @@ class Config:
         "cores. "
         "The bits do not depend on it. A launcher's number, such as torchrun's, takes precedence",
     ] = 1
+    divided: DividedOption = "auto"
     seed: Annotated[
         int, at_least(0), below(2**63), "decides the order of the data, sampling and shuffling"
     ] = 0
@@ -392,6 +394,7 @@ class SftConfig:
     ranks: Annotated[
         int, at_least(1), "processes that train together on this machine, as of `isobit train`"
     ] = 1
+    divided: DividedOption = "auto"
     seed: Annotated[
         int, at_least(0), below(2**63), "decides the order of the data, and weights from nothing"
     ] = 0

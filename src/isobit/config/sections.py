@@ -57,6 +57,12 @@ BackendOption = Annotated[
     "wheel or compiled on first use. reference: PyTorch, slow. auto: triton where it passes a "
     "check on this GPU, else native",
 ]
+DividedOption = Annotated[
+    Annotated[int, at_least(1)] | Literal["auto"],
+    "ranks that hold the working weights together, each some rows of every weight: a divisor of "
+    "`ranks`. 1: each rank has them whole. auto: the fewest with which a GPU's memory suffices; 1 on "
+    "a CPU. The bits do not depend on it",
+]
 ChatTemplate = Annotated[
     str | None,
     FileName(),

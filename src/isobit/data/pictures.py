@@ -1,4 +1,4 @@
-"""Pictures that a stranger sent, within limits that are checked before anything is decoded.
+"""Pictures of strangers, within limits that are checked before anything is decoded.
 
 PNG, JPEG or WebP, one frame, 8 bits a channel. What is read is RGB: turned as EXIF says, and on
 white where it is transparent, as processors of `transformers` put it; `transformers`' own loader

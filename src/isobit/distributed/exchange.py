@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from isobit.distributed.shards import Shards
+from isobit.distributed.weights import part_of
 
 _DONE = object()
 
@@ -164,6 +165,13 @@ class GradientSum:
             while self._round.waiting:
                 self._go_on(self._round)
             self._round = None
+
+    def reach(self, part: str) -> None:
+        """Send what is complete once a backward has reached a part of the model (`part_of`): of a
+        rank that differentiates nothing there, in step with those that do."""
+        for number, bucket in enumerate(self._buckets):
+            if part_of(bucket.names[0]) == part:
+                self._send(number)
 
     def finish(self) -> None:
         """Give the holders their gradients, the sums over all micro-batches."""

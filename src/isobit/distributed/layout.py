@@ -2,9 +2,10 @@
 
 The ranks of a group hold one copy of a model together. Each multiplies by whole rows of a weight, so
 no sum crosses ranks: what travels are copies. Rows are cut by role: attention by heads of keys and
-values, an MLP's two halves alike, a mixture by whole experts, others into ranges. Ranges are whole
-blocks of 128 rows, the height of a scale, and need not be equal. Norms, routers and other vectors
-are whole on every rank.
+values, an MLP's two halves alike, others into ranges; experts are cut as MLPs where each has a block
+for every rank, and elsewhere each is whole on one rank. Ranges are whole blocks of 128 rows, the
+height of a scale, and need not be equal. Norms, routers, other vectors, and what gives the latents
+of attention are whole on every rank, which takes from some of them its heads' share.
 
 A function of the whole model's shapes and of the group's size, without tensors. Left out: which rank
 keeps which rows of the masters (`shards.py`).
@@ -12,22 +13,42 @@ keeps which rows of the masters (`shards.py`).
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import gcd
+from functools import cached_property
+from itertools import accumulate
+from math import gcd, lcm
 from typing import NamedTuple
 
 from isobit.distributed.shards import BLOCK_ROWS, Rows, Shards
 from isobit.errors import IsobitError
+from isobit.options.precisions import LINEAR_LAYERS
 from isobit.precision import BLOCK, Precision
 
 _RANGES = ("o", "down", "embed", "head")
+_BY_HEADS = ("qkv", "q_b", "kv_b")
+_OF_LATENTS = "qkv_a"
 
 
-class HeadRows(NamedTuple):
-    """The heads of an attention: of queries, of keys and values, and their dimension."""
+@dataclass(frozen=True, eq=False)
+class HeadRows:
+    """The heads that ranks divide an attention by: how many, the rows of each in every part of a
+    master, by its role, and the columns of each in what `o` multiplies. Rows behind those of all
+    heads belong to no head."""
 
-    queries: int
-    kv: int
-    dim: int
+    count: int
+    rows: Mapping[str, tuple[int, ...]]
+    columns: int
+
+    @property
+    def together(self) -> int:
+        """The fewest heads whose rows and columns are whole blocks."""
+        rows = (n for role in (*_BY_HEADS, _OF_LATENTS) for n in self.rows.get(role, ()))
+        return lcm(*(BLOCK_ROWS // gcd(BLOCK_ROWS, n) for n in (*rows, self.columns)))
+
+    @staticmethod
+    def of(queries: int, kv: int, dim: int) -> "HeadRows":
+        """Return those of an attention with so many heads of queries, and of keys and values."""
+        wide = queries // kv * dim
+        return HeadRows(kv, {"qkv": (wide, dim, dim), "sinks": (queries // kv,)}, wide)
 
 
 class Move(NamedTuple):
@@ -58,11 +79,21 @@ class Layout:
     def rows(self, name: str, rank: int) -> tuple[Rows, ...]:
         """Return the ranges of a weight's rows that a rank keeps, ascending, none of them empty;
         those of a bias are its weight's."""
-        return tuple((lo, hi) for lo, hi in self._ranges(name, rank) if hi > lo)
+        ranges = self._ranges(name, rank) if self.divided(name) else [(0, self.shapes[name][0])]
+        return tuple((lo, hi) for lo, hi in ranges if hi > lo)
+
+    def used(self, name: str, rank: int) -> tuple[Rows, ...]:
+        """Return the ranges of rows that a rank computes with: those that it keeps, or its heads'
+        share of what is whole on every rank."""
+        prefix, role = self._role_of(name)
+        if prefix not in self.heads or role not in self.heads[prefix].rows:
+            return self.rows(name, rank)
+        return tuple((lo, hi) for lo, hi in self._head_rows(name, rank) if hi > lo)
 
     def divided(self, name: str) -> bool:
-        """Return whether each row of a weight is on one rank, and not on all."""
-        return self._units(name) > 0
+        """Return whether each row of a weight is on one rank, and not on all; an adapter's factors
+        are on all."""
+        return name in self.shapes and self._units(name) > 0
 
     def columns(self, name: str) -> tuple[int, ...] | None:
         """Return how many columns of a weight's operand are on each rank, or None where all are on
@@ -70,22 +101,42 @@ class Layout:
         prefix, _, role = name.rpartition(".")
         ranks = range(self.size)
         if role == "o" and prefix in self.heads:
-            heads = (self.local_heads(prefix, rank) for rank in ranks)
-            return tuple(local.queries * local.dim for local in heads)
-        if role != "down" or _expert(name) is not None:
+            wide = self.heads[prefix].columns
+            return tuple(wide * len(self.local_heads(prefix, rank)) for rank in ranks)
+        if role != "down" or (self.whole_experts and _expert(name) is not None):
             return None
         cuts = (cut(self.shapes[name][1], rank, self.size, BLOCK_ROWS) for rank in ranks)
         return tuple(hi - lo for lo, hi in cuts)
 
-    def local_heads(self, prefix: str, rank: int) -> HeadRows:
-        """Return the heads of an attention that a rank computes."""
-        queries, kv, dim = self.heads[prefix]
-        lo, hi = self._kv_heads(prefix, rank)
-        return HeadRows((hi - lo) * queries // kv, hi - lo, dim)
+    def result(self, name: str) -> tuple[int, ...] | None:
+        """Return how many columns of a weight's result are on each rank, or None where a rank needs
+        only its own."""
+        alone = self.whole_experts and _expert(name) is not None
+        if name.rpartition(".")[2] not in _RANGES or alone:
+            return None
+        kept = (self.rows(name, rank) for rank in range(self.size))
+        return tuple(sum(hi - lo for lo, hi in ranges) for ranges in kept)
+
+    def local_heads(self, prefix: str, rank: int) -> range:
+        """Return the heads by which an attention is divided that are a rank's."""
+        heads = self.heads[prefix]
+        return range(*cut(heads.count, rank, self.size, heads.together))
+
+    @cached_property
+    def whole_experts(self) -> bool:
+        """Whether each expert of a mixture is on one rank, and not by its rows on all."""
+        return any(
+            self._blocks(name) < self.size
+            or (name.endswith("gate_up") and not self._halves_fit(name))
+            for name in self.shapes
+            if _expert(name) is not None and not name.endswith("_bias")
+        )
 
     def local_experts(self, rank: int) -> range:
-        """Return the experts of each mixture that a rank keeps."""
-        return range(*cut(self.experts, rank, self.size))
+        """Return the experts of each mixture of which a rank keeps rows."""
+        return range(
+            *(cut(self.experts, rank, self.size) if self.whole_experts else (0, self.experts))
+        )
 
     def check(self, precision: Precision) -> None:
         """Raise IsobitError, one line, for a model or a precision that so many ranks cannot hold
@@ -98,11 +149,14 @@ class Layout:
                 f"{where} under precision {precision.name}, which has {has}: choose fp8, "
                 "fp8-unified, mxfp8 or bf16"
             )
-        for role in ("qkv", "o", "gate_up", "down"):
+        roles = {name.rpartition(".")[2] for name in self.shapes}
+        for role in (role for role in LINEAR_LAYERS if role in roles):
             flow = precision.linear_flow(precision.rollout, role)
-            across = flow.activation if role in ("o", "down") else None
-            if across is not None and not across.columns_independent:
-                what = f"activations in {across} have a scale beyond {BLOCK} columns"
+            spec, across = flow.activation, role in ("o", "down")
+            if across and spec is not None and not spec.columns_independent:
+                what = f"activations in {spec} have a scale beyond {BLOCK} columns"
+            elif self.experts and spec is not None and spec.block((2, 1))[0] > 1:
+                what = f"activations in {spec} have a scale of several rows of an expert"
             elif flow.weight is not None and not flow.weight.rows_independent:
                 what = f"weights in {flow.weight} have a scale of all rows"
             else:
@@ -111,10 +165,12 @@ class Layout:
                 f"{where} under precision {precision.name}: {role}'s {what}; choose fp8, "
                 "fp8-unified, mxfp8 or bf16"
             )
-        for name in filter(self.divided, self.shapes):
-            if (most := self._units(name)) < self.size:
+        for name in self.shapes:
+            if self.divided(name) and (most := self._units(name)) < self.size:
                 raise IsobitError(f"{where}: {name} has {most} parts, so choose {most} at most")
-            if any(lo % BLOCK_ROWS for rank in range(self.size) for lo, _ in self.rows(name, rank)):
+            coded = self.divided(name) or name.endswith(f".{_OF_LATENTS}")
+            ranges = (rows for rank in range(self.size) for rows in self.used(name, rank))
+            if coded and any(lo % BLOCK_ROWS for lo, _ in ranges):
                 raise IsobitError(
                     f"{where}: rows of {name} in a head or half are no multiple of {BLOCK_ROWS}"
                 )
@@ -122,26 +178,32 @@ class Layout:
     def _units(self, name: str) -> int:
         """Return the number of parts that a weight can be divided into, 0 if it is whole on every
         rank."""
-        weight = name.removesuffix("_bias")
-        prefix, _, role = weight.rpartition(".")
-        if _expert(name) is not None:
+        prefix, role = self._role_of(name)
+        if _expert(name) is not None and self.whole_experts:
             return self.experts
-        if role == "qkv" and prefix in self.heads:
-            return -(-self.heads[prefix].kv // _heads_of_a_block(self.heads[prefix].dim))
-        if role == "gate_up":
-            return -(-self._inner(prefix) // BLOCK_ROWS)
-        return -(-self.shapes[name][0] // BLOCK_ROWS) if role in _RANGES else 0
+        if role in _BY_HEADS and prefix in self.heads:
+            return -(-self.heads[prefix].count // self.heads[prefix].together)
+        return self._blocks(name) if role in ("gate_up", *_RANGES) else 0
+
+    def _blocks(self, name: str) -> int:
+        """Return the number of blocks of a weight's rows, in a half where it has halves."""
+        prefix, role = self._role_of(name)
+        rows = self._inner(prefix) if role == "gate_up" else self.shapes[name][0]
+        return -(-rows // BLOCK_ROWS)
+
+    def _halves_fit(self, name: str) -> bool:
+        """Return whether a half ends where a block does, or there is one."""
+        inner = self._inner(name.rpartition(".")[0])
+        return inner % BLOCK_ROWS == 0 or self.shapes[name][0] == inner
 
     def _ranges(self, name: str, rank: int) -> Iterator[Rows]:
-        weight, count = name.removesuffix("_bias"), self.shapes[name][0]
-        prefix, _, role = weight.rpartition(".")
-        expert = _expert(name)
-        if not self.divided(name) or (expert in self.local_experts(rank)):
-            yield 0, count
-        elif expert is not None:
-            return
-        elif role == "qkv":
-            yield from self._head_rows(prefix, rank)
+        """Yield the ranges that a rank has of what is divided."""
+        prefix, role = self._role_of(name)
+        count, expert = self.shapes[name][0], _expert(name)
+        if expert is not None and self.whole_experts:
+            yield (0, count if expert in self.local_experts(rank) else 0)
+        elif role in _BY_HEADS:
+            yield from self._head_rows(name, rank)
         elif role == "gate_up":
             inner = self._inner(prefix)
             lo, hi = cut(inner, rank, self.size, BLOCK_ROWS)
@@ -149,16 +211,20 @@ class Layout:
         else:
             yield cut(count, rank, self.size, BLOCK_ROWS)
 
-    def _head_rows(self, prefix: str, rank: int) -> Iterator[Rows]:
-        """Yield the rows of a rank's queries, keys and values."""
-        queries, kv, dim = self.heads[prefix]
-        lo, hi = self._kv_heads(prefix, rank)
-        for start, each in ((0, queries // kv), (queries, 1), (queries + kv, 1)):
-            yield (start + lo * each) * dim, (start + hi * each) * dim
+    def _head_rows(self, name: str, rank: int) -> Iterator[Rows]:
+        """Yield the rows of a rank's heads in each part of a master, and those of no head."""
+        prefix, role = self._role_of(name)
+        sizes, local = self.heads[prefix].rows[role], self.local_heads(prefix, rank)
+        *starts, end = accumulate((n * self.heads[prefix].count for n in sizes), initial=0)
+        for start, each in zip(starts, sizes):
+            yield start + local.start * each, start + local.stop * each
+        yield end, self.shapes[name][0]
 
-    def _kv_heads(self, prefix: str, rank: int) -> Rows:
-        heads = self.heads[prefix]
-        return cut(heads.kv, rank, self.size, _heads_of_a_block(heads.dim))
+    def _role_of(self, name: str) -> tuple[str, str]:
+        """Return a master's prefix and role; a bias has its weight's."""
+        weight = name.removesuffix("_bias")
+        prefix, _, role = (weight if weight in self.shapes else name).rpartition(".")
+        return prefix, role
 
     def _inner(self, prefix: str) -> int:
         return self.shapes[f"{prefix}.down"][1]
@@ -168,11 +234,6 @@ def _expert(name: str) -> int | None:
     """Return the number of the expert that a weight belongs to."""
     words = name.split(".")
     return int(words[words.index("experts") + 1]) if "experts" in words else None
-
-
-def _heads_of_a_block(dim: int) -> int:
-    """Return the fewest heads whose rows are whole blocks."""
-    return BLOCK_ROWS // gcd(BLOCK_ROWS, dim)
 
 
 def moves(source: Layout | Shards, target: Layout) -> Iterator[Move]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from safetensors.torch import load as tensors_from
 from safetensors.torch import save as bytes_of
 from torch import Tensor
@@ -41,6 +42,8 @@ class Ranks(ABC):
 
     rank: int
     size: int
+    device = torch.device("cpu")
+    """Where tensors are that ranks exchange."""
 
     @property
     def first(self) -> bool:
@@ -60,9 +63,9 @@ class Ranks(ABC):
         pieces that they sent here [sum of received_sizes], by rank."""
 
     @abstractmethod
-    def share(self, buffers: Sequence[Tensor]) -> Callable[[], None]:
-        """Give buffers[rank] to all, into their buffers of the same place. The result waits for
-        it."""
+    def share(self, buffers: Sequence[Tensor], among: range | None = None) -> Callable[[], None]:
+        """Give buffers[rank] to all, or to a set that was prepared, buffers[place in it], into their
+        buffers of the same place. The result waits for it."""
 
     @abstractmethod
     def claim(self, name: str) -> int:
@@ -72,6 +75,16 @@ class Ranks(ABC):
     def prepare(self, sets: Sequence[range]) -> None:  # noqa: B027 (a transport may need nothing)
         """Make ready to exchange in these sets of ranks; every rank names the same, in the same
         order."""
+
+    def group(self, size: int) -> "Ranks":
+        """Return this rank's neighbours, of groups of `size` consecutive ranks that meet by
+        themselves; all ranks ask for the same sizes, in the same order."""
+        assert self.size % size == 0
+        if size in (1, self.size):
+            return ALONE if size == 1 else self
+        groups = [range(first, first + size) for first in range(0, self.size, size)]
+        self.prepare(groups)
+        return Neighbours(self, groups[self.rank // size])
 
     def fresh_name(self) -> str:
         """Return a name that no rank has used, the same on all."""
@@ -160,7 +173,7 @@ class Alone(Ranks):
         assert list(sent_sizes) == list(received_sizes) == [sent.numel()]
         return lambda: sent
 
-    def share(self, buffers: Sequence[Tensor]) -> Callable[[], None]:
+    def share(self, buffers: Sequence[Tensor], among: range | None = None) -> Callable[[], None]:
         assert len(buffers) == 1
         return lambda: None
 
@@ -170,6 +183,38 @@ class Alone(Ranks):
 
 
 ALONE = Alone()
+
+
+class Neighbours(Ranks):
+    """Those of all ranks that are `among` a prepared set, on the device of what they share."""
+
+    def __init__(self, everyone: Ranks, among: range) -> None:
+        self._everyone, self._among = everyone, among
+        self.rank, self.size = among.index(everyone.rank), len(among)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        device = self._everyone.device
+        lengths = list(torch.zeros(self.size, 1, dtype=torch.int64, device=device))
+        lengths[self.rank].fill_(len(data))
+        self.share(lengths)()
+        buffers = [torch.zeros(int(n), dtype=torch.uint8, device=device) for n in lengths]
+        if data:
+            buffers[self.rank].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self.share(buffers)()
+        return [buffer.cpu().numpy().tobytes() for buffer in buffers]
+
+    def all_to_all(
+        self, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int], among: range
+    ) -> Callable[[], Tensor]:
+        members = self._among[among.start : among.stop : among.step]
+        return self._everyone.all_to_all(sent, sent_sizes, received_sizes, members)
+
+    def share(self, buffers: Sequence[Tensor], among: range | None = None) -> Callable[[], None]:
+        assert among is None
+        return self._everyone.share(buffers, self._among)
+
+    def claim(self, name: str) -> int:
+        return self._everyone.claim(f"{self._among.start} {name}")
 
 
 def _said(error: IsobitError | OSError) -> list[Any]:

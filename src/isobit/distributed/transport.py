@@ -15,6 +15,7 @@ import re
 import secrets
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -53,7 +54,8 @@ class TorchRanks(Ranks):
         board: Board | None = None,
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self._timeout_s, self._met, self._verb = timeout_s, 0, "start"
+        self._timeout_s, self._verb = timeout_s, "start"
+        self._met, self._waits = Counter[range](), range(size)
         self._log = False
         self.bytes_sent = 0
         self._limit = limit = timedelta(seconds=timeout_s)
@@ -139,7 +141,7 @@ class TorchRanks(Ranks):
     def all_to_all(
         self, sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int], among: range
     ) -> Callable[[], Tensor]:
-        self._arrive()
+        self._arrive(among)
         received = sent.new_empty(sum(received_sizes))
         self.bytes_sent += (
             sum(sent_sizes) - sent_sizes[among.index(self.rank)]
@@ -161,15 +163,15 @@ class TorchRanks(Ranks):
 
         return wait
 
-    def share(self, buffers: Sequence[Tensor]) -> Callable[[], None]:
-        self._arrive()
-        self.bytes_sent += (
-            buffers[self.rank].numel() * buffers[self.rank].element_size() * (self.size - 1)
-        )
+    def share(self, buffers: Sequence[Tensor], among: range | None = None) -> Callable[[], None]:
+        among = among or range(self.size)
+        self._arrive(among)
+        own = buffers[among.index(self.rank)]
+        self.bytes_sent += own.numel() * own.element_size() * (len(among) - 1)
         with self._failures("share weights"):
             works = [
-                dist.broadcast(buffer, rank, group=self._tensors, async_op=True)
-                for rank, buffer in enumerate(buffers)
+                dist.broadcast(buffer, rank, group=self._sets[among], async_op=True)
+                for rank, buffer in zip(among, buffers, strict=True)
                 if buffer.numel()
             ]
 
@@ -188,12 +190,19 @@ class TorchRanks(Ranks):
         self._verb = verb
         self._arrive()
 
-    def _arrive(self) -> None:
-        """Write on the board how many meetings this rank has come to, for ranks that wait for
-        it."""
-        self._met += 1
+    def _arrive(self, among: range | None = None) -> None:
+        """Write on the board how many meetings of all, or of a set, this rank has come to, for ranks
+        that wait for it there."""
+        self._waits = among = among or range(self.size)
+        self._met[among] += 1
         with self._failures(self._verb):
-            self._board.set(f"at-{self.rank}", f"{self._met} {self._verb}")
+            self._board.set(self._place(self.rank), f"{self._met[among]} {self._verb}")
+
+    def _place(self, rank: int) -> str:
+        """Return the key of a rank's count in the set whose meeting this rank waits for."""
+        among = self._waits
+        few = len(among) < self.size
+        return f"at-{rank}" + f"-of-{among.start}-{among.stop}-{among.step}" * few
 
     def print_to(self, path: Path) -> None:
         if self.first:
@@ -257,7 +266,7 @@ class TorchRanks(Ranks):
     def _missing(self) -> str:
         """Return the ranks that met fewer times than this one, and where they were last seen; where
         all have come to this meeting, all the others, one of which stands still in it."""
-        peers = [(rank, self._verb) for rank in range(self.size) if rank != self.rank]
+        peers = [(rank, self._verb) for rank in self._waits if rank != self.rank]
         return ", ".join(
             f"rank {rank} (last seen in: {verb or 'start'})"
             for rank, verb in self._behind() or peers
@@ -266,9 +275,9 @@ class TorchRanks(Ranks):
     def _behind(self) -> list[tuple[int, str]]:
         """Return (rank, verb) of the ranks that have come to fewer meetings than this one."""
         behind = []
-        for rank in range(self.size):
-            match = re.fullmatch(r"(\d{1,18}) ([a-z ]*)", self._board.get(f"at-{rank}") or "")
+        for rank in self._waits:
+            match = re.fullmatch(r"(\d{1,18}) ([a-z ]*)", self._board.get(self._place(rank)) or "")
             met, verb = (int(match[1]), match[2]) if match else (0, "")
-            if met < self._met:
+            if met < self._met[self._waits]:
                 behind.append((rank, verb))
         return behind

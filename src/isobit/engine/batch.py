@@ -12,9 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from isobit.engine.changes import Changes
 from isobit.engine.sampler import Draws, kinds_of
 from isobit.engine.scheduler import Scheduler
-from isobit.engine.sequences import StepPlan
+from isobit.engine.sequences import Sequence, StepPlan
+from isobit.engine.shaping import Forbidden, Shaped, Shaping, full
+from isobit.errors import IsobitError
 from isobit.kernels import Layout
 from isobit.model.adapters.multi_lora import MultiLora
 from isobit.model.images.bank import joined
@@ -48,10 +51,10 @@ class Batch:
         )
         take, source = (None if x is None else stage(x, device) for x in (self.take, self.source))
         keys, settings = stage(self.draws.keys, device), stage(self.draws.settings, device)
-        seen, penalty = (
-            None if x is None else stage(x, device) for x in (self.draws.seen, self.draws.penalty)
-        )
-        draws = Draws(keys, settings, self.draws.kinds, seen, penalty)
+        changes = self.draws.changes
+        if changes is not None:
+            changes = changes.each(lambda tensor: stage(tensor, device))
+        draws = Draws(keys, settings, self.draws.kinds, changes)
         return Batch(stage(self.tokens, device), layout, take, source, draws)
 
 
@@ -62,7 +65,8 @@ def stage(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def build(plan: StepPlan, scheduler: Scheduler, vocabulary: int = 0) -> Batch:
-    """Build the step's tensors. `vocabulary`: the model's size of it, for repetition penalties."""
+    """Build the step's tensors. `vocabulary`: the model's size of it, for changes of logits.
+    Raises Forbidden for a request whose answer cannot go on."""
     rows, count = plan.rows(scheduler.rows), plan.decode + plan.num_drafted
     tokens, position, slots = rows.token[:count], rows.position[:count], rows.slots(count)
     if not plan.chunks:
@@ -78,7 +82,7 @@ def build(plan: StepPlan, scheduler: Scheduler, vocabulary: int = 0) -> Batch:
         draws = Draws(
             torch.from_numpy(rows.key[:count]), torch.from_numpy(rows.settings[:count]), rows.kinds
         )
-        draws = _penalized(draws, plan, scheduler, vocabulary)
+        draws = _changed(draws, plan, scheduler, vocabulary)
         return Batch(torch.from_numpy(tokens), layout, None, None, draws)
     all_tokens, contexts, positions, all_slots = [tokens], [position], [position], [slots]
     tables, keys, settings = [rows.table[:count]], [rows.key[:count]], [rows.settings[:count]]
@@ -127,7 +131,7 @@ def build(plan: StepPlan, scheduler: Scheduler, vocabulary: int = 0) -> Batch:
         torch.from_numpy(all_settings),
         kinds_of(all_settings),
     )
-    draws = _penalized(draws, plan, scheduler, vocabulary)
+    draws = _changed(draws, plan, scheduler, vocabulary)
     source = np.repeat(np.arange(len(take)), repeats) if max(repeats, default=1) > 1 else None
     return Batch(
         torch.from_numpy(np.concatenate(all_tokens)),
@@ -151,15 +155,34 @@ def adapter_numbers(plan: StepPlan, scheduler: Scheduler, served: MultiLora) -> 
     return np.repeat(np.array(numbers, np.int64), counts)
 
 
-def _penalized(draws: Draws, plan: StepPlan, scheduler: Scheduler, vocabulary: int) -> Draws:
-    """Return the draws with what a repetition penalty needs, where a request has one: for each draw
-    all its tokens so far, computed in this step or before."""
-    if not scheduler.num_penalized:
+def _changed(draws: Draws, plan: StepPlan, scheduler: Scheduler, vocabulary: int) -> Draws:
+    """Return the draws with the changes of their logits, where an open request has some: each is
+    made of all tokens so far, computed in this step or before."""
+    if not scheduler.num_changed:
         return draws
     sequences = [scheduler.at[slot] for slot in plan.draws.tolist()]
+    samplings = [sequence.owner.request.sampling for sequence in sequences]
+    rows = torch.tensor([sampling.changed for sampling in samplings])
+    changes = Changes(rows, *_seen(plan, scheduler, sequences, vocabulary))
+    shaped = [
+        (row, sequences[row], sampling.shaping)
+        for row, sampling in enumerate(samplings)
+        if sampling.shaping is not None
+    ]
+    if shaped:
+        changes = replace(changes, **_shaped(shaped, scheduler, len(sequences), vocabulary))
+    return replace(draws, changes=changes)
+
+
+def _seen(
+    plan: StepPlan, scheduler: Scheduler, sequences: list[Sequence], vocabulary: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return what a repetition penalty needs, where a request has one."""
     penalty = torch.tensor(
         [sequence.owner.request.sampling.repetition_penalty for sequence in sequences]
     )
+    if (penalty == 1).all():
+        return None, None
     seen = torch.zeros(len(sequences), vocabulary, dtype=torch.bool)
     for row, sequence in enumerate(sequences):
         if penalty[row] != 1:
@@ -171,7 +194,41 @@ def _penalized(draws: Draws, plan: StepPlan, scheduler: Scheduler, vocabulary: i
         for number, token in enumerate(drafted):
             seen[behind + number : behind + len(drafted), token] = True
         behind += len(drafted)
-    return replace(draws, seen=seen, penalty=penalty)
+    return seen, penalty
+
+
+def _shaped(
+    shaped: list[tuple[int, Sequence, Shaping]], scheduler: Scheduler, rows: int, vocabulary: int
+) -> dict[str, Tensor]:
+    """Return the fields of `Changes` for rows of sequences that are shaped. Raises Forbidden."""
+    bits, amounts = full(rows, vocabulary), list[tuple[int, dict[int, float]]]()
+    for row, sequence, shaping in shaped:
+        request = sequence.owner.request
+        start, stop = sequence.owner.prompt.size, scheduler.length(sequence)
+        answer = [*request.answered, *scheduler.tokens(sequence, start, stop).tolist()]
+        if shaping.grammar is not None and sequence.shaped is None:
+            sequence.shaped = Shaped(shaping.grammar.begin())
+        matcher, problem = (
+            None,
+            "no token may come next: what is allowed excludes what is asked for",
+        )
+        try:
+            matcher = None if sequence.shaped is None else sequence.shaped.go_on(answer)
+            shaping.mask(bits[row], answer, matcher)
+        except IsobitError as error:
+            bits[row], problem = 0, str(error)
+        if not bits[row].any():
+            raise Forbidden(f"the answer cannot go on: {problem}", request)
+        amounts.append((row, shaping.amounts(answer)))
+    width = max(len(added) for _, added in amounts)
+    if not width:
+        return {"bits": torch.from_numpy(bits)}
+    tokens = torch.zeros(rows, width, dtype=torch.int64)
+    values = torch.full((rows, width), -0.0)  # which a sum does not notice
+    for row, added in amounts:
+        tokens[row, : len(added)] = torch.tensor(list(added), dtype=torch.int64)
+        values[row, : len(added)] = torch.tensor(list(added.values()))
+    return {"bits": torch.from_numpy(bits), "tokens": tokens, "amounts": values}
 
 
 def _layout(

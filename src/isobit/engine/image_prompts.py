@@ -23,13 +23,15 @@ class Images:
     the model from then on, by an engine, a learner or itself, takes these ids."""
 
     def __init__(self, model: Model) -> None:
-        """Raises IsobitError for a model that has no tower, or whose images are not read, and for a
-        precision that calibrates its KV cache."""
+        """Raises IsobitError for a model that has no tower, whose images are not read or that several
+        ranks share, and for a precision that calibrates its KV cache."""
         if model.directory is None or not model.config.wrapped:
             raise IsobitError(
                 f"images: {model.directory or 'the model'} has no tower; expected the directory of a "
                 "model that reads images"
             )
+        if model.ranks.size > 1:
+            raise IsobitError("images: a model that several ranks share is not supported")
         if model.precision.calibrated:
             raise IsobitError(
                 f"images: precision {model.precision.name} calibrates its KV cache, which is not "
@@ -37,7 +39,7 @@ class Images:
             )
         self._tower, self._tokenizer = Tower(model.directory), model.tokenizer
         self._longest = model.config.max_positions
-        self.bank = Bank(model.config.vocab_size, self._tower.marks.place, self._tower.axes)
+        self.bank = Bank(model.config.vocab_size, self._tower.marks.token, self._tower.axes)
         self._images: dict[str, Image] = {}
         model.transformer.images = self.bank
 
@@ -65,43 +67,43 @@ class Images:
         user wrote like a special token stays text. Raises IsobitError where there are more or fewer
         places than pictures, or a picture cannot be read."""
         if isinstance(prompt, str):
-            ids, places = self._text(prompt)
+            ids, rows = self._text(prompt)
         else:
             pictures = list(_pictures_of(prompt, pictures))
             ids = self._tokenizer.encode_chat([_without_pictures(message) for message in prompt])
-            places = [at for at, token in enumerate(ids) if token == self._tower.marks.place]
-        if len(places) != len(pictures):
+            rows = [row for row, token in enumerate(ids) if token == self._tower.marks.token]
+        if len(rows) != len(pictures):
             raise IsobitError(
-                f"the prompt: has {len(places)} places for images, and {len(pictures)} images are "
+                f"the prompt: has {len(rows)} places for images, and {len(pictures)} images are "
                 "given"
             )
         whole, done = list[int](), 0
-        for number, (place, picture) in enumerate(zip(places, pictures)):
-            whole += [*ids[done:place], *self.image(picture, f"image {number}").ids]
-            done = place + 1
+        for number, (row, picture) in enumerate(zip(rows, pictures)):
+            whole += [*ids[done:row], *self.image(picture, f"image {number}").ids]
+            done = row + 1
         return whole + ids[done:]
 
     def _text(self, text: str) -> tuple[list[int], list[int]]:
         """Return the ids of a text, with one for each image, and the places of these."""
-        marks, ids, places = self._tower.marks, list[int](), list[int]()
+        marks, ids, rows = self._tower.marks, list[int](), list[int]()
         for number, piece in enumerate(text.split(MARK)):
             if number:
-                places.append(len(ids) + len(marks.before))
-                ids += [*marks.before, marks.place, *marks.after]
+                rows.append(len(ids) + len(marks.start))
+                ids += [*marks.start, marks.token, *marks.end]
             if piece or not number:
                 ids += self._tokenizer.encode_text(piece, add_special=not number)
-        return ids, places
+        return ids, rows
 
 
 def _pictures_of(messages: Sequence[Mapping[str, Any]], pictures: Sequence[Any]) -> Iterator[Any]:
     """Yield the pictures of a chat's parts, those that have none from `pictures` in turn."""
-    others = iter(pictures)
+    remaining = iter(pictures)
     for message in messages:
         content = message.get("content")
-        for part in content if isinstance(content, (list, tuple)) else ():
-            if isinstance(part, Mapping) and part.get("type") == "image":
-                yield part["image"] if "image" in part else next(others, None)
-    yield from others
+        for item in content if isinstance(content, (list, tuple)) else ():
+            if _is_image(item):
+                yield item["image"] if "image" in item else next(remaining, None)
+    yield from remaining
 
 
 def _without_pictures(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -109,8 +111,8 @@ def _without_pictures(message: Mapping[str, Any]) -> Mapping[str, Any]:
     content = message.get("content")
     if not isinstance(content, (list, tuple)):
         return message
-    parts = [
-        {"type": "image"} if isinstance(p, Mapping) and p.get("type") == "image" else p
-        for p in content
-    ]
-    return {**message, "content": parts}
+    return {**message, "content": [{"type": "image"} if _is_image(p) else p for p in content]}
+
+
+def _is_image(item: Any) -> bool:
+    return isinstance(item, Mapping) and item.get("type") == "image"

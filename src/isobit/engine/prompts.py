@@ -86,6 +86,12 @@ def check_sampling(sampling: object) -> None:
         raise IsobitError(f"sampling: expected Sampling(n=4, ...), got {sampling!r:.80}")
 
 
+def check_plain(sampling: Sampling) -> None:
+    """Raise IsobitError for a shaping, where settings are sent to other processes."""
+    if sampling.shaping is not None:
+        raise IsobitError("sampling.shaping: only an engine in this process takes one")
+
+
 def new_token_limit(
     where: str, length: int, max_new_tokens: int, max_positions: int, pages: PagePool
 ) -> int:

@@ -9,13 +9,14 @@ and the generator (`Ops.sample`).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from isobit.engine.changes import Changes
 from isobit.engine.types import Top
 from isobit.kernels import Ops, Prepared
 from isobit.kernels.ops import Temperature
@@ -66,14 +67,12 @@ def kinds_of(settings: NDArray[np.float64]) -> Kinds:
 @dataclass(frozen=True, eq=False)
 class Draws:
     """The settings by which R tokens are drawn: `keys` [R, 4] int64, `settings` [R, 4] float64, and
-    their kinds. Where some have a repetition penalty: `seen` [R, V] bool, the tokens in front of
-    each, and `penalty` [R] float32, 1 for the rows without one."""
+    their kinds; `changes`: of the logits before, None: of no row."""
 
     keys: Tensor
     settings: Tensor
     kinds: Kinds
-    seen: Tensor | None = None
-    penalty: Tensor | None = None
+    changes: Changes | None = None
 
     @property
     def greedy(self) -> Tensor:
@@ -93,11 +92,17 @@ class Draws:
         return torch.where(self.greedy, 1.0, self.settings[:, 0]).float()
 
     def split(self, rows: int) -> "list[Draws]":
-        tensors = (self.keys, self.settings, self.seen, self.penalty)
-        blocks = zip(*(repeat(None) if x is None else x.split(rows) for x in tensors))
+        def of(place: int, tensor: Tensor) -> Tensor:
+            return tensor[place : place + rows]
+
         return [
-            Draws(keys, settings, self.kinds, seen, penalty)
-            for keys, settings, seen, penalty in blocks
+            Draws(
+                of(place, self.keys),
+                of(place, self.settings),
+                self.kinds,
+                None if self.changes is None else self.changes.each(partial(of, place)),
+            )
+            for place in range(0, self.keys.shape[0], rows)
         ]
 
 
@@ -126,7 +131,7 @@ def _held(draws: Draws, cap: float | None) -> bool:
     """Return whether logits are held in memory, because the head's fused operators cannot draw
     so."""
     kinds = draws.kinds
-    return kinds.greedy or kinds.filtered or draws.penalty is not None or cap is not None
+    return kinds.greedy or kinds.filtered or draws.changes is not None or cap is not None
 
 
 def _draw(
@@ -142,8 +147,8 @@ def _draw(
         return ops.head_sample(hidden, weight, draws.keys, temperature, source)
     logits = logits_of(ops, hidden, weight, cap)
     logits = logits if source is None else logits.index_select(0, source)
-    if draws.penalty is not None and draws.seen is not None:
-        logits = filtering.penalize(logits, draws.seen, draws.penalty.unsqueeze(1))
+    if draws.changes is not None:
+        logits = draws.changes.apply(logits)
     tokens = logits.argmax(-1)
     if kinds.plain or kinds.filtered:
         allowed = filtered_logits(logits, draws) if kinds.filtered else logits
@@ -155,15 +160,15 @@ def _draw(
     # filtered rows
     rows = hidden if source is None else hidden.index_select(0, source)
     logprobs = torch.zeros_like(tokens, dtype=torch.float32)
-    penalized = torch.zeros_like(draws.greedy) if draws.penalty is None else draws.penalty != 1
-    if kinds.filtered or draws.penalty is not None:
+    changed = torch.zeros_like(draws.greedy) if draws.changes is None else draws.changes.rows
+    if kinds.filtered or draws.changes is not None:
         logprobs = ops.token_logprobs(logits, tokens, temperature)[0]
     if kinds.greedy:
         logprobs = torch.where(
-            draws.greedy & ~penalized, ops.head_logprobs(rows, weight, tokens, 1.0)[0], logprobs
+            draws.greedy & ~changed, ops.head_logprobs(rows, weight, tokens, 1.0)[0], logprobs
         )
     if kinds.plain:
-        not_plain = draws.greedy | draws.filtered | penalized
+        not_plain = draws.greedy | draws.filtered | changed
         (head_tokens, head_logprobs) = ops.head_sample(rows, weight, draws.keys, temperature)
         tokens, logprobs = (
             torch.where(not_plain, tokens, head_tokens),
@@ -191,9 +196,9 @@ def top_of_draws(
         row_hidden = hidden[row : row + 1] if source is None else hidden[source[row : row + 1]]
         logits = logits_of(ops, row_hidden, weight, cap)
         changed = bool(single.filtered & ~single.greedy) or cap is not None
-        if single.penalty is not None and single.seen is not None:
-            logits = filtering.penalize(logits, single.seen, single.penalty.unsqueeze(1))
-            changed |= bool(single.penalty != 1)
+        if single.changes is not None:
+            logits = single.changes.apply(logits)
+            changed |= bool(single.changes.rows)
         if bool(single.filtered & ~single.greedy):
             logits = filtered_logits(logits, single)
         likeliest.append(

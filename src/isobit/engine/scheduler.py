@@ -71,7 +71,7 @@ class Scheduler:
         self.copies: list[tuple[int, int]] = []  # pages (from, to) to copy before the next step
         self.stats = Stats()
         self.images: Bank | None = None
-        self.num_penalized = 0  # open requests with a repetition penalty
+        self.num_changed = 0  # open requests whose logits are changed: penalties, shaping
         self.num_with_top = 0  # open requests that ask for the likeliest tokens
         self._next_number = 0
         self._refused: tuple[int, int] | None = (
@@ -85,7 +85,7 @@ class Scheduler:
     @property
     def may_be_captured(self) -> bool:
         """Whether captured steps can serve all that is open."""
-        return not (self.num_penalized or self.num_with_top)
+        return not (self.num_changed or self.num_with_top)
 
     def begin(self, root: Hashable) -> None:
         """Prepare for the first request after none was open. Pages that were computed under another
@@ -111,7 +111,7 @@ class Scheduler:
             Sequence(number + sample, running) for sample in range(request.sampling.n)
         ]
         self._next_number += request.sampling.n
-        self.num_penalized += request.sampling.repetition_penalty != 1
+        self.num_changed += request.sampling.changed
         self.num_with_top += request.sampling.top_logprobs > 0
         self.requests[request] = running
         heappush(self.waiting, (number, running.members[0]))
@@ -266,7 +266,8 @@ class Scheduler:
         for row, room in enumerate(left[: plan.decode].tolist()):
             sequence = self.at[int(self.rows.slot[row])]
             room = min(room, self.max_batch_tokens - rows, self._slots_behind(row))
-            if room < 1 or sequence.owner.request.sampling.top_logprobs:
+            sampling = sequence.owner.request.sampling
+            if room < 1 or sampling.top_logprobs or sampling.shaping is not None:
                 continue
             drafted = self._of_text(speculation.draft(sequence, self.record, room, rows))
             if not drafted:
@@ -372,7 +373,7 @@ class Scheduler:
         running.members.remove(sequence)
         if not running.members:
             del self.requests[running.request]
-            self.num_penalized -= running.request.sampling.repetition_penalty != 1
+            self.num_changed -= running.request.sampling.changed
             self.num_with_top -= running.request.sampling.top_logprobs > 0
 
     def _chunks(self, budget: int) -> Iterator[Chunk]:

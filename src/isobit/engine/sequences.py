@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isobit.engine.rows import DecodeRows
+from isobit.engine.shaping import Shaped
 from isobit.engine.stopping import StopStrings
 from isobit.engine.types import Request
 
@@ -84,13 +85,14 @@ class RunningRequest:
 class Sequence:
     """A sequence. A smaller `number` is older. It has a `slot` of the record (-1: not yet) from
     when its prompt is begun, and pages while it is being prefilled (`computed` tokens so far) or
-    decodes."""
+    decodes. `shaped`: its place in the request's grammar, from its first draw on."""
 
     number: int
     owner: RunningRequest
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     computed: int = 0
+    shaped: Shaped | None = None
 
     @property
     def sample_index(self) -> int:

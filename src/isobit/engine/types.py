@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from isobit.data.dataset import Prompt
 from isobit.data.episodes import EpisodeRecord
+from isobit.engine.shaping import Shaping
 from isobit.options.declare import NotAnOption, above, at_least, at_most, below
 from isobit.options.reading import Expected, read_own_fields
 
@@ -32,7 +33,7 @@ class Sampling:
     `stop`: the text ends before the first of these strings, or before this one. `ignore_eos`
     samples on through the end-of-sequence token; `stop_tokens` end a completion as that does.
     `top_logprobs`: the number of the likeliest tokens that are kept with each drawn token, at most
-    20; the drawn ones are the same.
+    20; the drawn ones are the same. `shaping`: what else moves or forbids single tokens.
     Raises IsobitError for values that cannot work.
     """
 
@@ -66,6 +67,7 @@ class Sampling:
     ] = 1.0
     stop_tokens: NotAnOption[tuple[int, ...]] = ()
     top_logprobs: NotAnOption[int] = 0
+    shaping: NotAnOption[Shaping | None] = None
 
     def __post_init__(self) -> None:
         read_own_fields(self, Sampling)
@@ -84,6 +86,11 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def changed(self) -> bool:
+        """Whether logits are changed before they are filtered: by a penalty, or by its shaping."""
+        return self.repetition_penalty != 1 or self.shaping is not None
 
     @property
     def settings(self) -> tuple[float, float, float, float]:

@@ -33,6 +33,9 @@ LARGEST_TAG = 100
 class Scorer(Protocol):
     """The source of rewards of completions: functions, or functions and models."""
 
+    @property
+    def wants_answers(self) -> bool: ...
+
     def score(
         self,
         prompts: Sequence[Prompt],
@@ -114,7 +117,9 @@ def measure_each(
     pass, and return their questions in order; None in `adapters` is the base model alone."""
     tags, size = tags_of(examples, plan.tag), 1 + plan.num_samples
     rows = [(name, position) for name in adapters for position in range(len(examples))]
-    own_rows = rows[ranks.rank :: ranks.size]
+    together = engine.model.transformer.group
+    engines = ranks.size // together.size
+    own_rows = rows[ranks.rank // together.size :: engines]
     mine = [examples[p] for _, p in own_rows]
     indices = [p for _, p in own_rows]
     named = [name for name, _ in own_rows]
@@ -140,6 +145,8 @@ def measure_each(
             groups = [
                 [*first, *more] for first, more in zip(groups, ask("sampling", plan.sampling))
             ]
+        if not together.first:  # which speaks for those that hold a model together
+            return []
         repeated = [example for example in mine for _ in range(size)]
         completions = [completion for group in groups for completion in group]
         return _grade(repeated, completions, scorer, plan, engine.model.tokenizer)
@@ -148,7 +155,7 @@ def measure_each(
     outcomes: list[list[Graded]] = [[] for _ in rows]
     for rank, values in enumerate(ranks.all_gather_json([g.to_json() for g in graded])):
         for index, g in enumerate(values):
-            outcomes[rank + index // size * ranks.size].append(Graded(**g))
+            outcomes[rank // together.size + index // size * engines].append(Graded(**g))
     questions = [
         Question(examples[p].prompt, tags[p], answers[0], tuple(answers[1:]), examples[p].columns)
         for (_, p), answers in zip(rows, outcomes)
@@ -220,7 +227,9 @@ def _grade(
     texts = [said_in(completion) for completion in completions]
     ids = [completion.token_ids for completion in completions]
     prompts = [asked_in(e.prompt, c) for e, c in zip(examples, completions, strict=True)]
-    columns = with_answers([e.columns for e in examples], completions, tokenizer)
+    columns: Sequence[Mapping[str, Any]] = [e.columns for e in examples]
+    if scorer.wants_answers:
+        columns = with_answers(columns, completions, tokenizer)
     rewards = scorer.score(prompts, texts, columns, ids)
     return [
         Graded(

@@ -31,6 +31,10 @@ class _During:
     scorer: Scorer
     trainer_state: Mapping[str, float] | None
 
+    @property
+    def wants_answers(self) -> bool:
+        return self.scorer.wants_answers
+
     def score(
         self,
         prompts: Sequence[Prompt],

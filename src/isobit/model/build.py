@@ -15,6 +15,7 @@ from isobit.kernels import Factors, Ops, Stacked, StoredWeight
 from isobit.model.adapters.low_rank import Adapter, Projection
 from isobit.model.hub.config import ModelConfig
 from isobit.model.hub.mamba import Mamba
+from isobit.model.weights.divided import DividedWeights
 from isobit.model.weights.layout import (
     Attention,
     Beside,
@@ -149,9 +150,11 @@ def make_working(
     use: str,
     made: Made,
     multiplying: Ops,
+    divided: DividedWeights | None = None,
 ) -> Working:
     """Make the working weights of a use. Weights in `made` are shared, new ones are added to it.
-    `ops` quantize; the use multiplies with `multiplying`, which prepare the weights."""
+    `ops` quantize; the use multiplies with `multiplying`, which prepare the weights, if these are
+    not `divided`."""
     pieces: list[Layer | Outside] = []
     for index in (None, *range(config.num_layers)):
         flow = precision.flow(use, index, config.num_layers)
@@ -161,7 +164,9 @@ def make_working(
                 if index is None
                 else _LayerMaker(config, precision, ops, sources, index, flow).layer()
             )
-            made[index, flow] = _prepared(piece, multiplying)
+            made[index, flow] = (
+                _prepared(piece, multiplying) if divided is None else divided.take(piece)
+            )
         pieces.append(made[index, flow])
     outside, *layers = pieces
     assert isinstance(outside, Outside)

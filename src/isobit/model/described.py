@@ -14,6 +14,7 @@ from isobit.errors import IsobitError
 from isobit.model.adapters.low_rank import Adapter
 from isobit.model.adapters.peft import base_of, brings_tokenizer, is_adapter, read_peft
 from isobit.model.adapters.targets import NewAdapter, new_adapter
+from isobit.model.divided.by_rows import layout_of
 from isobit.model.hub import names
 from isobit.model.hub.checkpoint import model_folder, open_weights, read_json
 from isobit.model.hub.config import ModelConfig
@@ -69,8 +70,10 @@ def read_directory(
     dtype: torch.dtype,
     rules: TextRules,
     vocabulary: int | None,
+    divided: int = 1,
 ) -> Contents:
-    """Read a directory. `files`: of a model whose adapter is trained, they stay open in it."""
+    """Read a directory. `files`: of a model whose adapter is trained, they stay open in it, and of
+    its weights the rows are read that a rank keeps of those which are `divided`."""
     if is_adapter(directory):
         if adapter is not None:
             raise IsobitError(
@@ -97,9 +100,13 @@ def read_directory(
         factors = read_peft(folder, config, str(directory.resolve()))
         model_path = folder if brings_tokenizer(folder) else model_path
     tokenizer = Tokenizer.load(model_path, rules)
-    masters: Mapping[str, Tensor] = names.Fused(weights.rows, config, device, weights.shapes)
+    masters: Mapping[str, Tensor]
     if factors is None:
         masters = names.fuse(weights.rows, config, ranks, dtype, weights.shapes)
+    else:
+        layout = None if divided == 1 else layout_of(config, divided)
+        read = weights.rows, config, device, weights.shapes
+        masters = names.Fused(*read, layout, ranks.rank % divided)
     more = model_path / "generation_config.json"
     generation = read_json(more) if exists(more) else {}
     whole = Whole.read(directory, weights) if config.wrapped and factors is None else None

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isobit.distributed import ALONE, Ranks
+from isobit.distributed import ALONE, Ranks, Shards
 from isobit.distributed.files import Part
 from isobit.errors import IsobitError
 from isobit.kernels import Layout, Ops, get_ops
@@ -46,7 +46,7 @@ from isobit.model.hub.whole import Whole
 from isobit.model.images.bank import turns_of
 from isobit.model.text.tokenizer import DEFAULT_RULES, TextRules, Tokenizer
 from isobit.model.transformer import USES, Transformer
-from isobit.model.weights.masters import MASTERS, own_rows
+from isobit.model.weights.masters import MASTERS, kept_rows
 from isobit.precision import Precision, precision_from
 
 
@@ -94,6 +94,7 @@ class Model:
         masters: str = "fp32",
         rules: TextRules = DEFAULT_RULES,
         vocabulary: int | None = None,
+        divided: int = 1,
     ) -> "Model":
         """Return a Hugging Face directory of a supported family (`families/`); `precision` is a
         preset's name, a mapping, or a `Precision`. Several `ranks` share the masters, and all must
@@ -103,7 +104,8 @@ class Model:
         only masters. A PEFT folder may be the `path`; its config names the model. `masters`: fp32,
         or bf16, to which what is read is rounded. `rules`: for texts of prompts. `vocabulary`: the
         number of token ids that the model has; rows of the directory beyond them are not computed
-        with, and `save` writes them as they were.
+        with, and `save` writes them as they were. `divided`: how many consecutive ranks hold one copy
+        of the working weights together.
 
         Raises IsobitError, in one line, for whatever is wrong with the directory or the arguments.
         """
@@ -113,13 +115,20 @@ class Model:
             def read() -> tuple[Precision, Ops, Contents]:
                 flow, ops = precision_from(precision), get_ops(backend, consistency)
                 folder = model_folder(path)
-                given = ranks, ops.device, files, dtype, rules, vocabulary
+                given = ranks, ops.device, files, dtype, rules, vocabulary, divided
                 read = read_directory(folder, adapter, *given)
                 return flow, ops, read
 
             flow, ops, tensors = ranks.run_on_all(read)
             transformer = Transformer(
-                tensors.config, flow, ops, tensors.masters, ranks, tensors.adapter, dtype
+                tensors.config,
+                flow,
+                ops,
+                tensors.masters,
+                ranks,
+                tensors.adapter,
+                dtype,
+                ranks.group(divided),
             )
         model = Model(transformer, tensors.tokenizer)
         model.generation, model.directory = tensors.generation, tensors.directory
@@ -136,30 +145,15 @@ class Model:
         consistency: str = "bitwise",
         ranks: Ranks = ALONE,
         masters: str = "fp32",
+        divided: int = 1,
     ) -> "Model":
         """Random weights: normal with deviation 0.02, projections back into the residual stream
         smaller by sqrt(2 · layers) (GPT-2), norms multiply by 1, biases 0; of linear attention as
-        in `initial`. The same seed gives the same weights. `masters` as in `load`."""
-        generator = torch.Generator().manual_seed(seed)
-        tensors: dict[str, Tensor] = {}
-        for name, shape in parameter_shapes(config).items():
-            if (drawn := initial(name, shape, generator)) is not None:
-                tensors[name] = drawn
-                continue
-            if len(shape) == 1:
-                is_one = name.endswith(("norm", "layer_scalar", "expert_scale"))
-                tensors[name] = torch.full(shape, 1.0 - config.offset_of(name) if is_one else 0.0)
-                continue
-            deviation = (
-                0.02 / math.sqrt(2 * config.num_layers) if name.endswith((".o", ".down")) else 0.02
-            )
-            tensors[name] = torch.randn(shape, generator=generator) * deviation
-        flow = precision_from(precision)
-        ops = get_ops(backend, consistency)
-        rows = own_rows(tensors, ranks)
-        return Model(
-            Transformer(config, flow, ops, rows, ranks, dtype=_dtype_of(masters)), tokenizer
-        )
+        in `initial`. The same seed gives the same weights. `masters` and `divided` as in `load`."""
+        flow, ops = precision_from(precision), get_ops(backend, consistency)
+        rows = dict(kept_rows(_drawn(config, seed), Shards.of(parameter_shapes(config), ranks)))
+        sources = rows, ranks, None, _dtype_of(masters), ranks.group(divided)
+        return Model(Transformer(config, flow, ops, *sources), tokenizer)
 
     def under(self, precision: str | Mapping[str, object] | Precision) -> "Model":
         """Return the same masters, in the same storage, under another precision flow; its working
@@ -171,9 +165,9 @@ class Model:
             )
         masters = {name: parameter.detach() for name, parameter in self.named_parameters().items()}
         dtype = self.transformer.masters.dtype
-        transformer = Transformer(
-            self.config, precision_from(precision), self.ops, masters, self.ranks, dtype=dtype
-        )
+        flow, group = precision_from(precision), self.transformer.group
+        sources = masters, self.ranks, None, dtype, group
+        transformer = Transformer(self.config, flow, self.ops, *sources)
         model = Model(transformer, self.tokenizer)
         model.generation, model.beyond, model.whole = self.generation, self.beyond, self.whole
         return model
@@ -436,6 +430,21 @@ class Model:
         layout = Layout.packed([len(row) for row in rows])
         layout = replace(layout, turns=turns_of(self.transformer.images, rows))
         return self.transformer.hidden(tokens, layout, use=use, adapters=adapters)
+
+
+def _drawn(config: ModelConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield each master of random weights, by name: one at a time, so that a rank never holds the
+    whole model."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, shape in parameter_shapes(config).items():
+        if (drawn := initial(name, shape, generator)) is not None:
+            yield name, drawn
+        elif len(shape) == 1:
+            is_one = name.endswith(("norm", "layer_scalar", "expert_scale"))
+            yield name, torch.full(shape, 1.0 - config.offset_of(name) if is_one else 0.0)
+        else:
+            layers = 2 * config.num_layers if name.endswith((".o", ".down")) else 1
+            yield name, torch.randn(shape, generator=generator).mul_(0.02 / math.sqrt(layers))
 
 
 def _dtype_of(masters: str) -> torch.dtype:

@@ -37,9 +37,14 @@ class RewardModel:
     """Scores completions, in batches of packed rows without padding."""
 
     def __init__(self, transformer: Transformer, score: Tensor, tokenizer: Tokenizer) -> None:
-        self.transformer, self.tokenizer = transformer, tokenizer
-        self.score_weight = score.to(transformer.ops["learner"].device)
         transformer.freeze()
+        self.transformer, self.tokenizer = transformer.by_rows or transformer, tokenizer
+        self.score_weight = score.to(transformer.ops["learner"].device)
+
+    @property
+    def group(self) -> Ranks:
+        """The ranks that hold the model together."""
+        return self.transformer.group
 
     @staticmethod
     def load(
@@ -49,9 +54,11 @@ class RewardModel:
         consistency: str = "bitwise",
         ranks: Ranks = ALONE,
         rules: TextRules = DEFAULT_RULES,
+        divided: int = 1,
     ) -> "RewardModel":
-        """Load a Hugging Face directory; several `ranks`, which all must load, read it together.
-        Raises IsobitError unless it is a reward model with a single label."""
+        """Load a Hugging Face directory; several `ranks`, which all must load, read it together,
+        and `divided` neighbours among them hold it together. Raises IsobitError unless it is a
+        reward model with a single label."""
 
         def read() -> tuple[ModelConfig, Precision, Ops, Mapping[str, Tensor], Tensor, Tokenizer]:
             directory, flow = model_folder(path, "reward model"), precision_from(precision)
@@ -75,7 +82,9 @@ class RewardModel:
             return config, flow, get_ops(backend, consistency), masters, score, tokenizer
 
         config, flow, ops, masters, score, tokenizer = ranks.run_on_all(read)
-        return RewardModel(Transformer(config, flow, ops, masters, ranks), score, tokenizer)
+        group = ranks.group(divided)
+        transformer = Transformer(config, flow, ops, masters, ranks, group=group)
+        return RewardModel(transformer, score, tokenizer)
 
     def encode(self, prompt: Prompt, completion: str | Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the token ids of prompt and completion: a chat through the chat template, or the
@@ -94,19 +103,28 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """Return the score of each sequence of token ids, float32.
+        """Return the score of each sequence of token ids, float32. Ranks that hold the model
+        together must all call this; each has its own sequences, and computes those of all.
 
         Raises IsobitError for an empty sequence and for one that is longer than the model's
         context.
         """
-        config = self.transformer.config
-        for index, sequence in enumerate(sequences):
-            if not 0 < len(sequence) <= config.max_positions:
-                raise IsobitError(
-                    f"reward model: sequence {index} has {len(sequence)} tokens, expected 1 to "
-                    f"{config.max_positions}"
-                )
-        return [score for batch in passes(sequences) for score in self._score(batch)]
+        group, most = self.group, self.transformer.config.max_positions
+
+        def asked() -> list[list[int]]:
+            for index, sequence in enumerate(sequences):
+                if not 0 < len(sequence) <= most:
+                    raise IsobitError(
+                        f"reward model: sequence {index} has {len(sequence)} tokens, expected 1 to "
+                        f"{most}"
+                    )
+            return [list(sequence) for sequence in sequences]
+
+        by_rank = group.all_gather_json(group.run_on_all(asked))
+        batches = passes([sequence for of_rank in by_rank for sequence in of_rank])
+        scores = [score for batch in batches for score in self._score(batch)]
+        first = sum(map(len, by_rank[: group.rank]))
+        return scores[first : first + len(sequences)]
 
     def _score(self, batch: Sequence[Sequence[int]]) -> list[float]:
         lengths = [len(sequence) for sequence in batch]

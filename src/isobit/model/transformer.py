@@ -10,7 +10,7 @@ Query, key and value projections are one matrix, and so are gate and up. Left ou
 come from (`model.py`).
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
@@ -34,6 +34,7 @@ from isobit.model.adapters.low_rank import Adapter
 from isobit.model.adapters.multi_lora import Assignment, MultiLora
 from isobit.model.adapters.targets import projections
 from isobit.model.build import Made, Sources, factors, make_working, with_adapter
+from isobit.model.divided.by_rows import divided_weights, kept_by_rows
 from isobit.model.families.rope import Tables, make_tables
 from isobit.model.forward.head import head_logprobs, head_rows
 from isobit.model.forward.head_divergence import DivergenceOf, Other, head_divergence
@@ -45,10 +46,12 @@ from isobit.model.hub.config import ModelConfig
 from isobit.model.hub.shapes import parameter_shapes
 from isobit.model.images.bank import Bank
 from isobit.model.weights.checksums import Checksums
+from isobit.model.weights.divided import opened, reopened
 from isobit.model.weights.layout import Working, map_parts, nbytes, remake
 from isobit.model.weights.masters import Masters, own_rows
 from isobit.model.weights.stored import Vector, Weight
 from isobit.model.weights.sync import Receiver
+from isobit.model.weights.written import names_of, written
 from isobit.precision import Precision
 
 USES = ("rollout", "learner")
@@ -61,6 +64,9 @@ class Transformer:
     or those that this one of several `ranks` keeps. After changing them call `sync`, with their
     names if not all of them changed. None: another process has the masters, and sends the rollout's
     working weights (`engine/fleet/weight_bytes.py`), the only weights here.
+
+    The ranks of a `group` hold one copy of the working weights together, each its rows: the forward
+    opens them, and `by_rows` multiplies by them in rollouts.
 
     With an `adapter` nothing else is trained: `masters` are whole, each is read once, made a
     working weight and not kept, and the masters here are the adapter's. `dtype` is that of the
@@ -76,6 +82,7 @@ class Transformer:
         ranks: Ranks = ALONE,
         adapter: Adapter | None = None,
         dtype: torch.dtype = torch.float32,
+        group: Ranks = ALONE,
     ) -> None:
         shapes = parameter_shapes(config) if adapter is None else adapter.shapes
         if masters is None:
@@ -91,11 +98,11 @@ class Transformer:
         }
         ops.check_precision(precision)
         self._version = 0
-        self.group: Ranks = ALONE  # those that hold this model together
-        self.served: MultiLora | None = None
-        """The adapters that rollouts name, in a model that serves several (`serving`)."""
-        self.images: Bank | None = None
-        """The images that token ids above the vocabulary name."""
+        self.group, self.divided = group, divided_weights(config, precision, group)
+        self.by_rows: Transformer | None = None
+        self.shares: Sequence[Callable[[], None]] = ()  # copy a share (`divided/by_rows.py`)
+        self.served: MultiLora | None = None  # the adapters that rollouts name (`serving`)
+        self.images: Bank | None = None  # those that token ids above the vocabulary name
         self._kv_scales: KVScales | None = None
         self._watches: dict[str, Watch] = {}
         layers = range(config.num_layers)
@@ -107,7 +114,8 @@ class Transformer:
         self._working = self._make(sources, USES if masters is not None else ("rollout",))
         self.checksums = Checksums(self._written_by_sync)
         if masters is not None and self.masters.apart:
-            remake(self._synced, ops, self.masters, self.masters.leaves)
+            self._remake(self.masters.leaves)
+        self.by_rows = kept_by_rows(self)
         self._send(self.masters.leaves)
         ops.raise_faults()
 
@@ -123,12 +131,22 @@ class Transformer:
         assert known, "a frozen model has no masters to sync from"
         ops, names = self.ops["learner"], known if names is None else names
         assert all(name in known for name in names), f"masters are {', '.join(known)}"
-        remake(self._synced, ops, self.masters, names)
+        self._remake(names)
         if rollout:
             self._send(names)
         ops.raise_faults()
         self._version += 1
+        if self.by_rows is not None:
+            self.by_rows.received(self._version)
         self.checksums.renew()
+
+    def _remake(self, names: Collection[str]) -> None:
+        """Overwrite the working weights of these masters, where they are kept."""
+        ops = self.ops["learner"]
+        if self.divided is not None:
+            self.divided.make(self.masters, names, ops)
+            names = [name for name in names if not self.divided.layout.divided(name)]
+        remake(self._synced, ops, self.masters, names)
 
     @property
     def weights_version(self) -> int:
@@ -138,6 +156,8 @@ class Transformer:
     def count_from(self, version: int) -> None:
         """Set the version of the working weights: a resumed run continues its count."""
         self._version = version
+        if self.by_rows is not None:
+            self.by_rows.count_from(version)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -158,7 +178,7 @@ class Transformer:
         arguments = self.config, self.precision, self.ops["learner"], sources
         shared = self.precision.shared
         working = {
-            use: make_working(*arguments, use, made if shared else {}, self.ops[use])
+            use: make_working(*arguments, use, made if shared else {}, self.ops[use], self.divided)
             for use in uses
         }
         return {use: working.get(use, working["rollout"]) for use in USES}
@@ -200,6 +220,7 @@ class Transformer:
         clone.adapter, clone._kv_scales, clone._watches = None, None, {}
         clone._working = {use: map_parts(working, bare) for use, working in self._working.items()}
         clone.masters = Masters({}, {}, self.ops["learner"].device, self.masters.shards.ranks)
+        clone.by_rows = kept_by_rows(clone)
         clone.checksums = Checksums(clone._written_by_sync)
         return clone
 
@@ -217,9 +238,10 @@ class Transformer:
         clone._working = with_adapter(self._working, self.precision, self.ops, sources)
         clone._version, clone._kv_scales, clone._watches = 0, None, {}
         clone._receiver = None if self.precision.shared else Receiver()
-        clone.checksums = Checksums(clone._written_by_sync)
         if clone.masters.apart:
             remake(clone._synced, ops, clone.masters, leaves)
+        clone.by_rows = kept_by_rows(clone)
+        clone.checksums = Checksums(clone._written_by_sync)
         clone._send(leaves)
         ops.raise_faults()
         return clone
@@ -227,7 +249,10 @@ class Transformer:
     def serving(self, adapters: Mapping[str, Adapter]) -> "Transformer":
         """Return a frozen model over the same storage that rolls out several adapters at once, each
         by its name, and takes more later (`add_adapter`). Raises IsobitError for a flow whose KV
-        cache is calibrated, or in which rows of one batch share scales."""
+        cache is calibrated, or in which rows of one batch share scales, and for ranks that hold a
+        model together."""
+        if self.group.size > 1:
+            raise IsobitError("ranks that hold a model together do not serve several adapters")
         if (reason := self.precision.varies_with_batch()) is not None:
             raise IsobitError(
                 f"precision {self.precision.name}: {reason}, so also by those of several adapters; "
@@ -280,25 +305,21 @@ class Transformer:
         adapters: Assignment | None = None,
         images: bool = True,
     ) -> Tensor:
-        """Hidden states [T, hidden] after the final norm, for tokens [T] int64. Where they may name
-        `images`, they are looked at, which a captured step cannot do.
+        """Hidden states [T, hidden] after the final norm, for tokens [T] int64, which may name rows of
+        `images`, but in a captured step.
 
         `stores` hold the keys and values, or states, of earlier rows and receive the new ones, one
         per layer; without them the rows are whole packed sequences, stored for this forward only.
         `adapters`: which rows are by which of those that are `served`; None: by none. The other
         arguments are described in `Pass`.
         """
-        ops, given = self.ops[use], None
+        ops = self.ops[use]
         tokens, layout = tokens.to(ops.device), layout.to(ops.device)
-        tables = self.rope_tables(layout)
-        if images and self.images is not None:
-            given, tokens = self.images.given(tokens), self.images.text(tokens)
-            tables, layout = self.images.turned(tables, layout)
         pass_ = Pass(
             config=self.config,
             ops=ops,
             layout=layout,
-            tables=tables,
+            tables=self.rope_tables(layout),
             masters=self.masters.leaves,
             stores=stores,
             scales=self.kv_scales,
@@ -306,7 +327,8 @@ class Transformer:
             watch=self._watches.get(use),
             recompute=recompute if stores is None and torch.is_grad_enabled() else False,
             calibrating=calibrating,
-            given=given,
+            divided=self.divided,
+            images=self.images if images else None,
         )
         served = self.served if use == "rollout" else None
         with nullcontext() if served is None else served.forward(len(tokens), adapters):
@@ -337,19 +359,26 @@ class Transformer:
         """Return (log-probability of `targets`, entropy) [T] float32, in chunks of rows: [T,
         vocabulary] at once only to `keep` them for the backward."""
         rows, ops = chunk if chunk is not None else self.head_rows, self.ops[use]
-        arguments = self._working[use].outside.head, targets, temperature, rows, ops
-        return head_logprobs(hidden, *arguments, filtering, context, self.config.logit_cap, keep)
+        arguments = self._opened_head(use), targets, temperature, rows, ops
+        results = head_logprobs(hidden, *arguments, filtering, context, self.config.logit_cap, keep)
+        return reopened(self.divided, arguments[0].name, *results)
 
     def head_divergence(self, hidden: Tensor, other: Other, divergence: DivergenceOf) -> Tensor:
         """Return the divergence [T] float32 of the learner's logits from another model's, in chunks
         of rows."""
-        head, ops = self._working["learner"].outside.head, self.ops["learner"]
+        head, ops = self._opened_head("learner"), self.ops["learner"]
         rows, cap = self.head_rows, self.config.logit_cap
-        return head_divergence(hidden, head, other, divergence, rows, ops, cap)
+        distance = head_divergence(hidden, head, other, divergence, rows, ops, cap)
+        return reopened(self.divided, head.name, distance)[0]
 
     def head_weight(self, use: str = "learner") -> Prepared:
         """Return the output head [vocabulary, hidden], prepared for products."""
-        return self._working[use].outside.head.prepared
+        return self._opened_head(use).prepared
+
+    def _opened_head(self, use: str) -> Weight:
+        head = self._working[use].outside.head
+        opened(self.divided, head.name)
+        return head
 
     def rollout_tensors(self) -> list[tuple[str, StoredWeight]]:
         """Return (name, working tensor) of each that the rollout stores, in an order that depends
@@ -364,18 +393,22 @@ class Transformer:
     @torch.no_grad()
     def repacked(self, use: str = "learner") -> None:
         """Pack the working weights of a use again, which were overwritten."""
+        for copy_share in self.shares:
+            copy_share()
         for packed in self._working[use].packs().values():
             self.ops[use].prepare(packed.weight, packed)
+        if self.divided is not None and self.by_rows is not None:
+            self.divided.close()
+            self.by_rows.repacked("rollout")
         self.checksums.renew()
 
     def learner_storage(self) -> list[Tensor]:
         """Return the tensors of the learner's working weights, in an order that depends on the
         model alone."""
-        return [
-            tensor
-            for _, operand, _ in self._working["learner"].tensors()
-            for tensor in tensors_of(operand)
-        ]
+        learner = self._working["learner"].tensors()
+        whole = (w for _, w, _ in learner if not (self.divided and self.divided.has(w)))
+        tensors = [tensor for operand in whole for tensor in tensors_of(operand)]
+        return tensors if self.by_rows is None else tensors + self.by_rows.learner_storage()
 
     def rollout_storage(self) -> tuple[int, ...]:
         """Return what says where the rollout's working weights are, from which a captured graph
@@ -396,56 +429,30 @@ class Transformer:
 
     def working_names(self, use: str) -> dict[int, str]:
         """Return the names of a use's working weights, by `id` of what operators receive."""
-        working = self._working[use]
-        packs = {key: packed.weight for key, packed in working.packs().items()}
-        names = {id(operand): name for name, operand, _ in working.tensors()}
-        return names | {key: names[id(weight)] for key, weight in packs.items()}
+        return names_of(self._working[use])
 
     def working_bytes(self) -> tuple[int, int]:
         """Return (bytes of the rollout's working weights, bytes of the learner's that the rollout
         does not share)."""
+        if self.by_rows is not None:
+            return self.by_rows.working_bytes()[0], 0
         rollout, learner = (
             {id(t): nbytes(t) for _, t, _ in self._working[use].tensors()} for use in USES
         )
-        return sum(rollout.values()), sum(
-            size for key, size in learner.items() if key not in rollout
-        )
+        return sum(rollout.values()), sum(learner[key] for key in learner.keys() - rollout.keys())
 
     def packed_bytes(self) -> int:
         """Return the bytes of the backend's packs, which come on top of the working weights."""
-        packs = {
-            key: packed
-            for working in self._working.values()
-            for key, packed in working.packs().items()
-        }
+        if self.by_rows is not None:
+            return self.by_rows.packed_bytes()
+        packs = dict(pack for working in self._working.values() for pack in working.packs().items())
         return sum(packed.nbytes for packed in packs.values())
 
     def _written_by_sync(self) -> dict[str, Tensor]:
-        """Return the working weights of both uses, and what the backend packed of them, unless
-        oneDNN hides the bytes."""
-        named: dict[
-            int, tuple[str, Tensor]
-        ] = {}  # by address: uses that share a storage are summed once
-        for use, working in self._working.items():
-            names = self.working_names(use)
-            stored = {id(operand): tensors_of(operand) for _, operand, _ in working.tensors()}
-            packed = {
-                key: (packed.panels, packed.values) for key, packed in working.packs().items()
-            }
-            whose = "" if self._receiver is None else f"the {use}'s "
-            for kind, second, tensors in (
-                ("working weight", "scales", stored),
-                ("packed weight", "values", packed),
-            ):
-                for key, pieces in tensors.items():
-                    for suffix, piece in zip(
-                        ("", f" ({second})", " (their common factor)"), pieces
-                    ):
-                        if piece is not None and not piece.is_mkldnn:
-                            named.setdefault(
-                                piece.data_ptr(), (f"{whose}{kind} {names[key]}{suffix}", piece)
-                            )
-        return dict(named.values())
+        """Return what `written` does; of weights that ranks hold together what this one keeps."""
+        if self.by_rows is not None:
+            return self.by_rows._written_by_sync()
+        return written(self._working, apart=self._receiver is not None)
 
     @property
     def kv_scales(self) -> KVScales | None:

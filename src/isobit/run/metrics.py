@@ -155,8 +155,8 @@ METRICS: dict[str, str] = {
     "router/idle_fraction": "experts that served no token in the step's forwards",
     "router/auxiliary_loss": "load-balancing loss (Switch) over the step's forwards and all "
     "layers; k where balanced",
-    "router/differing_choices": "(token, layer) pairs for which the learner would choose other "
-    "experts",
+    "router/differing_choices": "share of the (token, layer) pairs for which the learner would "
+    "choose other experts",
     "staleness/mean": "steps learned between the sampling of a completion and the learning from "
     "it, mean; of one that went on across updates, of its oldest token that is learned from",
     "staleness/max": "the largest of them",

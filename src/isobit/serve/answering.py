@@ -2,10 +2,10 @@
 the pieces of a stream."""
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,6 +22,35 @@ from isobit.serve.wire import EventStream, error_value
 
 _T = TypeVar("_T")
 Keep = Callable[[Completion], None]
+
+
+class Writer(Protocol):
+    """The form of a stream."""
+
+    def piece(self, value: Mapping[str, Any]) -> bytes:
+        """Return what tells of a piece, as OpenAI's chunks have it."""
+
+    def failed(self, error: Exception) -> bytes:
+        """Return what ends a stream that fails."""
+
+    def end(self) -> bytes:
+        """Return what ends a stream."""
+
+
+class Chunks:
+    """The writer of streams of completions and messages."""
+
+    def piece(self, value: Mapping[str, Any]) -> bytes:
+        """Return the chunk itself."""
+        return event(value)
+
+    def failed(self, error: Exception) -> bytes:
+        """Return the error; no `[DONE]` follows."""
+        return event(error_value(error)[1])
+
+    def end(self) -> bytes:
+        """Return `[DONE]`."""
+        return event("[DONE]")
 
 
 @dataclass
@@ -79,7 +108,7 @@ async def answer(
 ) -> Response:
     """Return the response to a request, whose completions `keep` is called with."""
     if asked.keys.stream:
-        return await _streamed(gateway, request, asked, keep)
+        return await streamed(gateway, request, asked, keep)
     results = await completed(gateway, request, asked)
     if results is None:
         return Response(status_code=499)  # no client reads it
@@ -135,24 +164,28 @@ async def _front(asked: Asked, prompt: int, scores: Scores | None) -> Front:
     return await in_thread(asked.front, prompt, scores)
 
 
-async def _streamed(
-    gateway: Gateway, request: Request, asked: Asked, keep: Keep | None
+async def streamed(
+    gateway: Gateway,
+    request: Request,
+    asked: Asked,
+    keep: Keep | None,
+    writer: Writer | None = None,
 ) -> Response:
-    """Return the answer as a stream. A request that is refused at once is answered with an error
+    """Return the answer as a stream, by default of chunks. A request that is refused at once is answered with an error
     and without a stream."""
     async with AsyncExitStack() as stack:
         events = await stack.enter_async_context(_ask(gateway, request, asked))
         first = await unless_gone(request.receive, anext(events))
         if first is None:
             return Response(status_code=499)
-        return EventStream(_pieces(asked, first, events, keep), stack.pop_all())
+        return EventStream(_pieces(asked, first, events, keep, writer or Chunks()), stack.pop_all())
     raise AssertionError("unreachable")
 
 
 async def _pieces(
-    asked: Asked, first: Indexed, events: Events, keep: Keep | None
+    asked: Asked, first: Indexed, events: Events, keep: Keep | None, writer: Writer
 ) -> AsyncIterator[bytes]:
-    """Yield the events of a stream by OpenAI's protocol. Tokens that came together make one
+    """Yield what the `writer` makes of the pieces of a stream. Tokens that came together make one
     piece."""
     kind = "chat.completion.chunk" if asked.chat else "text_completion"
     version, choices = 0, dict[tuple[int, int], ChoiceStream]()
@@ -166,7 +199,7 @@ async def _pieces(
             return b""
         value = asked.head(kind, version) | {"choices": [piece]} | more
         tokens_used = asked.usage(sampled.total(), None) if continuous else None
-        return event(value | ({"usage": tokens_used} if usage else {}))
+        return writer.piece(value | ({"usage": tokens_used} if usage else {}))
 
     async def all_events() -> AsyncIterator[Indexed]:
         yield first
@@ -202,9 +235,9 @@ async def _pieces(
                 yield b"".join(chunk(stream.take()) for stream in heard.values())
                 heard.clear()
     except Exception as error:
-        yield event(error_value(error)[1])
+        yield writer.failed(error)
         return
     if usage:
         tokens_used = asked.usage(sampled.total(), sum(cached.values()))
-        yield event(asked.head(kind, version) | {"choices": [], "usage": tokens_used})
-    yield event("[DONE]")
+        yield writer.piece(asked.head(kind, version) | {"choices": [], "usage": tokens_used})
+    yield writer.end()

@@ -34,6 +34,7 @@ from isobit.serve.listening import Listener
 from isobit.serve.metrics import CONTENT_TYPE
 from isobit.serve.openai import OpenAI
 from isobit.serve.requests import Limits
+from isobit.serve.responses import Responses
 from isobit.serve.state.state import State
 from isobit.serve.tinker import Tinker
 from isobit.serve.tinker.links import LINKS
@@ -69,10 +70,12 @@ def make_app(gateway: Gateway, tokens: tuple[str, ...]) -> Starlette:
     async def metrics(request: Request) -> Response:
         return Response(gateway.metrics.text(request.state.tenant), media_type=CONTENT_TYPE)
 
+    openai = OpenAI(gateway)
     routes = [
         Route("/health", health, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
-        *OpenAI(gateway).routes(),
+        *openai.routes(),
+        *Responses(openai).routes(),
         *(() if gateway.device.weights_change else Tinker(gateway).routes()),
     ]
     handlers: Any = dict.fromkeys((IsobitError, Refused, HTTPException, Exception), error_response)
@@ -164,7 +167,8 @@ class Background:
     def stop(self) -> None:
         """End the server; requests that the device has not answered are cut off."""
         self._server.should_exit = True
-        self._thread.join(_SECONDS_TO_START)
+        if self._thread.ident is not None:
+            self._thread.join(_SECONDS_TO_START)
         self._socket.close()
 
     def _run(self) -> None:

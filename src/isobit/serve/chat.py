@@ -1,7 +1,6 @@
 """Messages and tools of OpenAI's protocol as chat templates take them, and calls in its form.
 
-Left out: how models write calls (`model/text/tool_formats/`), images, audio, and forcing a call
-(`tool_choice: required`), which takes constrained decoding.
+Left out: how models write calls (`model/text/tool_formats/`), images and audio.
 """
 
 import secrets
@@ -11,10 +10,11 @@ from typing import Any
 from isobit.data.dataset import TEMPLATE_KWARGS
 from isobit.data.messages import arguments_of
 from isobit.data.turns import Call
+from isobit.errors import brief
 from isobit.model.text.template_tools import writes_tools
 from isobit.model.text.tokenizer import Tokenizer
 from isobit.serve.protocol import TemplateKeys
-from isobit.serve.requests import BadRequest
+from isobit.serve.requests import BadRequest, kind
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MOST_MESSAGES = 4096
@@ -82,11 +82,7 @@ def variables_of(keys: TemplateKeys) -> dict[str, Any]:
         and all(isinstance(t, dict) and isinstance(t.get("function"), dict) for t in tools)
     ):
         raise BadRequest("tools: expected a list of objects of type function", "tools")
-    if keys.tool_choice not in (None, "auto", "none"):
-        raise BadRequest(
-            "tool_choice: only auto and none are offered: nothing forces a model to call",
-            "tool_choice",
-        )
+    _check_choice(keys.tool_choice, tools or [])
     if kwargs is not None and (not isinstance(kwargs, dict) or _RESERVED & kwargs.keys()):
         raise BadRequest(
             f"chat_template_kwargs: expected an object without {', '.join(sorted(_RESERVED))}",
@@ -97,6 +93,27 @@ def variables_of(keys: TemplateKeys) -> dict[str, Any]:
         variables |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     offered = {} if not tools or keys.tool_choice == "none" else {"tools": tools}
     return variables | (kwargs or {}) | offered
+
+
+def _check_choice(choice: Any, tools: Sequence[Message]) -> None:
+    """Raise BadRequest for a `tool_choice` that is none, or that asks for a tool that is not
+    there."""
+    if choice is None or choice in ("auto", "none"):
+        return
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice != "required" and (name is None or choice.get("type") != "function"):
+        raise BadRequest(
+            'tool_choice: expected auto, none, required or {"type": "function", "function": {"name": '
+            f"NAME}}}}, got {kind(choice)}",
+            "tool_choice",
+        )
+    names = [tool["function"].get("name") for tool in tools]
+    if not names or (choice != "required" and name not in names):
+        called = "required" if choice == "required" else brief(repr(name), 80)
+        raise BadRequest(
+            f"tool_choice: {called}, but tools has {names or 'none'!s:.200}", "tool_choice"
+        )
 
 
 def check_continued(keys: TemplateKeys, messages: Sequence[Message]) -> None:

@@ -3,7 +3,8 @@ long one may take for a request's first lines, or an answer may wait for its rea
 
 A connection that is one too many is answered 503, and closed. To close a connection at which bytes
 still come resets it, and a reset takes the answer from a client that has not read it yet; so these
-bytes are read first and thrown away, within a bound of bytes and of time. Left out: bodies that a
+bytes are read first and thrown away, within a bound of bytes and of time. A client that has ended
+sending, as `nc -N`, looks like one that is gone until something is written to it. Left out: bodies that a
 route reads, whose bounds are in `wire.py`, and the cost of a request.
 """
 
@@ -25,6 +26,7 @@ from isobit.serve.wire import CONNECTION, error_value
 h11 = h11_impl.h11  # uvicorn's own
 REFUSED = 64  # connections that are being answered that they are too many
 THROWN_BODIES = 8  # of the longest; as many bytes behind an answer are thrown away
+_PROBE_S = 0.5  # between signs of life to a client that has ended sending
 _OWN = 256  # descriptors for files, a GPU, and those of a run
 _TOO_MANY = Refused(503, "too many connections are open; close some, or come again later")
 _INVALID = BadRequest("the request is not valid HTTP")
@@ -73,6 +75,7 @@ class Connection(h11_impl.H11Protocol):
         self._head: asyncio.TimerHandle | None = None  # cuts, unless what `_waits` names comes
         self._waits = ""  # what the timer waits for: "head", "rest" or nothing
         self._reader: asyncio.TimerHandle | None = None  # cuts, unless an answer is read
+        self._prober: asyncio.TimerHandle | None = None  # of a client that has ended sending
         self._thrown = 0  # bytes that came behind the answer to their request
         self._ending = False  # nothing more is written
 
@@ -96,6 +99,25 @@ class Connection(h11_impl.H11Protocol):
             super().data_received(data)
             self._watch()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Answer the last request of a client that has ended sending; return False where none is
+        whole, and the connection closes."""
+        whole = self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
+        takes_interim = self.conn.their_http_version == b"1.1"
+        if self.cycle is None or self.idle or not (whole and takes_interim):
+            return False
+        self.cycle.keep_alive = False
+        self._probe()
+        return True
+
+    def _probe(self) -> None:
+        """Write an interim response until the response begins: a client that is gone resets the
+        connection at the first, and the next one fails."""
+        if self.conn.our_state is h11.SEND_RESPONSE and not self._socket.is_closing():
+            event = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
+            self.transport.write(self.conn.send(event))
+            self._prober = self.loop.call_later(_PROBE_S, self._probe)
+
     def on_response_complete(self) -> None:
         """Go on behind a whole answer."""
         self._thrown = 0
@@ -112,7 +134,7 @@ class Connection(h11_impl.H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Leave the crowd, and cancel the timers."""
         self.crowd.leave(self)
-        for timer in (self._head, self._reader):
+        for timer in (self._head, self._reader, self._prober):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)

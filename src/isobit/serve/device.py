@@ -22,6 +22,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from isobit.engine.engine import Engine
+from isobit.engine.shaping import Forbidden
 from isobit.engine.types import Request, Top
 from isobit.errors import IsobitError, NonFiniteError, RunFailed
 from isobit.serve.jobs import (
@@ -315,6 +316,11 @@ class Device:
             finished = self.engine.step(self._heard)
         except NonFiniteError as error:
             self._isolate(error)
+            return
+        except Forbidden as error:  # nothing of the step was computed
+            opened = self._by_request[error.request]
+            self._close(opened)
+            self._post(opened.job.post, Failed(400, str(error)))
             return
         self.steps += 1
         for request, cached in self.engine.scheduler.begun:

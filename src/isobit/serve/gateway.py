@@ -28,6 +28,7 @@ from isobit.serve.scoring import Scoring
 from isobit.serve.sessions import Sessions
 from isobit.serve.snapshots import Snapshot
 from isobit.serve.state.state import State
+from isobit.serve.structured import Grammars
 
 _T = TypeVar("_T")
 Indexed = tuple[int, Event]
@@ -101,6 +102,7 @@ class Gateway:
         self.name_by(self.folder)
         self.metrics = Metrics(self.device)
         self.desk = Desk()
+        self.grammars = Grammars(self.tokenizer, self.model.config.vocab_size)
         self.sessions = Sessions()
         self.ready = asyncio.Event()
         """Set when requests may come: the runs that a state has kept of an earlier server go on."""

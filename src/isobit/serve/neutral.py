@@ -9,12 +9,7 @@ from isobit.serve.requests import Neutral
 
 _OFF = (False,)
 NOT_SERVED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("constrained decoding", (), "ebnf json_schema regex structured_outputs"),
-    ("constrained decoding", ({"type": "text"},), "response_format"),
     ("calls of functions that are not tools", ("none", "auto"), "function_call"),
-    ("penalties and biases", (0,), "frequency_penalty presence_penalty min_tokens"),
-    ("penalties and biases", ({},), "logit_bias"),
-    ("penalties and biases", ([],), "allowed_token_ids bad_words"),
     ("a program of the logits", (), "custom_logit_processor custom_params repetition_detection"),
     ("a budget of thoughts", (), "thinking thinking_token_budget"),
     ("watermarks", _OFF, "watermark watermarking"),
@@ -60,6 +55,14 @@ NOT_SERVED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("an option of another engine", (0,), "output_text_buffer_length"),
 )
 """(what a key asks for, the values beside null with which it asks for nothing, such keys)."""
+STRUCTURED = {
+    "structural_tag": Neutral("calls by tags", ()),
+    "disable_any_whitespace": Neutral("JSON without white space", _OFF),
+    "disable_additional_properties": Neutral("schemas that are changed", _OFF),
+    "disable_fallback": Neutral("", None),
+    "whitespace_pattern": Neutral("other white space in JSON", ()),
+}
+"""Of `structured_outputs`."""
 IGNORED = (
     "custom_labels data_parallel_rank disagg_prefill_dp_rank metadata output_kind "
     "parallel_tool_calls priority "

@@ -1,10 +1,12 @@
 """OpenAI's routes, and some of vLLM's: completions, chat, models, tokenize, token ids in and out.
 
 A route reads its request (`protocol.py`), has its prompt encoded at the desk (`texts.py`), and has it
-answered (`answering.py`). Left out: embeddings, images, audio, files, responses, echoes of messages,
-and constrained decoding; each is refused by its key.
+answered (`answering.py`). Left out: embeddings, images, audio, files, and echoes
+of messages; each is refused by its key.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from isobit.engine.types import Completion
+from isobit.engine.shaping import Grammar, Shaping
+from isobit.engine.types import Completion, Sampling
 from isobit.serve import chat, sessions
 from isobit.serve.answering import answer, at_desk, completed, in_json
 from isobit.serve.answers import Asked
@@ -23,12 +26,14 @@ from isobit.serve.protocol import (
     CompletionRequest,
     DetokenizeRequest,
     GenerateRequest,
+    SamplingKeys,
     TextRequest,
     TokenizeRequest,
     check_length,
     sampling_of,
 )
 from isobit.serve.requests import BadRequest
+from isobit.serve.shaping import shaping_of
 from isobit.serve.texts import Encoder, check_counted
 from isobit.serve.wire import read_request
 
@@ -39,7 +44,7 @@ class OpenAI:
     """OpenAI's routes of a gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self._gateway, self._encoder = gateway, Encoder(gateway.model)
+        self.gateway, self._encoder = gateway, Encoder(gateway.model)
 
     def routes(self) -> list[Route]:
         """Return OpenAI's and vLLM's routes."""
@@ -59,7 +64,7 @@ class OpenAI:
 
     async def completions(self, request: Request) -> Response:
         """Continue a text, or token ids, or several of either."""
-        gateway = self._gateway
+        gateway = self.gateway
         keys = await read_request(request, CompletionRequest, gateway.limits)
         adapter = gateway.adapter_of(keys.model)
         top = 0 if keys.logprobs is True else int(keys.logprobs)
@@ -68,6 +73,7 @@ class OpenAI:
         arguments = keys.prompt, keys.add_special_tokens, gateway.limits.samples
         prompts = await at_desk(gateway, request, self._encoder.prompts, *arguments)
         check_length(keys, prompts, self._encoder.positions)
+        sampling = await self._shaped(request, sampling, keys)
         texts = keys.prompt if isinstance(keys.prompt, list) else [keys.prompt]
         asked = Asked(
             *(keys.model or gateway.name, gateway.tokenizer, prompts, sampling),
@@ -82,46 +88,61 @@ class OpenAI:
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a conversation with the next message."""
-        gateway = self._gateway
+        gateway = self.gateway
         keys = await read_request(request, ChatRequest, gateway.limits)
-        adapter, positions = gateway.adapter_of(keys.model), self._encoder.positions
-        sampling = sampling_of(keys, gateway.limits, positions, keys.top_logprobs)
-        if keys.top_logprobs and not keys.logprobs:
-            raise BadRequest("top_logprobs: set logprobs to true beside it", "top_logprobs")
         session, tenant = request.headers.get("x-session-id"), request.state.tenant
-        if session is not None and (sampling.n != 1 or not 0 < len(session) <= _LONGEST_SESSION):
+        if session is not None and (keys.n != 1 or not 0 < len(session) <= _LONGEST_SESSION):
             raise BadRequest(
                 f"X-Session-ID: expected n = 1, and 1 to {_LONGEST_SESSION} characters"
             )
         last_turn = None if session is None else gateway.sessions.find(tenant, session)
+        asked, turn = await self.conversation(request, keys, last_turn)
+
+        def keep(completion: Completion) -> None:
+            assert session is not None
+            gateway.sessions.keep(tenant, session, turn(completion))
+
+        return await answer(gateway, request, asked, None if session is None else keep)
+
+    async def conversation(
+        self, request: Request, keys: ChatRequest, last_turn: sessions.Turn | None
+    ) -> tuple[Asked, Callable[[Completion], sessions.Turn]]:
+        """Return the request for the next message of a conversation, which may go on from its last
+        turn, and what makes a turn of its answer."""
+        gateway = self.gateway
+        adapter, positions = gateway.adapter_of(keys.model), self._encoder.positions
+        sampling = sampling_of(keys, gateway.limits, positions, keys.top_logprobs)
+        if keys.top_logprobs and not keys.logprobs:
+            raise BadRequest("top_logprobs: set logprobs to true beside it", "top_logprobs")
         conversation = self._encoder.conversation, keys, last_turn
         messages, variables, prompt = await at_desk(gateway, request, *conversation)
         check_length(keys, [prompt], positions)
+        tools = variables.get("tools", ())
+        held = partial(gateway.grammars.of_chat, keys, gateway.tools, prompt, tools)
+        sampling = await self._shaped(request, sampling, keys, held)
         asked = Asked(
             *(keys.model or gateway.name, gateway.tokenizer, [prompt], sampling),
             chat=True,
             logprobs=keys.logprobs,
             form=gateway.tools,
-            tools=variables.get("tools", ()),
+            tools=tools,
             one_call=not keys.parallel_tool_calls,
             adapter=adapter,
             keys=keys,
         )
 
-        def keep(completion: Completion) -> None:
-            assert session is not None
+        def turn(completion: Completion) -> sessions.Turn:
             message = chat.messages_of([asked.message(completion)[1]])[0]
-            turn = sessions.Turn(
+            return sessions.Turn(
                 *(tuple(messages), variables, tuple(prompt), tuple(completion.token_ids)),
                 *(message, len(request.state.body)),
             )
-            gateway.sessions.keep(tenant, session, turn)
 
-        return await answer(gateway, request, asked, None if session is None else keep)
+        return asked, turn
 
     async def generate(self, request: Request) -> Response:
         """Answer token ids with token ids, as vLLM's token route does."""
-        gateway = self._gateway
+        gateway = self.gateway
         keys = await read_request(request, GenerateRequest, gateway.limits)
         if keys.stream:
             raise BadRequest(
@@ -132,6 +153,7 @@ class OpenAI:
         arguments = self._encoder.tokens, "token_ids", keys.token_ids
         prompt = await at_desk(gateway, request, *arguments)
         check_length(inner, [prompt], self._encoder.positions)
+        sampling = await self._shaped(request, sampling, inner)
         asked = Asked(
             *(keys.model or gateway.name, gateway.tokenizer, [prompt], sampling),
             chat=True,
@@ -153,16 +175,16 @@ class OpenAI:
 
     async def models(self, request: Request) -> Response:
         """Answer with descriptions of the base and the adapters."""
-        names = [None, *self._gateway.device.snapshots.names]
+        names = [None, *self.gateway.device.snapshots.names]
         return JSONResponse({"object": "list", "data": [self._described(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
         """Answer with the description of the base or of an adapter."""
-        return JSONResponse(self._described(self._gateway.adapter_of(request.path_params["name"])))
+        return JSONResponse(self._described(self.gateway.adapter_of(request.path_params["name"])))
 
     async def tokenize(self, request: Request) -> Response:
         """Answer with the token ids that a request with a text or a conversation would have."""
-        gateway, encoder = self._gateway, self._encoder
+        gateway, encoder = self.gateway, self._encoder
         keys = await read_request(request, TokenizeRequest, gateway.limits)
         gateway.adapter_of(keys.model)
         if (keys.messages is None) == (keys.prompt is None):
@@ -179,15 +201,33 @@ class OpenAI:
 
     async def detokenize(self, request: Request) -> Response:
         """Answer with the text of token ids, special tokens included."""
-        gateway, encoder = self._gateway, self._encoder
+        gateway, encoder = self.gateway, self._encoder
         keys = await read_request(request, DetokenizeRequest, gateway.limits)
         gateway.adapter_of(keys.model)
         tokens = await at_desk(gateway, request, encoder.tokens, "tokens", keys.tokens)
         decode = partial(encoder.tokenizer.decode, tokens, special=True)
         return await in_json(gateway, request, lambda: {"prompt": decode()})
 
+    async def _shaped(
+        self,
+        request: Request,
+        sampling: Sampling,
+        keys: SamplingKeys,
+        held: Callable[[], Grammar | None] | None = None,
+    ) -> Sampling:
+        """Return the settings of sampling with what moves and forbids tokens; `held` returns the
+        grammar of the answers, by default that of texts."""
+        gateway = self.gateway
+        size = gateway.model.config.vocab_size
+
+        def shaping() -> Shaping | None:
+            found = gateway.grammars.of_text(keys) if held is None else held()
+            return shaping_of(keys, gateway.tokenizer, size, found)
+
+        return replace(sampling, shaping=await at_desk(gateway, request, shaping))
+
     def _described(self, name: str | None) -> dict[str, Any]:
-        gateway = self._gateway
+        gateway = self.gateway
         return {
             "id": gateway.name if name is None else name,
             "object": "model",

@@ -2,13 +2,13 @@
 
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from isobit.engine.types import MOST_TOP_LOGPROBS, Sampling
 from isobit.errors import IsobitError
 from isobit.options.declare import Preprocess, at_least, at_most
-from isobit.serve.neutral import NEUTRAL
+from isobit.serve.neutral import NEUTRAL, STRUCTURED
 from isobit.serve.requests import BadRequest, Declared, Limits, Most, check_whole, kind
 
 LEGACY_TOKENS, _MOST_TOKENS = 16, 2**31 - 1
@@ -19,6 +19,24 @@ _OWN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_
 Tokens = Annotated[int, at_least(0), at_most(_MOST_TOKENS)]
 Top = Annotated[int, at_least(0), at_most(MOST_TOP_LOGPROBS)]
 TopOrFalse = Annotated[Top | None, Preprocess(lambda value: None if value is False else value)]
+
+
+class ResponseFormat(Declared):
+    """OpenAI's form of an answer."""
+
+    type: str
+    json_schema: Mapping[str, Any] | None = None
+
+
+class StructuredOutputs(Declared):
+    """vLLM's form of an answer: one of these."""
+
+    neutral = STRUCTURED
+    json: Annotated[Any, "a JSON schema, or its text"] = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Annotated[Any, "a list of texts"] = None
+    grammar: str | None = None
 
 
 class SamplingKeys(Declared):
@@ -37,6 +55,17 @@ class SamplingKeys(Declared):
     ignore_eos: Any = None
     stop: Annotated[Any, "a text or a list of texts"] = None
     stop_token_ids: Annotated[Any, "a list of token ids"] = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    logit_bias: Annotated[Any, "an object of numbers by token ids"] = None
+    allowed_token_ids: Annotated[Any, "a list of token ids"] = None
+    bad_words: Annotated[Any, "a list of texts"] = None
+    min_tokens: Tokens = 0
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    json_schema: Annotated[Any, "SGLang's: a JSON schema, or its text"] = None
+    regex: str | None = None
+    ebnf: str | None = None
 
     @property
     def wanted(self) -> int | None:
@@ -81,7 +110,7 @@ class TemplateKeys(Declared):
     neutral = NEUTRAL
     messages: Annotated[Any, "a list of messages"] = None
     tools: Annotated[Any, "a list of tools"] = None
-    tool_choice: Annotated[Any, "auto or none"] = None
+    tool_choice: Annotated[Any, "auto, none, required or a tool"] = None
     chat_template_kwargs: Annotated[Any, "variables of the template"] = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None

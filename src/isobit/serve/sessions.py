@@ -27,7 +27,8 @@ Messages = Sequence[Mapping[str, Any]]
 @dataclass(frozen=True)
 class Turn:
     """The messages of a request, the variables of its template, its tokens, the tokens of its
-    answer, and this as a message. `num_bytes`: of the request's body."""
+    answer, and this as a message. `num_bytes`: of the request's body. `instructed`: the first
+    message is not of the conversation, but of this turn alone."""
 
     messages: tuple[Mapping[str, Any], ...]
     variables: Mapping[str, Any]
@@ -35,6 +36,7 @@ class Turn:
     answer: tuple[int, ...]
     message: Mapping[str, Any]
     num_bytes: int = 0
+    instructed: bool = False
 
     @property
     def num_tokens(self) -> int:

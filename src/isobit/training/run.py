@@ -8,7 +8,7 @@ restored (`running/restoring.py`), and the records of a step (`recording/recorde
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -79,57 +79,67 @@ def open_new(
     inputs = ranks.on_first(lambda: inputs_of(config)) or {}
     began = {} if recorded is None else runs.began_by(recorded)
     ranks.on_first(lambda: len(named_callbacks(config.run.callbacks)))
-    run_parts = open_parts(config, ranks, began, None)
-    config_text = dump_config(run_parts.config)
-    run = directory(folder, ranks, lambda: RunDirectory.create(folder, config_text, recorded))
-    go_on_with(run, {**inputs, **config_of(run_parts.config)}, (), ranks)
-    return Run(run_parts, run, State(), quiet, None)
+    with ExitStack() as held:
+        run_parts = held.enter_context(closing(open_parts(config, ranks, began, None)))
+        config_text = dump_config(run_parts.config)
+        run = directory(folder, ranks, lambda: RunDirectory.create(folder, config_text, recorded))
+        held.enter_context(run)
+        go_on_with(run, {**inputs, **config_of(run_parts.config)}, (), ranks)
+        opened = Run(run_parts, run, State(), quiet, None)
+        held.pop_all()  # the run closes them
+        return opened
 
 
 def open_again(
     run_dir: Path,
     overrides: Sequence[str],
-    opener: Callable[[Any], OpenParts[Parts]],
+    opener: Callable[[Any, Path | None], OpenParts[Parts]],
     *,
     quiet: bool,
     ranks: Ranks = ALONE,
 ) -> "Run[Parts]":
     """Open a run that goes on from its newest whole checkpoint, on any number of ranks, or begins
-    again where it was killed before its first; `opener` of its config opens its parts."""
-    with locked(run_dir, overrides, ranks) as lock:
+    again where it was killed before its first; `opener` of its config, and of the run whose rollouts
+    it learns from, if it does, opens its parts."""
+    with locked(run_dir, overrides, ranks) as lock, ExitStack() as held:
         config = load_any_run_config(run_dir, [override("run.dir", run_dir), *overrides])
-        open_parts = opener(config)
+        source = runs.rollouts_from(run_dir)
+        open_parts = opener(config, source)
         config = of_ranks(config, ranks)
         inputs = ranks.on_first(lambda: {**inputs_of(config), **config_of(config)}) or {}
         changes = ranks.on_first(lambda: check_inputs(run_dir, inputs, config.run.on_change)) or []
-        began = runs.began_by(runs.rollouts_from(run_dir) or run_dir)
+        began = runs.began_by(source or run_dir)
         path = None
         if checkpoints.all_checkpoints(run_dir / runs.CHECKPOINTS):
             path = runs.newest_checkpoint(run_dir, lambda c: problem_of(c, ranks), ranks)
         else:
             ranks.on_first(lambda: refuse_lost(run_dir))
         ranks.on_first(lambda: len(named_callbacks(config.run.callbacks)))
-        run_parts = open_parts(config, ranks, began, path)
+        run_parts = held.enter_context(closing(open_parts(config, ranks, began, path)))
         if path is None:
             text, nothing = dump_config(run_parts.config), runs.NOTHING_WRITTEN
             run = directory(run_dir, ranks, lambda: RunDirectory(run_dir, nothing, text, lock))
+            held.enter_context(run)
             go_on_with(run, inputs, changes, ranks)
-            return Run(run_parts, run, State(), quiet, None)
-        restored = restore(path, run_dir, config, run_parts.trained, inputs, changes, lock)
-        state = restored.state
-        again = Run(run_parts, restored.run, state, quiet, state.step)
-        again.goes_on_as(restored)
+            again = Run(run_parts, run, State(), quiet, None)
+        else:
+            restored = restore(path, run_dir, config, run_parts.trained, inputs, changes, lock)
+            held.enter_context(restored.run)
+            state = restored.state
+            again = Run(run_parts, restored.run, state, quiet, state.step)
+            again.goes_on_as(restored)
+        held.pop_all()  # the run closes them
         return again
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
     """The batches of an open run, the way it learns from them, and the `resources` that stay open
-    as long as the run is open."""
+    as long as the run is open, besides its parts."""
 
     rollouts: Rollouts
     learning: Learning
-    resources: Sequence[AbstractContextManager[Any]]
+    resources: Sequence[AbstractContextManager[Any]] = ()
 
 
 class Run(Generic[Parts]):
@@ -196,6 +206,7 @@ class Run(Generic[Parts]):
         held: tuple[AbstractContextManager[Any], ...]
         held = (self.run, self.interruption, self.display, self.trackers, *self._resources)
         with ExitStack() as stack:
+            stack.enter_context(closing(self.parts))
             for resource in held:
                 stack.enter_context(resource)
             self._begin()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from isobit.data.dataset import Example, Prompt
+from isobit.distributed import ALONE, Ranks
 from isobit.engine.dialogue import with_answers
 from isobit.engine.types import Completion, asked_in, said_in
 from isobit.errors import IsobitError, RunFailed
@@ -61,6 +62,11 @@ class RewardScorer:
         self._earned, self.tokenizer = tuple(earned), tokenizer
 
     @property
+    def group(self) -> Ranks:
+        """The ranks that must score together, since they hold reward models together."""
+        return self.models[0].model.group if self.models else ALONE
+
+    @property
     def without_models(self) -> "RewardScorer":
         """A scorer by functions and environments alone; the scorer itself where it has neither."""
         some = self.models and (self.pool.specs or self._earned)
@@ -73,6 +79,10 @@ class RewardScorer:
         models = tuple((model.name, model.weight) for model in self.models)
         return functions + models + self._earned
 
+    @property
+    def wants_answers(self) -> bool:
+        return self.pool.wants_answers
+
     def score(
         self,
         prompts: Sequence[Prompt],
@@ -83,7 +93,8 @@ class RewardScorer:
     ) -> list[Reward]:
         """Return the reward of each completion. Raises RunFailed for the first failure, unless
         failures are skipped."""
-        rewards = self.pool.score(prompts, completions, columns, completion_ids, trainer_state)
+        given = prompts, completions, columns, completion_ids, trainer_state
+        rewards = self.group.run_on_all(lambda: self.pool.score(*given))
         return self.judged(rewards, prompts, completions)
 
     def begin(
@@ -115,21 +126,25 @@ class RewardScorer:
         model = weighted.model
         limit = model.transformer.config.max_positions
         sequences, problems = dict[int, list[int]](), dict[int, str]()
-        for i, (prompt, completion) in enumerate(zip(prompts, completions)):
-            where = f"reward model {weighted.name}, sample {i}"
-            try:
-                tokens = model.encode(
-                    prompt, completion if isinstance(completion, str) else completion.said()
-                )
-            except IsobitError as error:  # its template refuses a conversation with tools
-                problems[i] = f"{where}: {error}"
-                continue
-            if 0 < len(tokens) <= limit:
-                sequences[i] = tokens
-            else:
-                problems[i] = f"{where}: {len(tokens)} tokens, its context takes 1 to {limit}"
-        if self.stop_on_error and problems:
-            raise RunFailed(next(iter(problems.values())))
+
+        def encode() -> None:
+            for i, (prompt, completion) in enumerate(zip(prompts, completions)):
+                where = f"reward model {weighted.name}, sample {i}"
+                try:
+                    tokens = model.encode(
+                        prompt, completion if isinstance(completion, str) else completion.said()
+                    )
+                except IsobitError as error:  # its template refuses a conversation with tools
+                    problems[i] = f"{where}: {error}"
+                    continue
+                if 0 < len(tokens) <= limit:
+                    sequences[i] = tokens
+                else:
+                    problems[i] = f"{where}: {len(tokens)} tokens, its context takes 1 to {limit}"
+            if self.stop_on_error and problems:
+                raise RunFailed(next(iter(problems.values())))
+
+        self.group.run_on_all(encode)
         scores = dict(zip(sequences, model.score(list(sequences.values()))))
         return [(scores.get(i), problems.get(i)) for i in range(len(completions))]
 
@@ -157,7 +172,7 @@ class RolloutScoring:
         texts = [said_in(completion) for completion in completions]
         prompts = [asked_in(example.prompt, completion) for completion in completions]
         columns: list[Mapping[str, Any]] = [example.columns] * n
-        if self._scorer.pool.wants_answers and (tokenizer := self._scorer.tokenizer) is not None:
+        if self._scorer.wants_answers and (tokenizer := self._scorer.tokenizer) is not None:
             columns = with_answers(columns, completions, tokenizer)
         self._batch.add(index * n, prompts, texts, columns, ids)
 
@@ -165,7 +180,7 @@ class RolloutScoring:
         """Return the rewards of all completions that were added, group by group; `meanwhile` is
         called over and over while the call waits for worker processes. Raises RunFailed as
         `RewardScorer.score` does."""
-        rewards = self._batch.collect(meanwhile)
+        rewards = self._scorer.group.run_on_all(lambda: self._batch.collect(meanwhile))
         added = sorted(self._added.items())
         prompts = [
             asked_in(self._examples[index].prompt, completion)

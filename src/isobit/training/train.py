@@ -16,7 +16,7 @@ from isobit.distributed import ALONE, Ranks
 from isobit.distributed.launch import joined, restarted
 from isobit.monitor.screen.history import History
 from isobit.monitor.screen.lines import LINES, lines_of
-from isobit.run.directory import CONFIG, METRICS, read_jsonl, rollouts_from
+from isobit.run.directory import CONFIG, METRICS, read_jsonl
 from isobit.run.outlived import outlived_stderr
 from isobit.training.loop import training_loop
 from isobit.training.objects import (
@@ -114,9 +114,9 @@ def resume(
     tests/training/test_sft_run.py).
 
     The objects that the run began with must be given again; a supervised run takes none.
-    `overrides` may change steps, ranks, on_mismatch, rewards.on_error, rewards.environment,
-    environment.workers, environment.variables, run.*, tracking.*, fleet.* and serve.* (except
-    run.dir).
+    `overrides` may change steps, ranks, divided, on_mismatch, rewards.on_error,
+    rewards.environment, environment.workers, environment.variables, run.*, tracking.*, fleet.* and
+    serve.* (except run.dir).
     """
     folder = Path(run_dir)
     config = load_any_run_config(folder, [override("run.dir", folder), *overrides])
@@ -182,10 +182,10 @@ def open_resumed(
     """Open a run that goes on, with the objects that it was `given`, or begins again where it had
     no checkpoint."""
 
-    def opener(config: Config | SftConfig) -> OpenParts[Any]:
+    def opener(config: Config | SftConfig, source: Path | None) -> OpenParts[Any]:
         if isinstance(config, SftConfig):
             return open_given
-        source, objects = rollouts_from(run_dir), given.again(config)
+        objects = given.again(config)
         if source is not None:
             require_recorded(run_dir, source, config)
         return _opener(config, quiet, objects, source)
@@ -203,10 +203,7 @@ def open_replay(
     """Open a new run that learns from the rollouts recorded in another."""
     config = replay_config(recorded, out, overrides)
     opener = _opener(config, quiet, recorded=recorded)
-    run = open_new(config, opener, quiet=quiet, ranks=ranks, recorded=recorded)
-    if unlike := ", ".join(run.parts.unlike):
-        run.display.warn(f"tokens may differ from those of {recorded}: it had another {unlike}")
-    return run
+    return open_new(config, opener, quiet=quiet, ranks=ranks, recorded=recorded)
 
 
 def _opener(

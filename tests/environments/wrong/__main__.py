@@ -19,7 +19,8 @@ import yaml
 from isobit.cli import main as isobit
 from isobit.data.turns import Call, Turn
 from isobit.engine import dialogue
-from isobit.tasks.environments import pool, pump
+from isobit.tasks.environments import pool
+from isobit.tasks.workers import dispatch
 from tests.environments.test_runs import CHARACTERS, TEMPLATE
 from tests.models import tiny_model
 
@@ -124,8 +125,8 @@ def _run(case: Case, folder: Path) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
-    pump.GRACE_S = 0.5
-    pool.START_DEADLINE_S = pump.START_DEADLINE_S = 2.0
+    pool.GRACE_S = 0.5
+    pool.START_DEADLINE_S = dispatch.START_DEADLINE_S = 2.0
     if case.where in ("tool", "mcp"):
         dialogue.turn_of = _calls_add
     sys.argv = ["isobit", "train", "run.yaml", *written(case, folder)]

@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.comparing import cuts, operands, rows_of_weight
+from benchmarks.gpu.comparing import cuts, operands
 from isobit.kernels.backends.triton import TritonOps
 from isobit.kernels.matrices import Divided, Operand
 from isobit.kernels.product.triton import plan as plans
 from isobit.kernels.product.triton.library import LibraryProducts
 from isobit.kernels.product.triton.plan import splits_of
+from isobit.model.weights.layout import rows_of
 
 from ..helpers import same
 from .helpers import DEVICE
@@ -32,7 +33,7 @@ def _small_measure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def differing(x: Operand, w: Operand, lo: int, hi: int, whole: Tensor, **known: int) -> int:
     """Return how many float32 sums are other ones."""
-    rows = rows_of_weight(w, lo, hi)
+    rows = rows_of(w, (lo, hi))
     shard = Divided(rows, None, **known) if known else rows
     return int((OPS.product(x, shard, None, torch.float32) != whole[:, lo:hi]).sum())
 
@@ -87,7 +88,7 @@ def test_a_library_is_asked_for_shards_as_for_the_whole() -> None:
 
     torch.manual_seed(0)
     x, w = operands("bf16", 128, 256, 1024, OPS)
-    rows = rows_of_weight(w, 0, 128)
+    rows = rows_of(w, (0, 128))
     shard = Divided(rows, None, whole_rows=256)
     products = LibraryProducts({"it": multiply}, lambda call: 1.0, step=128)
     assert products._may_be_tried(x, shard)

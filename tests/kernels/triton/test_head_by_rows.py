@@ -30,7 +30,7 @@ class InTurn(Alone):
         super().__init__()
         self.rank, self.size, self.noted, self.given = rank, size, noted, 0  # type: ignore[misc]
 
-    def share(self, buffers: Sequence[Tensor]) -> Callable[[], None]:
+    def share(self, buffers: Sequence[Tensor], among: range | None = None) -> Callable[[], None]:
         if self.given == len(self.noted):
             self.noted.append([torch.full_like(buffer, 0xFF) for buffer in buffers])
         self.noted[self.given][self.rank] = buffers[self.rank].clone()

@@ -272,6 +272,8 @@ def test_nothing_of_one_run_is_alive_in_the_next() -> None:
     assert [o.output for o in outcomes] == ["1\n"] * 3  # only itself
 
 
+PAIRS, STDIN_OF_A = {"tests": "stdin"}, {"tests": "stdin", "column": "a"}
+NUMBER, NAMED = {"inputs": [1], "outputs": ["1"]}, {"inputs": [], "outputs": [], "fn_name": "f"}
 BAD_ROWS = [
     ({}, {"tests": 3}, "column 'tests': expected Python source or a list of it, got 3"),
     ({}, {"tests": "assert ("}, "column 'tests': not Python"),
@@ -279,26 +281,10 @@ BAD_ROWS = [
     ({}, {"tests": "import unittest\nunittest.main(exit=False)"}, "no test in it"),
     ({}, {"tests": ["import math", "print(1)"]}, "column 'tests': no test in it"),
     ({}, {"tests": []}, "column 'tests': no test in it"),
-    (
-        {"tests": "stdin"},
-        {"inputs": ["1"], "outputs": []},
-        "column 'inputs': 1 inputs for 0 outputs",
-    ),
-    (
-        {"tests": "stdin"},
-        {"inputs": [1], "outputs": ["1"]},
-        "column 'inputs': inputs and outputs must be lists of text",
-    ),
-    (
-        {"tests": "stdin", "column": "a"},
-        {"a": "{}"},
-        "column 'a': expected an object with inputs and outputs",
-    ),
-    (
-        {"tests": "stdin", "column": "a"},
-        {"a": {"inputs": [], "outputs": [], "fn_name": "f"}},
-        "column 'a': it calls 'f' by name; only stdin is supported",
-    ),
+    (PAIRS, {"inputs": ["1"], "outputs": []}, "column 'inputs': 1 inputs for 0 outputs"),
+    (PAIRS, NUMBER, "column 'inputs': inputs and outputs must be lists of text"),
+    (STDIN_OF_A, {"a": "{}"}, "column 'a': expected an object with inputs and outputs"),
+    (STDIN_OF_A, {"a": NAMED}, "column 'a': it calls 'f' by name; only stdin is supported"),
 ]
 
 

@@ -72,130 +72,49 @@ def test_very_many_boxes_take_no_time_that_grows_with_their_square() -> None:
 
 EQUAL = [
     # GSM8K: currencies, thousands, percent
-    *[
-        (r"\boxed{\$18}", "18"),
-        (r"$\boxed{\$18}$ a day", r"\$18"),
-        (r"\boxed{$18}", "18"),
-        ("#### $18", "18"),
-    ],
-    *[
-        ("#### \\$3.50", "3.5"),
-        (r"\boxed{-\$18}", "-18"),
-        (r"\boxed{\$-18}", "-18"),
-        (r"\boxed{\text{\$}18}", "18"),
-    ],
-    *[(r"\boxed{€18}", "18"), (r"\boxed{18 dollars}", "18"), (r"\boxed{18\text{ dollars}}", "18")],
-    *[
-        (r"It is \boxed{\$10,000}.", "10,000"),
-        (r"\boxed{10,000}", "10000"),
-        (r"\boxed{10{,}000}", "10,000"),
-    ],
-    *[(r"\boxed{10\,000}", "10000"), (r"\boxed{10,\!000}", "10000"), (r"\boxed{10 000}", "10000")],
-    *[
-        (r"\boxed{1\,234\,567.89}", "1,234,567.89"),
-        (r"\boxed{10~000}", "10000"),
-        (r"\boxed{10\text{,}000}", "10000"),
-    ],
-    *[
-        (r"\boxed{50\%}", "50"),
-        (r"\boxed{50}", r"50\%"),
-        (r"\boxed{0.5}", "50%"),
-        (r"\boxed{12.5\%}", "12.5"),
-    ],
-    *[
-        (r"\boxed{\frac{25}{2}\%}", "12.5"),
-        (r"\boxed{50 percent}", "50"),
-        ("It is 50%.", "50"),
-        ("#### 42 eggs", "42"),
-    ],
-    *[
-        ("The answer is \\$18.", "18"),
-        ("He has $5 and then $18 left", "18"),
-        ("the answer is 42", "42"),
-    ],
+    *[(r"\boxed{\$18}", "18"), (r"$\boxed{\$18}$ a day", r"\$18"), (r"\boxed{$18}", "18")],
+    *[("#### $18", "18"), ("#### \\$3.50", "3.5"), (r"\boxed{-\$18}", "-18")],
+    *[(r"\boxed{\$-18}", "-18"), (r"\boxed{\text{\$}18}", "18"), (r"\boxed{€18}", "18")],
+    *[(r"\boxed{18 dollars}", "18"), (r"\boxed{18\text{ dollars}}", "18")],
+    *[(r"It is \boxed{\$10,000}.", "10,000"), (r"\boxed{10,000}", "10000")],
+    *[(r"\boxed{10{,}000}", "10,000"), (r"\boxed{10\,000}", "10000")],
+    *[(r"\boxed{10,\!000}", "10000"), (r"\boxed{10 000}", "10000")],
+    *[(r"\boxed{1\,234\,567.89}", "1,234,567.89"), (r"\boxed{10~000}", "10000")],
+    *[(r"\boxed{10\text{,}000}", "10000"), (r"\boxed{50\%}", "50"), (r"\boxed{50}", r"50\%")],
+    *[(r"\boxed{0.5}", "50%"), (r"\boxed{12.5\%}", "12.5"), (r"\boxed{\frac{25}{2}\%}", "12.5")],
+    *[(r"\boxed{50 percent}", "50"), ("It is 50%.", "50"), ("#### 42 eggs", "42")],
+    *[("The answer is \\$18.", "18"), ("He has $5 and then $18 left", "18")],
+    ("the answer is 42", "42"),
     # MATH
-    *[
-        (r"\boxed{\frac12}", "0.5"),
-        (r"\boxed{\dfrac{9}{7}}", r"\frac97"),
-        (r"\boxed{11\sqrt2}", r"11\sqrt{2}"),
-    ],
-    *[
-        ("\\boxed{Evelyn}", r"\text{Evelyn}"),
-        (r"\boxed{(C)}", r"\text{(C)}"),
-        (r"\boxed{\text{C}}", r"\text{(C)}"),
-    ],
+    *[(r"\boxed{\frac12}", "0.5"), (r"\boxed{\dfrac{9}{7}}", r"\frac97")],
+    *[(r"\boxed{11\sqrt2}", r"11\sqrt{2}"), ("\\boxed{Evelyn}", r"\text{Evelyn}")],
+    *[(r"\boxed{(C)}", r"\text{(C)}"), (r"\boxed{\text{C}}", r"\text{(C)}")],
     *[(r"\boxed{90^\circ}", "90"), (r"\boxed{90°}", "90"), (r"\boxed{[-2,7]}", r"x \in [-2,7]")],
-    *[
-        (r"\boxed{(3, \frac{\pi}{2})}", r"\left( 3, \frac{\pi}{2} \right)"),
-        (r"\boxed{6-5i}", "6 - 5i"),
-    ],
-    *[
-        (r"\boxed{(-\infty,0)\cup(0,\infty)}", r"(-\infty, 0) \cup (0, \infty)"),
-        (r"\boxed{.35}", "0.35"),
-    ],
-    *[
-        (r"\boxed{\begin{pmatrix} 1 \\ 2 \end{pmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
-        (r"\boxed{x=5}", "5"),
-    ],
-    *[
-        (r"\boxed{4\frac12}", "4.5"),
-        (r"\boxed{2^{10}}", "1,024"),
-        (r"\boxed{1.5\times10^3}", "1500"),
-    ],
-    *[
-        (r"\boxed{3.5 × 2}", "7"),
-        (r"\boxed{−5}", "-5"),
-        (r"\boxed{42.}", "42"),
-        (r"\boxed{\textbf{42}}", "42"),
-    ],
-    *[
-        (r"\boxed{\mbox{No}}", r"\text{No}"),
-        (r"\boxed{5x^2}", "5x^2"),
-        (r"\boxed{\text{June 20}}", r"\text{June 20}"),
-    ],
-    *[
-        (rf"\boxed{{{PIECEWISE}}}", PIECEWISE),
-        (rf"\boxed{{ {PIECEWISE} }}", PIECEWISE.replace("=", " = ")),
-    ],
-    *[
-        (r"\boxed 7", "7"),
-        (r"\fbox{7}", "7"),
-        (r"\boxed{\boxed{12}^2}", "144"),
-        (r"\boxed{2**3}", "8"),
-    ],
+    (r"\boxed{(3, \frac{\pi}{2})}", r"\left( 3, \frac{\pi}{2} \right)"),
+    (r"\boxed{6-5i}", "6 - 5i"),
+    (r"\boxed{(-\infty,0)\cup(0,\infty)}", r"(-\infty, 0) \cup (0, \infty)"),
+    (r"\boxed{.35}", "0.35"),
+    (r"\boxed{\begin{pmatrix} 1 \\ 2 \end{pmatrix}}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    *[(r"\boxed{x=5}", "5"), (r"\boxed{4\frac12}", "4.5"), (r"\boxed{2^{10}}", "1,024")],
+    *[(r"\boxed{1.5\times10^3}", "1500"), (r"\boxed{3.5 × 2}", "7"), (r"\boxed{−5}", "-5")],
+    *[(r"\boxed{42.}", "42"), (r"\boxed{\textbf{42}}", "42"), (r"\boxed{\mbox{No}}", r"\text{No}")],
+    *[(r"\boxed{5x^2}", "5x^2"), (r"\boxed{\text{June 20}}", r"\text{June 20}")],
+    (rf"\boxed{{{PIECEWISE}}}", PIECEWISE),
+    *[(rf"\boxed{{ {PIECEWISE} }}", PIECEWISE.replace("=", " = ")), (r"\boxed 7", "7")],
+    *[(r"\fbox{7}", "7"), (r"\boxed{\boxed{12}^2}", "144"), (r"\boxed{2**3}", "8")],
     *[(r"\boxed{0.00001}", "1e-05"), ("#### 1.5e3", "1500"), (r"\boxed{$1$ and $2$}", "1,2")],
     *[(r"\boxed{\(1\) and \(2\)}", "1,2"), (r"\boxed{$$7$$}", "7")],
-    *[
-        (r"\boxed{\langle 1,2\rangle}", "(1,2)"),
-        (r"\[ \boxed{42} \]", "42"),
-        (r"\boxed{\(42\)}", "$42$"),
-    ],
+    *[(r"\boxed{\langle 1,2\rangle}", "(1,2)"), (r"\[ \boxed{42} \]", "42")],
+    (r"\boxed{\(42\)}", "$42$"),
 ]
 OTHER = [
-    *[
-        (r"\boxed{\$18}", "17"),
-        (r"\boxed{0.5\%}", r"50\%"),
-        (r"\boxed{5\%}", "50"),
-        (r"\boxed{10,000}", "10"),
-    ],
-    *[(rf"First \boxed{{7}}. Then \boxed{{{PIECEWISE}}}", "7"), (rf"\boxed{{{PIECEWISE}}}", "2")],
-    *[
-        (r"\boxed{\begin{cases}x=1\\y=2\end{cases}}", "2"),
-        (r"\boxed{7} no, \boxed{8", "7"),
-        (r"\boxed{8", "8"),
-    ],
-    *[
-        (r"\boxed{\langle 1,2\rangle}", "1.2"),
-        (r"\boxed{-1}", "1"),
-        (r"\boxed{\text{odd}}", r"\text{even}"),
-    ],
-    *[("#### ", "5"), (r"\boxed{9:30}", "30"), (r"\boxed{\text{June 20}}", "20")],
-    *[
-        (r"\boxed{12.5\%}", "13.5"),
-        (r"\boxed{1,234}", "1"),
-        (r"\boxed{\}}", "1"),
-        (r"\boxed{$}", "1"),
-    ],
+    *[(r"\boxed{\$18}", "17"), (r"\boxed{0.5\%}", r"50\%"), (r"\boxed{5\%}", "50")],
+    *[(r"\boxed{10,000}", "10"), (rf"First \boxed{{7}}. Then \boxed{{{PIECEWISE}}}", "7")],
+    *[(rf"\boxed{{{PIECEWISE}}}", "2"), (r"\boxed{\begin{cases}x=1\\y=2\end{cases}}", "2")],
+    *[(r"\boxed{7} no, \boxed{8", "7"), (r"\boxed{8", "8"), (r"\boxed{\langle 1,2\rangle}", "1.2")],
+    *[(r"\boxed{-1}", "1"), (r"\boxed{\text{odd}}", r"\text{even}"), ("#### ", "5")],
+    *[(r"\boxed{9:30}", "30"), (r"\boxed{\text{June 20}}", "20"), (r"\boxed{12.5\%}", "13.5")],
+    *[(r"\boxed{1,234}", "1"), (r"\boxed{\}}", "1"), (r"\boxed{$}", "1")],
 ]
 
 
@@ -223,21 +142,12 @@ def both(one: str, other: str, **options: Any) -> set[float]:
 @pytest.mark.parametrize(
     ("ones", "others"),
     [
-        *[
-            (SETS, PAIRS),
-            (SETS, INTERVALS),
-            (SETS, ["1<x<2", r"x\in(1,2)"]),
-            OF_THREE,
-            (LISTS, INTERVALS),
-        ],
-        *[(PAIRS, INTERVALS), (LISTS, ["1<x<2", r"x\in(1,2)", "(2,1)"]), (["(1,2)"], ["(2,1)"])],
+        *[(SETS, PAIRS), (SETS, INTERVALS), (SETS, ["1<x<2", r"x\in(1,2)"]), OF_THREE],
+        *[(LISTS, INTERVALS), (PAIRS, INTERVALS), (LISTS, ["1<x<2", r"x\in(1,2)", "(2,1)"])],
+        (["(1,2)"], ["(2,1)"]),
         ([r"\{(1,2),(3,4)\}"], [r"\{\{1,2\},\{3,4\}\}", "((1,2),(3,4))"]),
-        (["((1,2),3)"], [r"(\{1,2\},3)", r"\{\{1,2\},3\}"]),
-        *[
-            (["[1,2]"], ["[1,2)", "(1,2]"]),
-            (["[1,2)"], ["(1,2]"]),
-            (["(x,y)=(1,2)"], [*SETS[:2], "1<x<2"]),
-        ],
+        *[(["((1,2),3)"], [r"(\{1,2\},3)", r"\{\{1,2\},3\}"]), (["[1,2]"], ["[1,2)", "(1,2]"])],
+        *[(["[1,2)"], ["(1,2]"]), (["(x,y)=(1,2)"], [*SETS[:2], "1<x<2"])],
     ],
 )
 def test_strictly_sets_are_no_tuples_and_no_intervals(ones: list[str], others: list[str]) -> None:
@@ -248,24 +158,11 @@ def test_strictly_sets_are_no_tuples_and_no_intervals(ones: list[str], others: l
 @pytest.mark.parametrize(
     ("ones", "others"),
     [
-        *[
-            (SETS[:4], SETS),
-            (PAIRS, PAIRS),
-            (LISTS, SETS),
-            (LISTS, PAIRS),
-            (LISTS, LISTS),
-            (["2,1"], ["1,2", "(2,1)"]),
-        ],
-        *[
-            (["(1,2),(3,4)"], [r"\{(1,2),(3,4)\}"]),
-            (["x=1,y=2"], ["(1,2)"]),
-            (["x=1,x=2"], SETS[:3]),
-        ],
-        *[
-            (["(1,2)"], [r"x\in(1,2)", "(x,y)=(1,2)"]),
-            (["(1,2,3)"], ["[1,2,3]", "1,2,3"]),
-            ([r"\{1\}"], ["1"]),
-        ],
+        *[(SETS[:4], SETS), (PAIRS, PAIRS), (LISTS, SETS), (LISTS, PAIRS), (LISTS, LISTS)],
+        *[(["2,1"], ["1,2", "(2,1)"]), (["(1,2),(3,4)"], [r"\{(1,2),(3,4)\}"])],
+        *[(["x=1,y=2"], ["(1,2)"]), (["x=1,x=2"], SETS[:3])],
+        *[(["(1,2)"], [r"x\in(1,2)", "(x,y)=(1,2)"]), (["(1,2,3)"], ["[1,2,3]", "1,2,3"])],
+        ([r"\{1\}"], ["1"]),
     ],
 )
 def test_what_is_written_alike_or_as_a_list_is_equal(ones: list[str], others: list[str]) -> None:

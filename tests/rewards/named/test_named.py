@@ -241,81 +241,35 @@ def test_a_missing_column_and_a_bad_row_name_their_place() -> None:
             pool.score(["p", "q"], ["x", "x"], [{"answer": "x"}, {"answer": None}])
 
 
-BAD = [
-    (
-        {"function": "maths"},
-        "function: unknown reward 'maths'; did you mean 'math'? by name there are math, exact",
-    ),
-    (
-        {"function": "zzz"},
-        "function: unknown reward 'zzz'; by name there are math, exact_match, fuzzy_match, format",
-    ),
-    (
-        {"function": "format", "options": {"patern": "x"}},
-        "options.patern: unknown, did you mean 'pattern'?",
-    ),
-    ({"function": "format"}, "options.pattern: required, such as"),
-    (
-        {"function": "format", "options": {"pattern": "("}},
-        "options.pattern: not a regular expression: missing )",
-    ),
-    ({"function": "format", "options": {"pattern": 3}}, "options.pattern: expected text, got 3"),
-    (
-        {"function": "format", "options": {"pattern": "x", "match": "any"}},
-        "options.match: expected full or search",
-    ),
-    (
-        {"function": "format", "options": {"pattern": "x", "flags": "q"}},
-        "options.flags: expected letters of a, i, m",
-    ),
-    (
-        {"function": "exact_match", "options": {"extract": "["}},
-        "options.extract: not a regular expression",
-    ),
-    (
-        {"function": "exact_match", "options": {"ignore_case": 1}},
-        "options.ignore_case: expected true or false, got 1",
-    ),
-    (
-        {"function": "fuzzy_match", "options": {"threshold": 2}},
-        "options.threshold: expected at most 1, got 2",
-    ),
-    (
-        {"function": "math", "options": {"timeout_s": 0}},
-        "options.timeout_s: expected at least 0.1, got 0",
-    ),
-    (
-        {"function": "math", "options": {"timeout_s": 40}},
-        "options.timeout_s: must be below deadline_s, got 40 and 30",
-    ),
-    (
-        {"function": "math", "deadline_s": 5},
-        "options.timeout_s: must be below deadline_s, got 5 and 5",
-    ),
-    ({"function": "length_penalty"}, "options.hard_limit: must be above soft_limit, got 0 and 0"),
-    (
-        {"function": "length_penalty", "options": {"soft_limit": True}},
-        "options.soft_limit: expected a whole number",
-    ),
-    (
-        {"function": "code", "options": {"isolation": "some"}},
-        "options.isolation: expected namespaces or none, got",
-    ),
-    (
-        {"function": "code", "options": {"memory_mib": 1}},
-        "options.memory_mib: expected at least 32, got 1",
-    ),
-    (
-        {"function": "code", "options": {"column": ""}},
-        "options.column: expected the name of a column",
-    ),
+THERE = "by name there are math, exact_match, fuzzy_match, format"
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("maths", {}, f"function: unknown reward 'maths'; did you mean 'math'? {THERE}"),
+    ("zzz", {}, f"function: unknown reward 'zzz'; {THERE}"),
+    ("format", {"patern": "x"}, "options.patern: unknown, did you mean 'pattern'?"),
+    ("format", {}, "options.pattern: required, such as"),
+    ("format", {"pattern": "("}, "options.pattern: not a regular expression: missing )"),
+    ("format", {"pattern": 3}, "options.pattern: expected text, got 3"),
+    ("format", {"pattern": "x", "match": "any"}, "options.match: expected full or search"),
+    ("format", {"pattern": "x", "flags": "q"}, "options.flags: expected letters of a, i, m"),
+    ("exact_match", {"extract": "["}, "options.extract: not a regular expression"),
+    ("exact_match", {"ignore_case": 1}, "options.ignore_case: expected true or false, got 1"),
+    ("fuzzy_match", {"threshold": 2}, "options.threshold: expected at most 1, got 2"),
+    ("math", {"timeout_s": 0}, "options.timeout_s: expected at least 0.1, got 0"),
+    ("math", {"timeout_s": 40}, "options.timeout_s: must be below deadline_s, got 40 and 30"),
+    ("math", {"deadline_s": 5}, "options.timeout_s: must be below deadline_s, got 5 and 5"),
+    ("length_penalty", {}, "options.hard_limit: must be above soft_limit, got 0 and 0"),
+    ("length_penalty", {"soft_limit": True}, "options.soft_limit: expected a whole number"),
+    ("code", {"isolation": "some"}, "options.isolation: expected namespaces or none, got"),
+    ("code", {"memory_mib": 1}, "options.memory_mib: expected at least 32, got 1"),
+    ("code", {"column": ""}, "options.column: expected the name of a column"),
 ]
 
 
-@pytest.mark.parametrize(("spec", "message"), BAD)
+@pytest.mark.parametrize(("name", "options", "message"), BAD)
 def test_every_mistake_is_one_line_when_the_config_is_read(
-    tmp_path: Path, base_model: Path, spec: dict[str, Any], message: str
+    tmp_path: Path, base_model: Path, name: str, options: dict[str, Any], message: str
 ) -> None:
+    spec = {"function": name, **(options if "deadline_s" in options else {"options": options})}
     path = write_config(tmp_path, base_model, rewards={"functions": [{"function": "x.py:f"}, spec]})
     with pytest.raises(IsobitError) as caught:
         load_config(path)

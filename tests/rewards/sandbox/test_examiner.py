@@ -313,15 +313,8 @@ def test_arrays_are_compared_by_the_tests() -> None:
         "class A(np.ndarray):\n    __eq__ = lambda *given: True\ndef f(x):\n    return "
         "np.zeros(2).view(A)\n"
     )
-    assert (
-        score(
-            lies,
-            "import numpy\nassert numpy.allclose(f([1, 2]), [2, 4])",
-            packages=True,
-            memory_mib=2048,
-        )
-        == 0
-    )
+    tests = "import numpy\nassert numpy.allclose(f([1, 2]), [2, 4])"
+    assert score(lies, tests, packages=True, memory_mib=2048) == 0
 
 
 @pytest.mark.parametrize(
@@ -375,25 +368,16 @@ NUMBERS = (
     st.decimals(allow_nan=False),
 )
 SCALARS = st.one_of(
-    *(
-        st.none(),
-        st.booleans(),
-        st.integers(),
-        st.integers(1 << 52, 1 << 200),
-        st.binary(),
-        *NUMBERS,
-    ),
+    *(st.none(), st.booleans(), st.integers(), st.integers(1 << 52, 1 << 200)),
+    *(st.binary(), *NUMBERS),
     *(st.fractions(), st.dates(), st.datetimes(), st.timedeltas(), st.times()),
     *(st.text(st.characters(exclude_categories=())), st.just(range(1, 9, 2))),
 )
 VALUES = st.recursive(
     SCALARS,
     lambda inner: st.one_of(
-        *(
-            st.lists(inner, max_size=4),
-            st.lists(inner, max_size=4).map(tuple),
-            st.lists(SCALARS, max_size=3).map(set),
-        ),
+        *(st.lists(inner, max_size=4), st.lists(inner, max_size=4).map(tuple)),
+        st.lists(SCALARS, max_size=3).map(set),
         *(st.dictionaries(SCALARS, inner, max_size=3), st.lists(inner).map(collections.deque)),
         st.dictionaries(SCALARS, inner, max_size=3).map(collections.OrderedDict),
     ),
@@ -411,25 +395,12 @@ def test_plain_values_come_back_as_they_were(value: Any) -> None:
 
 def test_only_exact_classes_are_plain() -> None:
     """A class that calls itself by a plain one's name is not taken for it."""
-    for value in (
-        type("int", (int,), {})(1),
-        type("Counter", (dict,), {})(),
-        object(),
-        len,
-        math,
-        int,
-        KeyError,
-    ):
+    named = (type("int", (int,), {})(1), type("Counter", (dict,), {})())
+    for value in (*named, object(), len, math, int, KeyError):
         with pytest.raises(TypeError):
             wire.encode(value, refuse)
-    for body in (
-        {"os": 1},
-        {"int": [1]},
-        {"range": "a"},
-        {"type": "nothing"},
-        {"set": [[1]]},
-        {"int": "1", "set": []},
-    ):
+    wrong = ({"os": 1}, {"int": [1]}, {"range": "a"}, {"type": "nothing"}, {"set": [[1]]})
+    for body in (*wrong, {"int": "1", "set": []}):
         with pytest.raises((TypeError, ValueError, KeyError)):
             wire.decode(body, refuse)
     known = (Fraction(1, 2), Decimal("0.1"), datetime.date(2020, 1, 1))
@@ -442,25 +413,12 @@ def test_no_live_object_crosses() -> None:
     tests = Connection(0, 1)
     assert tests.decode({"type": "int"}) is int
     assert tests.decode({"type": "IndexError"}) is IndexError
-    for body in (
-        {"module": "math"},
-        {"builtin": "len"},
-        {"function": 0},
-        {"type": "os"},
-        {"iterator": []},
-    ):
+    bodies = ({"module": "math"}, {"builtin": "len"}, {"function": 0}, {"type": "os"})
+    for body in (*bodies, {"iterator": []}):
         with pytest.raises(wire.Gone):
             tests.decode(body)
-    for kind in (
-        "AssertionError",
-        "Exception",
-        "BaseException",
-        "object",
-        "type",
-        "map",
-        "super",
-        "property",
-    ):
+    exceptions = ("AssertionError", "Exception", "BaseException")
+    for kind in (*exceptions, "object", "type", "map", "super", "property"):
         with pytest.raises(wire.Gone):
             tests.decode({"type": kind})
     program = Program(0, 1)

@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer as FastTokenizer
 
 from isobit.engine.engine import Engine
+from isobit.engine.prompts import check_plain
 from isobit.engine.types import Completion, EngineSize, Sampling
 from isobit.errors import RunFailed
 from isobit.kernels import computed_by, get_ops
@@ -143,7 +144,8 @@ def request(
     index: int, prompt: Sequence[int], prompt_id: int, sampling: Sampling, sample_index: int = 0
 ) -> dict[str, Any]:
     """Return a group that is to be sampled as plain values: `index` names it within its batch, its
-    samples begin at `sample_index`."""
+    samples begin at `sample_index`. Raises IsobitError for a shaping, which is an engine's own."""
+    check_plain(sampling)
     return {
         "index": index,
         "prompt": list(prompt),

@@ -19,7 +19,7 @@ from isobit.distributed import Ranks
 from isobit.distributed.weights import as_bytes
 from isobit.errors import IsobitError
 from isobit.kernels.head import definition
-from isobit.kernels.matrices import Divided, Operand, Prepared
+from isobit.kernels.matrices import Divided, Operand, Prepared, Stacked
 from isobit.kernels.ops import Ops, Temperature
 from isobit.precision import BLOCK, QTensor
 
@@ -43,13 +43,33 @@ class RowOps:
     ) -> Tensor:
         if not isinstance(b, Divided):
             return self._ops.product(a, b, bias, out)
-        whole = a if b.operand is None else self._columns(a, b.operand)
-        y = self._ops.product(whole, b, bias, out)
-        return y if b.result is None else self._side_by_side(y, b.result)
+        return self.result(self._ops.product(self.operand(a, b), b, bias, out), b)
+
+    def grouped_product(
+        self,
+        a: Operand,
+        weights: Stacked,
+        offsets: Tensor,
+        out: torch.dtype,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Compute `Ops.grouped_product` with the rank's rows of each of the `weights`: its columns
+        of the result."""
+        whole = self.operand(a, weights.each[0][0])
+        return self._ops.grouped_product(whole, weights, offsets, out, rows)
+
+    def operand(self, a: Operand, b: Prepared) -> Operand:
+        """Return an operand as a product with b needs it, of what each rank has of it."""
+        widths = b.operand if isinstance(b, Divided) else None
+        return a if widths is None else self._columns(a, widths)
+
+    def result(self, y: Tensor, b: Divided) -> Tensor:
+        """Return the columns of a product with b that this rank needs, of those that each has."""
+        return y if b.result is None else self.side_by_side(y, b.result)
 
     def embedding(self, tokens: Tensor, table: Tensor) -> Tensor:
         own = table.index_select(0, (tokens - self.first).clamp(0, len(table) - 1))
-        rows = torch.stack([x.view(own.shape) for x in self._gathered(own)])
+        rows = torch.stack([x.view(own.shape) for x in self.gathered(own)])
         holders = torch.bucketize(tokens, self._ends, right=True)
         return rows[holders, torch.arange(len(tokens), device=tokens.device)]
 
@@ -81,32 +101,32 @@ class RowOps:
         counts = [-(-rows // size) for rows in self.vocabulary]
         by_rank = summary[..., : sum(counts)].split(counts, -1)
         shapes = [tiles.shape for tiles in by_rank]
-        received = self._gathered(by_rank[self.ranks.rank], [tiles.numel() for tiles in by_rank])
+        received = self.gathered(by_rank[self.ranks.rank], [tiles.numel() for tiles in by_rank])
         for tiles, values, shape in zip(by_rank, received, shapes):
             tiles.copy_(values.view(shape))
 
     def _columns(self, x: Operand, widths: Sequence[int]) -> Operand:
         """Return an operand of which each rank has `widths` columns, whole, with its scales."""
         if isinstance(x, Tensor):
-            return self._side_by_side(x, widths)
+            return self.side_by_side(x, widths)
         if not x.spec.columns_independent:
             raise IsobitError(
                 f"ranks that hold a model together cannot divide an operand in {x.spec}, which has "
                 f"a scale beyond {BLOCK} columns: choose fp8, fp8-unified, mxfp8 or bf16"
             )
         wide = x.spec.block((len(x.data), sum(widths)))[1]
-        scale = self._side_by_side(x.scale, [-(-width // wide) for width in widths])
-        return QTensor(self._side_by_side(x.data, widths), scale, x.spec)
+        scale = self.side_by_side(x.scale, [-(-width // wide) for width in widths])
+        return QTensor(self.side_by_side(x.data, widths), scale, x.spec)
 
-    def _side_by_side(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+    def side_by_side(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """Return the columns [T, width] of all ranks."""
         rows = len(x)
-        received = self._gathered(x, [rows * width for width in widths])
+        received = self.gathered(x, [rows * width for width in widths])
         columns = [y.view(rows, width).view(torch.uint8) for y, width in zip(received, widths)]
         assert x.shape[1] == widths[self.ranks.rank]
         return torch.cat(columns, 1).view(x.dtype) if rows else x.new_empty(0, sum(widths))
 
-    def _gathered(self, x: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
+    def gathered(self, x: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
         """Return what each rank has, by rank: as many elements as x, or `counts`, flat."""
         counts = [x.numel()] * self.ranks.size if counts is None else counts
         if not sum(counts):

@@ -50,15 +50,17 @@ def product(
     bias: Tensor | None = None,
     out: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    if ops.ordered is not None and computes(a, weight_of(b)):
+    weight = weight_of(b)
+    if ops.ordered is not None and computes(a, weight):
         return ops.ordered.product(a, b, bias, out)
     if isinstance(b, PackedFP4):
         return _nibble_product(ops, a, b, bias, out)
     if ops.fast:
         return _fast_product(ops, a, b, bias, out)
-    if ops.ordered is not None:
-        b = weight_of(b) if is_packed(weight_of(b)) else b
-    panels, b = b.panels if isinstance(b, Packed) else None, weight_of(b)
+    assert not isinstance(weight, PackedFP4)
+    panels, b = b.panels if isinstance(b, Packed) else None, weight
+    if ops.ordered is not None and is_packed(b):
+        panels = None
     if isinstance(a, QTensor) and isinstance(b, QTensor):
         if not (_blocks_are_native(a) and _blocks_are_native(b)):
             return ops.falls_back("product", f"{a.spec} by {b.spec}").product(a, b, bias, out)

@@ -13,7 +13,7 @@ or several, each on its own rows (`adapters/multi_lora.py`). Left out: which exp
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from isobit.model.forward.accumulate_grad import added_to
 from isobit.model.forward.gate import activated, activated_backward, activated_codes
 from isobit.model.forward.linear_backward import ALONG_INPUTS
 from isobit.model.weights.layout import Mixture, Mlp
-from isobit.model.weights.stored import Weight, has_own_copy
+from isobit.model.weights.stored import OfExpertRows, Weight, has_own_copy
 from isobit.precision import QTensor, QuantSpec
 
 
@@ -38,6 +38,8 @@ def through_experts(
     """Return the experts `chosen` [T, k] int64 for the rows of x [T, H], times their gates [T, k]
     float32, added in float32 in the order of k and rounded once: [T, H] in x's dtype. `again`: the
     backward computes both products again; where rows share scales it does not."""
+    if layer.divided is not None:
+        return layer.divided.through(x, gates, chosen, layer, ops)
     first = layer.experts[0]
     if any(
         _shares_scales(spec) for weight in (first.gate_up, first.down) for spec in _specs(weight)
@@ -99,7 +101,7 @@ class _Experts(Function):
         needed = ctx.needs_input_grad[6:]
         if ctx.again:
             assert x is not None
-            results = _results(x, rows, offsets, layer, unwatched(ops))
+            results = results_of(x, rows, offsets, layer, unwatched(ops))
         else:
             results = Results(saved[0], saved[1], saved[2:])
         gate_up, bound = results.gate_up, len(layer.up_factors)
@@ -193,11 +195,11 @@ def _forward(
 ) -> tuple[Tensor, Places, Results]:
     """Return (sums [T, H], places, what the sorted rows give)."""
     rows, position, offsets = ops.by_expert(chosen, len(layer.experts))
-    results = _results(x, rows, offsets, layer, ops)
+    results = results_of(x, rows, offsets, layer, ops)
     return ops.sum_of_rows(results.down, position, gates), (rows, position, offsets), results
 
 
-def _results(x: Tensor, rows: Tensor, offsets: Tensor, layer: Mixture, ops: Ops) -> Results:
+def results_of(x: Tensor, rows: Tensor, offsets: Tensor, layer: Mixture, ops: Ops) -> Results:
     """Compute the experts' results of the rows of x [T, H] at these sorted places."""
     first, inputs = layer.experts[0], _inputs(x, layer.experts[0].gate_up, ops)
     if first.gate_up.several is not None:
@@ -213,12 +215,11 @@ def _results(x: Tensor, rows: Tensor, offsets: Tensor, layer: Mixture, ops: Ops)
 def _of_several(
     x: Operand, dtype: torch.dtype, rows: Tensor, offsets: Tensor, layer: Mixture, ops: Ops
 ) -> Results:
-    """Return `_results` where rows are of several adapters, of x [T k, H] sorted by expert."""
+    """Return `results_of` where rows are of several adapters, of x [T k, H] sorted by expert."""
     arguments = rows, offsets, ops, dtype
 
     def product(x: Operand, weights: Sequence[Weight], stacked: Stacked) -> Tensor:
-        first = weights[0].several
-        assert first is not None
+        first = cast(OfExpertRows, weights[0].several)
         return first.product_of_experts(x, weights, stacked, *arguments)
 
     gate_up = product(x, [e.gate_up for e in layer.experts], layer.gate_up)

@@ -18,7 +18,6 @@ from isobit.model.families.rope import Table, Tables
 from isobit.model.forward import autograd
 from isobit.model.forward.attend import Attended, attend, attend_linear
 from isobit.model.forward.delta import Recurrent, linear_attention
-from isobit.model.forward.given_rows import GivenRows, with_added, with_embeddings
 from isobit.model.forward.kv_scales import KVScales, scales_of
 from isobit.model.forward.latent import expanded_heads
 from isobit.model.forward.layer_inputs import Keys, layer_embeddings, with_embedding
@@ -30,6 +29,9 @@ from isobit.model.forward.storage import new_store
 from isobit.model.hub.config import ModelConfig
 from isobit.model.hub.layer_heads import LayerHeads
 from isobit.model.hub.mamba import Mamba
+from isobit.model.images.bank import Bank
+from isobit.model.images.given_rows import with_added, with_embeddings
+from isobit.model.weights.divided import DividedWeights, opened, reopened
 from isobit.model.weights.layout import (
     Attention,
     Delta,
@@ -58,8 +60,10 @@ class Pass:
     cache. `embedded` are the layers' own embeddings of the tokens, `keys` the keys and values that
     other layers read; both come up in the forward. `tape` follows the routers of a mixture of
     experts, `watch` the operators. With `recompute` the backward computes each layer's activations
-    again, or those of its MLP, and the forward keeps none (`recompute.py`). While `calibrating`,
-    queries with calibrated scales stay in the compute format.
+    again, or those of its MLP, and the forward keeps none (`recompute.py`). `images`: those that
+    tokens may name. While `calibrating`,
+    queries with calibrated scales stay in the compute format. Weights that ranks keep `divided` are
+    opened before they are used.
     """
 
     config: ModelConfig
@@ -73,9 +77,10 @@ class Pass:
     watch: Watch | None = None
     recompute: Recompute = False
     calibrating: bool = False
+    divided: DividedWeights | None = None
     embedded: Mapping[int, Tensor] = field(default_factory=dict)
     keys: dict[int, Keys] = field(default_factory=dict)
-    given: GivenRows | None = None
+    images: Bank | None = None
 
     def ops_of(self, layer: int | None) -> Ops:
         """Return the operators of a layer, or outside the layers."""
@@ -114,15 +119,22 @@ class Pass:
 def forward(tokens: Tensor, working: Working, ctx: Pass) -> Tensor:
     """Hidden states [T, hidden] after the final norm, for tokens [T] int64 on the operators'
     device."""
-    ops, outside = ctx.ops_of(None), working.outside
+    ops, outside, divided = ctx.ops_of(None), working.outside, ctx.divided
+    opened(divided, outside.embed.name)
+    given = None
+    if ctx.images is not None:
+        given, tokens = ctx.images.given(tokens), ctx.images.text(tokens)
+        tables, layout = ctx.images.turned(ctx.tables, ctx.layout)
+        ctx = replace(ctx, tables=tables, layout=layout)
     x, residual = autograd.embedding(tokens, outside.embed, ctx.config.embedding_scale, ops), None
-    x = with_embeddings(x, ctx.given)
+    x = with_embeddings(x, given)
     if outside.layers is not None:
         ctx = replace(ctx, embedded=layer_embeddings(tokens, x, outside.layers, ctx.config, ops))
     compute = _recomputed_layer if ctx.recompute is True else _layer
     for index, layer in enumerate(working.layers):
-        x, residual = compute(x, residual, index, layer, ctx)
-        x = with_added(x, ctx.given, index)
+        opened(divided, part := f"layers.{index}")
+        x, residual = reopened(divided, part, *compute(x, residual, index, layer, ctx))
+        x = with_added(x, given, index)
     normed = autograd.rms_norm(x, residual, outside.final_norm, ctx.config.rms_eps, ops)[0]
     multipliers = ctx.config.multipliers
     return normed if multipliers is None else normed * (1 / multipliers.logits)

@@ -21,7 +21,7 @@ from isobit.distributed import ALONE, Ranks
 from isobit.distributed.files import FileTensor, Part, file_tensors, write_file
 from isobit.errors import IsobitError, brief, download_hint
 from isobit.model.hub import mxfp4_blocks as mxfp4
-from isobit.model.hub.folders import instead, other_format
+from isobit.model.hub.folders import from_hub_cache, instead, other_format
 from isobit.precision import E4M3
 from isobit.precision.quantize import BLOCK, expand_scale
 
@@ -47,12 +47,13 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def model_folder(path: str | Path, what: str = "model") -> Path:
-    """Return the Hugging Face directory at a path. Raises IsobitError where there is none."""
+    """Return the Hugging Face directory at a path, or of a name that the Hub's cache has. Raises
+    IsobitError where there is none."""
     if not isinstance(path, (str, Path)):
         raise IsobitError(
             f"{what}: expected the path of a Hugging Face model directory, got {path!r:.80}"
         )
-    folder = Path(path)
+    folder = from_hub_cache(Path(path))
     if not exists(folder):
         hint = (
             download_hint(path)

@@ -1,14 +1,16 @@
-"""What a folder without a config.json is instead: the ending of the line that refuses it, with the
-folder to give.
+"""The folder of a name on the Hub that this machine has downloaded; and what a folder without a
+config.json is instead: the ending of the line that refuses it, with the folder to give.
 
 People give the cache of the Hub, a run of this or another trainer, or a download of another format.
-Nothing is taken in the place of what was given: which of several checkpoints is meant is for its
+Nothing is taken in the place of such a folder: which of several checkpoints is meant is for its
 user to say.
 """
 
 import os
 import re
 from pathlib import Path
+
+from isobit.errors import on_hub
 
 _CACHED = "models--"
 _CHECKPOINT = re.compile(r"(?:step|checkpoint|global_step)[-_]?(\d+)")
@@ -20,6 +22,17 @@ _OTHER_FORMATS = {
     ".distcp": "a distributed checkpoint, which is not read; export it to Hugging Face's form "
     "with what wrote it",
 }
+
+
+def from_hub_cache(path: Path) -> Path:
+    """Return the snapshot of a name on the Hub, `owner/name`, that `refs/main` names in the cache of
+    huggingface_hub, which is only read; the path itself if it is there, or the cache has none."""
+    if not on_hub(str(path)) or os.path.exists(path):
+        return path
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    home = os.environ.get("HF_HOME") or os.path.join(home, "huggingface")
+    cache = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
+    return _snapshot(Path(cache) / f"{_CACHED}{'--'.join(path.parts)}") or path
 
 
 def instead(folder: Path) -> str:

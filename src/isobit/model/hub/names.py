@@ -16,6 +16,7 @@ from torch import Tensor
 
 from isobit.distributed import ALONE, Ranks, Shards
 from isobit.distributed.files import Part
+from isobit.distributed.layout import Layout
 from isobit.distributed.shards import Rows
 from isobit.distributed.weights import Stored, share_rows
 from isobit.errors import IsobitError, brief
@@ -188,7 +189,8 @@ def _reader(read: Read, config: ModelConfig, shapes: Shapes) -> Read:
 
 
 class Fused(Mapping[str, Tensor]):
-    """Whole masters, float32 on a device, each read when it is asked for, and not kept."""
+    """Whole masters, float32 on a device, each read when it is asked for, and not kept. With a
+    `layout` of several ranks only the rows are read that a `rank` keeps, and others are 0."""
 
     def __init__(
         self,
@@ -196,15 +198,27 @@ class Fused(Mapping[str, Tensor]):
         config: ModelConfig,
         device: torch.device,
         shapes: Shapes = MappingProxyType({}),
+        layout: Layout | None = None,
+        rank: int = 0,
     ) -> None:
         self._read, self._device = _reader(read, config, shapes), device
         self._parts = dict(parts(config))
         self._shapes = parameter_shapes(config)
+        self._layout, self._rank = layout, rank
 
     def __getitem__(self, name: str) -> Tensor:
-        pieces = [self._read(tensor, 0, shape[0]) for tensor, shape in self._parts[name]]
-        whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-        return whole.reshape(self._shapes[name]).to(self._device)
+        tensors, shape = self._parts[name], self._shapes[name]
+        if self._layout is None:
+            pieces = [self._read(tensor, 0, rows) for tensor, (rows, *_) in tensors]
+            whole = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+            return whole.reshape(shape).to(self._device)
+        master = torch.zeros(shape, device=self._device)
+        for rows in self._layout.rows(name, self._rank):
+            for piece in _pieces(tensors, rows):
+                values = self._read(piece.name, piece.lo, piece.hi)
+                into = master[rows[0] + piece.at :][: len(values)]
+                into.copy_(values.view(into.shape))
+        return master
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)

@@ -18,7 +18,7 @@ from torch import Tensor
 from isobit.errors import IsobitError
 from isobit.kernels import Layout
 from isobit.model.families.rope import Tables
-from isobit.model.forward.given_rows import GivenRows
+from isobit.model.images.given_rows import GivenRows
 
 Grid = tuple[int, int]
 _MOST_IDS = 2**31 - 1  # what pages remember is int32
@@ -72,7 +72,7 @@ class Bank:
         self._first = np.zeros(0, np.int64)
 
     def add(self, rows: Sequence[Tensor], grid: Grid | None = None) -> Image:
-        """Add an image. Raises IsobitError where there are no more ids."""
+        """Register an image. Raises IsobitError where its ids would be too large."""
         assert (grid is None) == (self.axes is None), "the axes of positions follow an image's grid"
         assert grid is None or grid[0] * grid[1] == len(rows[0])
         image = Image(self.num_ids, tuple(row.detach() for row in rows), grid)
@@ -89,13 +89,13 @@ class Bank:
     def check(self, where: str, tokens: Sequence[int]) -> None:
         """Raise IsobitError unless every image among the tokens is whole."""
         ids = np.array(tokens, np.int64)
-        place = 0
+        stop = 0
         for begin in np.flatnonzero(ids >= self.vocabulary).tolist():
-            if begin < place:
+            if begin < stop:
                 continue
             image = self._of(ids[begin])
-            place = begin + image.count
-            if ids[begin:place].tolist() != list(image.ids):
+            stop = begin + image.count
+            if ids[begin:stop].tolist() != list(image.ids):
                 raise IsobitError(
                     f"{where}: the image at token {begin} is not whole: expected its "
                     f"{image.count} ids, {image.first} to {image.ids.stop - 1}, in turn"
@@ -110,17 +110,17 @@ class Bank:
         where no image with axes is among them. What follows an image goes on behind its longer
         side."""
         turns = np.arange(tokens.size)
-        places = np.flatnonzero(np.isin(tokens, self._first))
-        if self.axes is None or not places.size:
+        begins = np.flatnonzero(np.isin(tokens, self._first))
+        if self.axes is None or not begins.size:
             return turns
         turns = np.repeat(turns[:, None], 3, 1)
-        for place in places.tolist():
-            image = self._of(tokens[place])
+        for begin in begins.tolist():
+            image = self._of(tokens[begin])
             assert image.grid is not None
-            rows, begin = turns[place : place + image.count], int(turns[place, 0])
+            stop, first = begin + image.count, int(turns[begin, 0])
             axes = np.indices((1, *image.grid)).reshape(3, -1).T
-            rows[:] = begin + axes[: len(rows)]
-            turns[place + image.count :] -= image.count - max(image.grid)
+            turns[begin:stop] = first + axes[: tokens.size - begin]
+            turns[stop:] -= image.count - max(image.grid)
         return turns
 
     def text(self, tokens: Tensor) -> Tensor:
@@ -149,22 +149,22 @@ class Bank:
         if layout.turns is None or layout.turns.ndim == 1:
             return tables, layout
         assert self.axes is not None
-        turns, own = layout.turns, Tables()
+        turns, turned = layout.turns, Tables()
         for kind, table in tables.items():
             columns = torch.arange(table.cos.shape[1], device=turns.device)
             at = turns[:, self.axes.of_columns(columns.numel()).to(turns.device)]
-            own[kind] = table._replace(cos=table.cos[at, columns], sin=table.sin[at, columns])
-        return own, replace(layout, turns=torch.arange(len(turns), device=turns.device))
+            turned[kind] = table._replace(cos=table.cos[at, columns], sin=table.sin[at, columns])
+        return turned, replace(layout, turns=torch.arange(len(turns), device=turns.device))
 
     def _of(self, token: int) -> Image:
         return self._images[int(np.searchsorted(self._first, token, side="right")) - 1]
 
 
-def joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Return the turns of several parts in turn: [T], or [T, 3] where some have axes."""
-    if any(part.ndim == 2 for part in parts):
-        parts = [part if part.ndim == 2 else np.repeat(part[:, None], 3, 1) for part in parts]
-    return np.concatenate(parts)
+def joined(chunks: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Return the turns of several chunks in turn: [T], or [T, 3] where some have axes."""
+    if any(turns.ndim == 2 for turns in chunks):
+        chunks = [turns if turns.ndim == 2 else np.repeat(turns[:, None], 3, 1) for turns in chunks]
+    return np.concatenate(chunks)
 
 
 def turns_of(

@@ -39,15 +39,15 @@ _PLAIN = ("llava",)
 
 
 class Rows(NamedTuple):
-    """What a tower made of a picture: its embeddings and what is added behind layers, each [R, H]
-    float32, and its grid, where positions have axes."""
+    """The rows of a picture: its embeddings and what is added behind layers, each [R, H] float32,
+    and its grid, where positions have axes."""
 
     rows: tuple[Tensor, ...]
     grid: Grid | None
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the rows."""
+        """The SHA-256 of the rows."""
         digest = hashlib.sha256(repr((self.grid, [list(row.shape) for row in self.rows])).encode())
         for row in self.rows:
             digest.update(row.contiguous().numpy().tobytes())
@@ -55,12 +55,12 @@ class Rows(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """The tokens of an image in a prompt: its `place`, and those `before` and `after` it that a
-    text, which no template writes, must have."""
+    """The tokens of an image in a prompt: the `token` in its place, and those in front of it and
+    behind it, which a text that no template writes must have."""
 
-    place: int
-    before: tuple[int, ...]
-    after: tuple[int, ...]
+    token: int
+    start: tuple[int, ...]
+    end: tuple[int, ...]
 
 
 class Tower:
@@ -194,9 +194,9 @@ def _axes_of(values: Mapping[str, Any], where: str) -> Axes | None:
 
 
 def _marks_of(values: Mapping[str, Any], where: str) -> Marks:
-    place = values.get("image_token_id", values.get("image_token_index"))
-    if not isinstance(place, int):
+    token = values.get("image_token_id", values.get("image_token_index"))
+    if not isinstance(token, int):
         raise IsobitError(f"{where}: image_token_id is missing: the token in an image's place")
     edges = [values.get(f"vision_{edge}_token_id") for edge in ("start", "end")]
-    before, after = ((edge,) if isinstance(edge, int) else () for edge in edges)
-    return Marks(place, before, after)
+    start, end = ((edge,) if isinstance(edge, int) else () for edge in edges)
+    return Marks(token, start, end)

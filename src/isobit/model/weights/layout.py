@@ -10,7 +10,7 @@ its copy (`sync.py`).
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -72,6 +72,14 @@ class Mlp:
     activation: MlpActivation
 
 
+class OfRanks(Protocol):
+    """Experts that ranks hold together (`divided/experts.py`)."""
+
+    def through(
+        self, x: Tensor, gates: Tensor, chosen: Tensor, layer: "Mixture", ops: Ops
+    ) -> Tensor: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Beside:
     """The norms of experts that run next to an MLP: behind the MLP, before and behind the experts,
@@ -90,7 +98,7 @@ class Mixture:
     if `normalize`. `shared` serves every token next to them, times the sigmoid of `shared_gate`, if
     there is one. With `scoring` experts are chosen by their scores and `balance`, in float32.
     `beside`: `shared` and the experts have their own norms. `latent`: what projects the experts'
-    rows into a latent, and what they give out of it.
+    rows into a latent, and what they give out of it. `divided`: experts are what a rank has of all.
 
     `gate_up` and `down` store the working weights of all experts; each expert's weights are views
     of them.
@@ -108,6 +116,7 @@ class Mixture:
     balance: Vector | None = None
     beside: Beside | None = None
     latent: tuple[Weight, Weight] | None = None
+    divided: OfRanks | None = None
 
     @cached_property
     def up_factors(self) -> tuple[ExpertFactors, ...]:
@@ -254,11 +263,10 @@ class Working:
     def tensors(self) -> Iterator[tuple[str, StoredWeight, Tensor]]:
         """Yield (name, working tensor, master) of each that is stored, once."""
         seen: set[int] = set()
-        for piece in self._all:
-            for name, working, master in _stored(piece):
-                if id(working) not in seen:
-                    seen.add(id(working))
-                    yield name, working, master
+        for name, working, master in stored_in(self._all):
+            if id(working) not in seen:
+                seen.add(id(working))
+                yield name, working, master
 
     def written(self, names: Collection[str]) -> Iterator[tuple[str, Operand]]:
         """Yield (name, working tensor) of each that a sync makes of these masters; nibbles are
@@ -328,7 +336,7 @@ def remake(
 
     shards.ranks.run_on_all(make)
     share_rows(
-        [rows for name, target in targets.values() for rows in _stored_rows(name, target)], shards
+        [rows for name, target in targets.values() for rows in stored_rows(name, target)], shards
     )
     packed_again = set[int]()
     for working in uses:
@@ -388,11 +396,12 @@ def rows_of(target: Operand, rows: tuple[int, int]) -> Operand:
         return target
     if not isinstance(target, QTensor):
         return target[slice(*rows)]
-    data, scale = (tensor.rows(rows) for tensor in _stored_rows("", target))
+    data, scale = (tensor.rows(rows) for tensor in stored_rows("", target))
     return QTensor(data, scale, target.spec)
 
 
-def _stored_rows(name: str, target: Operand) -> list[Stored]:
+def stored_rows(name: str, target: Operand) -> list[Stored]:
+    """Return the tensors of a working tensor."""
     if not isinstance(target, QTensor):
         return [Stored(name, target)]
     return [Stored(name, target.data), Stored(name, target.scale, target.block[0])]
@@ -448,6 +457,12 @@ def _parts(value: object) -> Iterator[Weight | Vector]:
             yield from _parts(item)
     elif isinstance(value, (*_PARTS, Mixture)):
         yield from _parts(tuple(vars(value).values()))
+
+
+def stored_in(piece: object) -> Iterator[tuple[str, StoredWeight, Tensor]]:
+    """Yield (name, working tensor, master) of each that a structure stores, in order."""
+    for value in _parts(piece):
+        yield from _stored(value)
 
 
 def _stored(value: Weight | Vector) -> Iterator[tuple[str, StoredWeight, Tensor]]:

@@ -8,7 +8,7 @@ masters, `isobit.distributed.exchange` takes each gradient as it appears. PyTorc
 tensor no FP32 gradient, so those of BF16 masters have their own place (`holders`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -73,13 +73,16 @@ def own_rows(whole: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
     """Return the rows that a rank keeps, of whole masters; they share no memory with them where
     ranks are several."""
     shards = Shards.of({name: tuple(tensor.shape) for name, tensor in whole.items()}, ranks)
-    if ranks.size == 1:
-        return dict(whole)
-    return {
-        name: tensor[slice(*shards.own(name))].clone()
-        for name, tensor in whole.items()
-        if shards.owned(name)
-    }
+    return dict(kept_rows(whole.items(), shards))
+
+
+def kept_rows(whole: Iterable[tuple[str, Tensor]], shards: Shards) -> Iterator[tuple[str, Tensor]]:
+    """Yield the rows that this rank keeps of each whole master, as they come."""
+    for name, tensor in whole:
+        if shards.ranks.size == 1:
+            yield name, tensor
+        elif shards.owned(name):
+            yield name, tensor[slice(*shards.own(name))].clone()
 
 
 def _leaf(shape: tuple[int, ...], device: torch.device) -> Tensor:

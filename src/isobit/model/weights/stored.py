@@ -61,9 +61,15 @@ class Weight:
 
 
 class OfRows(Protocol):
-    """A product whose rows are of several adapters (`adapters/multi_lora.py`)."""
+    """A product that is made in another way: rows are of several adapters
+    (`adapters/multi_lora.py`), or ranks have their own columns of a result to which adapters add
+    (`divided/adapters.py`)."""
 
     def product(self, x: Operand, weight: Weight, ops: Ops, dtype: torch.dtype) -> Tensor: ...
+
+
+class OfExpertRows(OfRows, Protocol):
+    """The same of a layer's experts."""
 
     def product_of_experts(
         self,

@@ -140,7 +140,10 @@ MISMATCH = (
         note="of the step's size, and of the completions",
     ),
     Panel(
-        "Experts that differ", ("router/differing_choices",), log=True, note="(token, layer) pairs"
+        "Experts that differ",
+        ("router/differing_choices",),
+        log=True,
+        note="share of (token, layer) pairs",
     ),
     Panel(
         "Mismatch of stale samples",

@@ -6,7 +6,8 @@ backward needs, and once where several sequences share a row and its target. The
 not depend on the rows next to it, so they are those of one forward (tests/rl/test_stepwise.py).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,10 +22,12 @@ from isobit.model.forward.head import most_kept
 from isobit.model.forward.head_divergence import Other
 from isobit.model.forward.moe import RouteTape
 from isobit.model.forward.recompute import Recompute
+from isobit.model.weights.divided import Reached
 from isobit.rl.algorithm.divergence import Divergence
 from isobit.rl.algorithm.objective import ResolvedObjective
 from isobit.rl.algorithm.samples import Sample
 from isobit.rl.learner.packing import PackedBatch, pack
+from isobit.rl.learner.rounds import in_rounds
 from isobit.rl.learner.routing import RoutingTotals, tape_of
 from isobit.rl.learner.schedule import MicroBatches
 from isobit.rl.learner.totals import Totals
@@ -193,6 +196,21 @@ class PolicyForward:
             self.totals.see(tape, experts.count, choices)
         return Computed(packed, *of_tokens, tape)
 
+    @contextmanager
+    def following(self, backward: bool = False, reached: Reached | None = None) -> Iterator[None]:
+        """Let the ranks that hold a model together open the same for one of these forwards, and a
+        `backward`, which some of them have inside this context (`DividedWeights.following`)."""
+        own, teacher = self.model.transformer.divided, None
+        if self.teacher is not None:
+            teacher = self.teacher.model.transformer.divided
+        with ExitStack() as both:
+            if teacher is not None and teacher is not own:
+                both.enter_context(teacher.following())
+            if own is not None:
+                forwards = 1 if teacher is not own else 2
+                both.enter_context(own.following(forwards, backward, reached))
+            yield
+
     def _at_half(self, packed: PackedBatch) -> Callable[[Tensor], Tensor]:
         """Return a function that computes log-probabilities at half the temperature of hidden
         rows."""
@@ -235,14 +253,13 @@ def values_of(
     micro-batches."""
     mine: dict[int, MicroBatch] = {}
 
-    def compute() -> None:
-        for index in range(ranks.rank, len(parts), ranks.size):
-            routing, totals = RoutingTotals(), Totals()
-            batch = replace(policy, totals=routing)([samples[i] for i in parts[index]])
-            totals.see(batch.entropy)
-            mine[index] = MicroBatch(totals, routing, read(batch))
+    def compute(index: int) -> None:
+        routing, totals = RoutingTotals(), Totals()
+        batch = replace(policy, totals=routing)([samples[i] for i in parts[index]])
+        totals.see(batch.entropy)
+        mine[index] = MicroBatch(totals, routing, read(batch))
 
-    ranks.run_on_all(compute)
+    in_rounds(policy.following, len(parts), ranks, compute)
     results, sums = dict[int, Tensor](), Totals()
     for index, micro in sorted(gather_micro_batches(ranks, mine).items()):
         sums.merge(micro.totals)

@@ -11,7 +11,7 @@ out: which samples are in the batch, and the update.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -202,22 +202,31 @@ class Differentiation:
             dealt = one.update.dealt(self._optimizer.settings.gradient_sum_group)
         mine: dict[int, MicroBatch] = {}
         failed: IsobitError | None = None
-        done = 0
+        done, group = 0, policy.model.transformer.group
+        members = range(rank - group.rank, rank - group.rank + group.size)
+        untried, untaught = set(members if checked else ()), {None, *one.update.zero_advantage}
+
+        def index_of(place: int) -> int | None:
+            return dealt[place] if place < len(dealt) else None
+
         try:
             load = self._load(one, policy)
         except NonFiniteError:
             raise _NotFinite({}) from None
         for first in range(0, len(dealt), size):
-            index = dealt[first + rank] if first + rank < len(dealt) else None
-            taught = failed is None and index is not None and index not in one.update.zero_advantage
-            now, checked = checked and taught, checked and not taught
+            index = index_of(first + rank)
+            taught = {r for r in members if index_of(first + r) not in untaught}
+            trying, untried = untried & taught, untried - taught
+            now = rank in trying and failed is None
             try:
-                first_sums = (
-                    self._try(one, index, policy, load) if now and index is not None else None
-                )
+                first_sums = None
+                with policy.following(True) if trying else nullcontext():
+                    if now and index is not None:
+                        first_sums = self._try(one, index, policy, load)
                 with (
                     self._checksums(now) as second_sums,
                     self._sum.round(first, min(size, len(dealt) - first)),
+                    policy.following(bool(taught), self._sum.reach),
                 ):
                     if index is not None and failed is None:
                         mine[index] = self._micro_batch(one, index, policy, load)

@@ -9,6 +9,7 @@ is a sum over micro-batches.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +20,7 @@ from isobit.model import Model
 from isobit.model.forward.moe import RouteTape, decode_routes
 from isobit.rl.algorithm.samples import Sample
 from isobit.rl.learner.packing import pack
+from isobit.rl.learner.rounds import in_rounds
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,18 +142,19 @@ def batch_load(
     assert experts is not None
     if len(micro_batches) < 2:
         return None
-    load = BatchLoad(torch.zeros(experts.count, dtype=torch.int64), 0)
+    mine = load = BatchLoad(torch.zeros(experts.count, dtype=torch.int64), 0)
 
-    def compute() -> BatchLoad:
-        mine = load
-        for samples in micro_batches[ranks.rank :: ranks.size]:
-            tape = tape_of(model, samples, replay)[0]
-            packed = pack(samples, images=model.transformer.images)
-            model.transformer.hidden(packed.tokens, packed.layout, use="learner", tape=tape)
-            mine = mine + load_of(tape, experts.count)
-        return mine
+    def compute(number: int) -> None:
+        nonlocal mine
+        samples = micro_batches[number]
+        tape = tape_of(model, samples, replay)[0]
+        packed = pack(samples, images=model.transformer.images)
+        model.transformer.hidden(packed.tokens, packed.layout, use="learner", tape=tape)
+        mine = mine + load_of(tape, experts.count)
 
-    mine = ranks.run_on_all(compute)
+    divided = model.transformer.divided
+    following = nullcontext if divided is None else divided.following
+    in_rounds(following, len(micro_batches), ranks, compute)
     for choices, rows in ranks.all_gather_json([mine.choices.tolist(), mine.rows]):
         load = load + BatchLoad(torch.tensor(choices), rows)
     return load

@@ -17,15 +17,7 @@ from isobit.data.dataset import SPLIT_STREAM, Dataset, Example, check_template, 
 from isobit.errors import IsobitError
 from isobit.options.declare import Pattern, at_least, at_most
 from isobit.options.reading import OptionError
-from isobit.tasks.builtin.task import (
-    SEED,
-    Task,
-    TaskSettings,
-    alphabet_of,
-    held_out_size,
-    refuse_file_settings,
-    task_options,
-)
+from isobit.tasks.builtin.task import SEED, Task, TaskSettings, alphabet_of, made_here
 from isobit.tasks.rewards.spec import RewardSpec
 
 HINTED = "{};{}"
@@ -39,6 +31,10 @@ def _some_operators(text: str) -> bool:
     return bool(text) and set(text) <= set("+-*") and len(set(text)) == len(text)
 
 
+_SOME = "some of + - *, each once"
+Operators = Annotated[str, Pattern(_SOME, _some_operators), _SOME]
+
+
 @dataclass(frozen=True)
 class ArithmeticOptions:
     """The problems that the task makes: operators, digits, and the order of an answer's digits."""
@@ -47,9 +43,7 @@ class ArithmeticOptions:
     min_digits: Annotated[
         int | None, at_least(1), "fewest digits of an operand; default: `digits`"
     ] = None
-    operators: Annotated[
-        str, Pattern("some of + - *, each once", _some_operators), "some of + - *, each once"
-    ] = "+"
+    operators: Operators = "+"
     reverse: Annotated[bool, "the answer's lowest digit first, which small models learn faster"] = (
         False
     )
@@ -137,11 +131,10 @@ class Problems(Sequence[Example]):
 
 def load(settings: TaskSettings) -> Task:
     """Build the task from its options. The answer is the gold completion."""
-    refuse_file_settings(settings)
-    options = task_options(ArithmeticOptions, settings)
+    options, size = made_here(ArithmeticOptions, settings, DEFAULT_HELD_OUT_SIZE, template=True)
     template = settings.prompt_template
     check_template(template)
-    held_out, train = problem_numbers(options, held_out_size(settings, DEFAULT_HELD_OUT_SIZE))
+    held_out, train = problem_numbers(options, size)
     text = (template or "").replace("{prompt}", "")
     return Task(
         "arithmetic",

@@ -15,20 +15,18 @@ from typing import Annotated
 
 from isobit.data.dataset import Dataset, Example
 from isobit.errors import IsobitError
-from isobit.options.declare import Pattern, at_least, at_most
+from isobit.options.declare import at_least, at_most
 from isobit.options.reading import OptionError
-from isobit.tasks.builtin.arithmetic import gold_answer
+from isobit.tasks.builtin.arithmetic import REWARD, Operators, gold_answer
 from isobit.tasks.builtin.task import (
     PRINTABLE,
     SEED,
     Task,
     TaskSettings,
     draws_of,
-    held_out_size,
-    refuse_file_settings,
-    task_options,
+    made_here,
+    user_says,
 )
-from isobit.tasks.builtin.turns import CORRECT, user_says
 from isobit.tasks.rewards.sandbox.launch import Limits, run_caged, side
 
 DEFAULT_HELD_OUT_SIZE = 256
@@ -53,10 +51,6 @@ except Exception as error:
 _LIMITS = Limits(timeout_s=5.0, memory_mib=512, disk_mib=1, processes=16, output_bytes=1 << 16)
 
 
-def _some_operators(text: str) -> bool:
-    return bool(text) and set(text) <= set("+-*") and len(set(text)) == len(text)
-
-
 @dataclass(frozen=True)
 class CalculatorOptions:
     """The problems that the task makes: operators, digits, and whether rows demonstrate the
@@ -64,9 +58,7 @@ class CalculatorOptions:
 
     digits: Annotated[int, at_least(1), at_most(50), "most digits of an operand"] = 6
     min_digits: Annotated[int, at_least(1), "fewest digits of an operand"] = 4
-    operators: Annotated[
-        str, Pattern("some of + - *, each once", _some_operators), "some of + - *, each once"
-    ] = "*"
+    operators: Operators = "*"
     train_size: Annotated[int, at_least(1), at_most(1_000_000), "examples to train on"] = 4_000
     demonstrations: Annotated[
         bool, "examples are single turns to learn from: calls of the tool, and answers"
@@ -86,11 +78,7 @@ class CalculatorOptions:
 
 def load(settings: TaskSettings) -> Task:
     """Build the task from its options. A prompt is a chat of one message, the question."""
-    refuse_file_settings(settings)
-    options = task_options(CalculatorOptions, settings)
-    if settings.prompt_template is not None:
-        raise IsobitError("task.prompt_template: task calculator has prompts of its own")
-    held = held_out_size(settings, DEFAULT_HELD_OUT_SIZE)
+    options, held = made_here(CalculatorOptions, settings, DEFAULT_HELD_OUT_SIZE)
     made = problems(options, held + options.train_size)
     make = _turn if options.demonstrations else _question
     held_out = [make(index, problem, options) for index, problem in enumerate(made[:held])]
@@ -99,7 +87,7 @@ def load(settings: TaskSettings) -> Task:
         "calculator",
         Dataset(train, settings.seed, settings.shuffle),
         Dataset(held_out, settings.seed),
-        () if options.demonstrations else (CORRECT,),
+        () if options.demonstrations else (REWARD,),
         gold="said" if options.demonstrations else "answer",
         alphabet=PRINTABLE,
     )

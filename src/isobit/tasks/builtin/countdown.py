@@ -20,16 +20,7 @@ from isobit.data.dataset import Dataset, Example, check_template
 from isobit.errors import IsobitError
 from isobit.options.declare import at_least, at_most
 from isobit.options.reading import OptionError
-from isobit.tasks.builtin.task import (
-    SEED,
-    Task,
-    TaskSettings,
-    alphabet_of,
-    draws_of,
-    held_out_size,
-    refuse_file_settings,
-    task_options,
-)
+from isobit.tasks.builtin.task import SEED, Task, TaskSettings, alphabet_of, draws_of, made_here
 from isobit.tasks.rewards.spec import RewardSpec
 
 REWARD = RewardSpec("isobit.tasks.builtin.countdown:reward", name="correct")
@@ -70,11 +61,9 @@ class CountdownOptions:
 def load(settings: TaskSettings) -> Task:
     """Build the task from its options; a prompt is such as "3 5 7 -> 26: ", or a template with
     {numbers} and {target}."""
-    refuse_file_settings(settings)
-    options = task_options(CountdownOptions, settings)
+    options, held = made_here(CountdownOptions, settings, DEFAULT_HELD_OUT_SIZE, template=True)
     template = settings.prompt_template or "{prompt}"
     check_template(template, ("prompt", "numbers", "target"))
-    held = held_out_size(settings, DEFAULT_HELD_OUT_SIZE)
     examples = [
         _example(i if i < held else i - held, problem, options.use_all, template)
         for i, problem in enumerate(problems(options, held + options.train_size))

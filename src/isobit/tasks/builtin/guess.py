@@ -27,11 +27,9 @@ from isobit.tasks.builtin.task import (
     Task,
     TaskSettings,
     draws_of,
-    held_out_size,
-    refuse_file_settings,
-    task_options,
+    made_here,
+    user_says,
 )
-from isobit.tasks.builtin.turns import user_says
 
 DEFAULT_HELD_OUT_SIZE = 256
 _HELD_OUT_RANGES = 8  # one of so many
@@ -58,13 +56,9 @@ class GuessOptions:
 
 def load(settings: TaskSettings) -> Task:
     """Build the task from its options: games, or single turns of games as demonstrations."""
-    refuse_file_settings(settings)
-    options = task_options(GuessOptions, settings)
-    if settings.prompt_template is not None:
-        raise IsobitError("task.prompt_template: task guess has prompts of its own")
+    options, size = made_here(GuessOptions, settings, DEFAULT_HELD_OUT_SIZE)
     train, held_out = ranges(options)
     make = _turns if options.demonstrations else _games
-    size = held_out_size(settings, DEFAULT_HELD_OUT_SIZE)
     return Task(
         "guess",
         Dataset(make(options, train, options.train_size, 0), settings.seed, settings.shuffle),

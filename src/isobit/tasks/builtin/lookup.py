@@ -21,17 +21,16 @@ from typing import Annotated, Any
 from isobit.data.dataset import Dataset, Example
 from isobit.errors import IsobitError
 from isobit.options.declare import at_least, at_most
+from isobit.tasks.builtin.arithmetic import REWARD
 from isobit.tasks.builtin.task import (
     PRINTABLE,
     SEED,
     Task,
     TaskSettings,
     draws_of,
-    held_out_size,
-    refuse_file_settings,
-    task_options,
+    made_here,
+    user_says,
 )
-from isobit.tasks.builtin.turns import CORRECT, user_says
 
 DEFAULT_HELD_OUT_SIZE = 96
 KINDS = ("river", "tree", "lord")
@@ -72,11 +71,7 @@ class Corpus:
 
 def load(settings: TaskSettings) -> Task:
     """Build the task from its options. A prompt is a chat of one message, the question."""
-    refuse_file_settings(settings)
-    options = task_options(LookupOptions, settings)
-    if settings.prompt_template is not None:
-        raise IsobitError("task.prompt_template: task lookup has prompts of its own")
-    size = held_out_size(settings, DEFAULT_HELD_OUT_SIZE)
+    options, size = made_here(LookupOptions, settings, DEFAULT_HELD_OUT_SIZE)
     corpus = corpus_of(options.people, options.towns, options.seed)
     people = list(corpus.homes)
     barred = -(-size // len(KINDS))  # people, rounded up
@@ -88,7 +83,7 @@ def load(settings: TaskSettings) -> Task:
         "lookup",
         Dataset(train, settings.seed, settings.shuffle),
         Dataset(make(options, corpus, people[:barred])[:size], settings.seed),
-        () if options.demonstrations else (CORRECT,),
+        () if options.demonstrations else (REWARD,),
         gold="said" if options.demonstrations else "answer",
         alphabet=PRINTABLE,
     )

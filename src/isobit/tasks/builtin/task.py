@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
-from isobit.data.dataset import SPLIT_STREAM, Dataset, random_words
+from isobit.data.dataset import SPLIT_STREAM, Dataset, Message, random_words
 from isobit.errors import IsobitError
 from isobit.options.declare import FileName, NotAnOption, above, at_least, at_most, text_as
 from isobit.options.reading import read
@@ -174,16 +174,24 @@ def task_options(schema: type[_Options], settings: TaskSettings) -> _Options:
     return read(schema, settings.options, ("task", "options"))
 
 
+def user_says(text: str) -> Message:
+    """Return a text as a user's message."""
+    return {"role": "user", "content": text}
+
+
 def alphabet_of(characters: str) -> str:
     """Return the distinct characters of a text, in the order in which they first occur."""
     return "".join(dict.fromkeys(characters))
 
 
-def refuse_file_settings(settings: TaskSettings) -> None:
-    """Raise IsobitError if a setting of a data file is given, which a task that makes its own data
-    cannot use."""
+def made_here(
+    schema: type[_Options], settings: TaskSettings, held_out: int, template: bool = False
+) -> tuple[_Options, int]:
+    """Return the options of a task that makes its own data, and the number of examples that it
+    holds out (default: `held_out`). Raises IsobitError for a setting that it cannot use: those of
+    a data file, and a prompt template unless it takes one (`template`)."""
     unused = TaskSettings()
-    for name in (
+    for name in [
         "path",
         "files",
         "held_out_path",
@@ -193,12 +201,16 @@ def refuse_file_settings(settings: TaskSettings) -> None:
         "columns",
         "chat",
         "system",
-    ):
+    ]:
         if getattr(settings, name) != getattr(unused, name):
             raise IsobitError(
                 f"task.{name}: task {settings.name} makes its own data; for a file use "
                 "task.name: file"
             )
+    options = task_options(schema, settings)
+    if settings.prompt_template is not None and not template:
+        raise IsobitError(f"task.prompt_template: task {settings.name} has prompts of its own")
+    return options, held_out_size(settings, held_out)
 
 
 def held_out_size(settings: TaskSettings, default: int) -> int:

@@ -12,24 +12,31 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import count
 from math import inf
-from queue import Empty
 from typing import Any
 
 from isobit.data.columns import ANY
 from isobit.data.dataset import Prompt
-from isobit.data.turns import Reply, Turn
+from isobit.data.turns import Reply, Step, Turn
 from isobit.errors import IsobitError, RunFailed, brief, did_you_mean, listed
 from isobit.tasks.environments.mistakes import Mistake
-from isobit.tasks.environments.pump import START_DEADLINE_S, Pump, Question, Worker
-from isobit.tasks.environments.replies import message_of, turn_message
+from isobit.tasks.environments.replies import reply_of
 from isobit.tasks.environments.settings import EnvironmentConfig
 from isobit.tasks.rewards.spec import RewardSpec
+from isobit.tasks.workers.dispatch import (
+    START_DEADLINE_S,
+    Death,
+    Dispatcher,
+    Program,
+    Request,
+    Worker,
+)
 from isobit.tasks.workers.output import MAX_AT_ONCE, Output
-from isobit.tasks.workers.process import Process
 from isobit.tasks.workers.variables import check_names, hint
 
 PATIENCE_S = 5.0
 """Seconds after which a line on stderr says what a worker is still loading."""
+GRACE_S = 5.0
+"""Seconds after its deadline in which a worker may still answer by itself."""
 Row = tuple[str, Prompt, Mapping[str, Any]]
 """A row of the data: its place, its prompt and its other columns."""
 _TRIED = -1
@@ -58,7 +65,7 @@ class EnvironmentPool:
         self._rewards = [spec for spec in rewards if not (spec.by_name or spec.is_object)]
         self._kinds: dict[str | None, list[Mapping[str, Any]]] = {}
         self._workers: list[Worker] = []
-        self._pump: Pump | None = None
+        self._dispatcher: Dispatcher[Reply] | None = None
         self._serials = count()
         self._keys: dict[int, int] = {}  # of episodes that are open, by serial number
         self._open: dict[int, int] = {}  # the other way round
@@ -78,22 +85,26 @@ class EnvironmentPool:
         line, if one of them cannot be used."""
         if self._workers:
             return
-        load = json.dumps({"load": self._load()}).encode() + b"\n"
         check_names(self._variables, _VARIABLES)
+        program = Program(
+            "isobit.tasks.environments.worker",
+            "environment",
+            "environment",
+            self._load(),
+            reply_of,
+            "its process did not answer within {:g} s and was killed",
+            variables=self._variables,
+            option=_VARIABLES,
+            grace_s=GRACE_S,
+            patience_s=PATIENCE_S,
+        )
+        self._workers = [Worker(program) for _ in range(self.config.workers)]
+        self._dispatcher = Dispatcher(self._workers, "isobit-environments")
         try:
-            for _ in range(self.config.workers):
-                process = Process(
-                    "isobit.tasks.environments.worker", "environment", self._variables
-                )
-                self._workers.append(Worker(process, load))
-                process.start()
-                process.send(load)
-            replies = [self._loaded(worker) for worker in self._workers]
+            self._take_up(self._dispatcher.load()[0])
         except BaseException:
             self.close()
             raise
-        self._take_up(replies[0])
-        self._pump = Pump(self._workers, self.config.turn_deadline_s)
 
     def _take_up(self, loaded: Mapping[str, Any]) -> None:
         """Keep what a worker has loaded: kinds, tools, and names and weights of rewards. Raises
@@ -110,7 +121,6 @@ class EnvironmentPool:
             weights |= {own_reward: 1.0} if own_reward is not None else {}
         for spec in self._rewards:
             if spec.label in weights:
-                self.close()
                 raise IsobitError(
                     f"two rewards are called {spec.label!r}: the environment's own, under its "
                     "class's name, and a reward function; give the function a name of its own"
@@ -134,46 +144,6 @@ class EnvironmentPool:
             "start_deadline_s": 0.9 * START_DEADLINE_S,  # its own word comes first
             "on_error": config.on_error,
         }
-
-    def _loaded(self, worker: Worker) -> dict[str, Any]:
-        """Return the message of a worker that has loaded everything; print a line on stderr about
-        what takes long to load. Raises IsobitError."""
-        process, received, loading = worker.process, b"", "its code"
-        end = time.monotonic() + START_DEADLINE_S
-        due = time.monotonic() + PATIENCE_S
-        while True:
-            if not process.wait(min(end, due) - time.monotonic()):
-                limit = f"within {START_DEADLINE_S:g} s{process.last_output()}"
-                if time.monotonic() >= end:
-                    raise IsobitError(f"environment: {loading} was not loaded {limit}")
-                print(
-                    f"environment: waiting for {loading}; it has to load {limit}", file=sys.stderr
-                )
-                due = end
-                continue
-            try:
-                received += process.receive()
-            except EOFError:
-                raise IsobitError(f"environment: {process.bury()} while it was loaded") from None
-            *lines, received = received.split(b"\n")
-            for line in lines:
-                try:
-                    message = message_of(line)
-                    if not message.keys() & {"loading", "loaded", "error"}:
-                        raise ValueError("not a reply")
-                except ValueError:
-                    raise IsobitError(
-                        f"environment: {loading} wrote what is not a reply into the pipe of "
-                        "replies while it was loaded; it may write to stdout and its own files"
-                    ) from None
-                if "error" in message:
-                    text = message["error"]
-                    raise IsobitError(text + hint(text, self._variables, option=_VARIABLES))
-                if "loaded" in message:
-                    worker.ready = True
-                    loaded: dict[str, Any] = message["loaded"]
-                    return loaded
-                loading, due = message["loading"], time.monotonic() + PATIENCE_S
 
     def check_row(self, where: str, columns: Mapping[str, Any]) -> None:
         """Raise IsobitError if a row does not name one of the environments, or lacks a column that
@@ -227,7 +197,7 @@ class EnvironmentPool:
         self._keys[serial], self._open[key] = key, serial
         self._kind_of[key] = kind
         begin = {"prompt": prompt, "columns": dict(columns)}
-        self._ask(key, {"begin": begin, "kind": kind}, first=True)
+        self._ask(key, {"begin": begin, "kind": kind})
 
     def tried(self, where: str, prompt: Prompt, columns: Mapping[str, Any]) -> Prompt:
         """Return a row's prompt with what its environment's reset adds, in an episode that is ended
@@ -254,7 +224,7 @@ class EnvironmentPool:
 
     def turn(self, key: int, turn: Turn) -> None:
         """Ask the environment of an episode what follows this turn."""
-        self._ask(key, {"turn": turn_message(turn)})
+        self._ask(key, {"turn": asdict(turn)})
 
     def finish(self, key: int, arguments: Mapping[str, Any]) -> None:
         """Ask for the rewards of an episode that is over."""
@@ -264,24 +234,23 @@ class EnvironmentPool:
         """End an episode and free its environment; safe at any time, no reply follows."""
         if key not in self._open:
             return
-        self._ask(key, {"end": True}, last=True)
+        self._ask(key, {"end": True})
         del self._keys[self._open.pop(key)], self._kind_of[key]
         if not self._open:
             self.pass_output_on()
 
-    def _ask(
-        self, key: int, question: Mapping[str, Any], first: bool = False, last: bool = False
-    ) -> None:
-        assert self._pump is not None, "it was not started"
-        serial = self._open[key]
+    def _ask(self, key: int, question: Mapping[str, Any]) -> None:
+        assert self._dispatcher is not None, "it was not started"
+        serial, last = self._open[key], "end" in question
         body = json.dumps({"key": serial, **question}).encode() + b"\n"
-        self._pump.ask(Question(serial, body, first, last))
+        deadline_s = None if last else self.config.turn_deadline_s
+        self._dispatcher.ask(Request(serial, body, deadline_s, "begin" in question, last))
 
     def poll(self, wait_s: float) -> list[Reply]:
         """Return the replies that have come; wait at most `wait_s` seconds for the first. Raises
         RunFailed for a mistake of the program, and for every problem if `on_error` is stop;
         IsobitError if a worker that died cannot be replaced; and any other error that ended the
-        pump's thread."""
+        dispatcher's thread."""
         replies = self._replies(wait_s)
         for reply in replies:
             if reply.problem is not None and (reply.mistake or self.config.on_error == "stop"):
@@ -289,24 +258,19 @@ class EnvironmentPool:
         return replies
 
     def _replies(self, wait_s: float) -> list[Reply]:
-        assert self._pump is not None, "it was not started"
+        assert self._dispatcher is not None, "it was not started"
         replies: list[Reply] = []
-        while True:
-            try:
-                arrived = self._pump.replies.get(timeout=0 if replies else max(0.0, wait_s))
-            except Empty:
-                return replies
-            if isinstance(arrived, BaseException):
-                self._pump.replies.put(arrived)  # for the next call
-                raise arrived
-            reply, died = arrived
-            key = self._keys.get(reply.key)
+        while arrived := self._dispatcher.next(0 if replies else max(0.0, wait_s)):
+            serial, reply = arrived
+            key = self._keys.get(serial)
             if key is None:  # the episode was ended meanwhile
                 continue
             kind = self._kind_of[key]
-            rewards = dict.fromkeys(self._names[kind]) if died else reply.rewards
-            tools = tuple(self._kinds[kind])
-            replies.append(replace(reply, key=key, tools=tools, rewards=rewards))
+            if isinstance(reply, Death):
+                rewards = dict.fromkeys(self._names[kind])
+                reply = Reply(key, Step(done=True), problem=reply.text, rewards=rewards)
+            replies.append(replace(reply, key=key, tools=tuple(self._kinds[kind])))
+        return replies
 
     def explained(self, problem: str) -> str:
         """Return a problem as a message, with the variable that seems to be missing and the file
@@ -319,16 +283,15 @@ class EnvironmentPool:
         """Add the workers' new output to `output`; called when no episode is open, so that no
         episode waits meanwhile."""
         for worker in self._workers:
-            self.output.add(*worker.process.new_output(MAX_AT_ONCE), "environments")
+            self.output.add(*worker.new_output(MAX_AT_ONCE), "environments")
 
     def close(self) -> None:
         """Kill the workers and all processes that they started. May be called again."""
-        if self._pump is not None:
-            self._pump.close()
-            self._pump = None
-        if self._workers:
+        if self._dispatcher is not None:
+            self._dispatcher.close()
+            self._dispatcher = None
             self.pass_output_on()
         for worker in self._workers:
-            worker.process.close()
+            worker.close()
         self._workers = []
         self._keys, self._open, self._kind_of = {}, {}, {}

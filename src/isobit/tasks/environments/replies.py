@@ -4,24 +4,14 @@ The pipe of replies is open in a process that runs a user's code, so its lines a
 line that is not a reply raises ValueError.
 """
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from isobit.data.turns import Call, Reply, Step, ToolUse, Turn
 
-MOST_BYTES = 1 << 26
-"""The most bytes of a reply."""
-
-
-def turn_message(turn: Turn) -> dict[str, Any]:
-    """Return a turn as plain values, for JSON."""
-    return asdict(turn)
-
 
 def turn_of(message: Mapping[str, Any]) -> Turn:
-    """Return the turn that a message of `turn_message` holds."""
+    """Return the turn whose plain values a message holds."""
     calls = tuple(Call(**call) for call in message["calls"])
     return Turn(**{**message, "calls": calls, "problems": tuple(message["problems"])})
 
@@ -40,20 +30,9 @@ def reply_message(reply: Reply, lost: bool) -> dict[str, Any]:
     }
 
 
-def message_of(line: bytes) -> dict[str, Any]:
-    """Return the JSON object in a line. Raises ValueError for another line."""
-    try:
-        message = json.loads(line)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
-    if not isinstance(message, dict):
-        raise ValueError("not an object")
-    return message
-
-
-def reply_of(message: Mapping[str, Any]) -> tuple[Reply, bool]:
-    """Return the reply that a message holds, under its worker's key and without tools, and whether
-    a call of its episode has not come back. Raises ValueError for a message that is not a reply."""
+def reply_of(message: Mapping[str, Any]) -> Reply:
+    """Return the reply that a message holds, under its worker's key and without tools. Raises
+    ValueError for a message that is not a reply."""
     try:
         messages, reward, done = message["step"]
         rewards = message["rewards"]
@@ -68,9 +47,7 @@ def reply_of(message: Mapping[str, Any]) -> tuple[Reply, bool]:
         )
         values = [reward, *rewards.values(), *(use.error or 0.0 for use in reply.uses)]
         typed = (
-            type(reply.key) is int
-            and isinstance(done, bool)
-            and isinstance(message["lost"], bool)
+            isinstance(done, bool)
             and isinstance(reply.mistake, bool)
             and isinstance(reply.problem, str | None)
             and isinstance(reply.prompt, str | list | None)
@@ -82,4 +59,4 @@ def reply_of(message: Mapping[str, Any]) -> tuple[Reply, bool]:
         raise ValueError(f"not a reply: {error}") from None
     if not typed:
         raise ValueError("not a reply")
-    return reply, message["lost"]
+    return reply

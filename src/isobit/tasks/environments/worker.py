@@ -1,12 +1,10 @@
 """The process that runs environments: `python -m isobit.tasks.environments.worker REQUESTS REPLIES
 LIFELINE` (pipe numbers).
 
-Requests and replies are JSON objects, one a line. One event loop serves all episodes for the
-process's whole life, each question in a separate task, so that replies come in any order. The
-output of environments goes to stderr.
+One event loop serves all episodes for the process's whole life, each question in a separate task,
+so that replies come in any order.
 
-    {"load": {...}}                                  -> {"loading": what}, more of it, and then
-                                                        {"loaded": {...}} or {"error": line}
+    {"load": {...}}                                  -> {"loading": what}, ..., {"loaded": {...}}
     {"key": k, "begin": {"prompt": ..., "columns": {...}}, "kind": name}   -> a reply
     {"key": k, "turn": {...}}                        -> a reply
     {"key": k, "finish": {...}}                      -> a reply
@@ -19,22 +17,21 @@ process group.
 
 import asyncio
 import json
-import os
 import sys
 from collections.abc import Mapping
 from typing import Any
 
-from isobit.data.turns import Reply, Step, Turn
+from isobit.data.turns import Reply, Step
 from isobit.errors import IsobitError, brief
 from isobit.tasks.environments.episode import Episode, Limits, Scorer
 from isobit.tasks.environments.home import Late
 from isobit.tasks.environments.kinds import Kind, load_kinds
 from isobit.tasks.environments.mcp import Server
-from isobit.tasks.environments.replies import MOST_BYTES, reply_message, turn_of
+from isobit.tasks.environments.replies import reply_message, turn_of
 from isobit.tasks.environments.settings import McpServer
 from isobit.tasks.environments.tools import Tool, by_name, function_tool
 from isobit.tasks.rewards.functions import load_function
-from isobit.tasks.workers.child import end_group, open_pipes, write
+from isobit.tasks.workers.child import MOST_BYTES, Parent, end_group
 from isobit.tasks.workers.loading import last_line
 
 _MOST_BYTES = 1 << 30  # of a request
@@ -46,47 +43,43 @@ class Worker:
     """The episodes of this process, with the kinds of environments, the reward functions and the
     limits that they use."""
 
-    def __init__(self, replies: int) -> None:
-        self._replies = replies
-        self._process = os.getpid()
+    def __init__(self) -> None:
+        self._parent = Parent()
+        self._say = self._parent.say
         self._kinds: dict[str | None, Kind] = {}
         self._scorers: list[Scorer] = []
         self._limits = Limits(1, 1.0, "observe")
         self._episodes: dict[int, Episode] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
-    async def serve(self, requests: int) -> None:
-        """Answer requests until the pipe with the number `requests` ends."""
+    async def serve(self) -> None:
+        """Answer requests until their pipe ends."""
         reader = asyncio.StreamReader(limit=_MOST_BYTES)
-        pipe = open(requests, "rb", buffering=0)  # noqa: SIM115
+        pipe = open(self._parent.requests, "rb", buffering=0)  # noqa: SIM115
         await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), pipe
         )
         while line := await reader.readline():
             message = json.loads(line)
             if "load" in message:
-                self._say(await self._loaded(message["load"]))
-            elif "end" in message:
-                self._end(message["key"])
-            else:
-                self._open(message)
+                try:
+                    self._say({"loaded": await self._load(message["load"])})
+                except IsobitError as error:
+                    self._say({"error": str(error)})
+                except BaseException as error:  # raised by a user's code
+                    self._say({"error": f"environment: {last_line(error, '')}"})
+                continue
+            key = message["key"]
+            if "end" in message:
+                episode = self._episodes.pop(key, None)
+                if episode is not None and key not in self._tasks:
+                    episode.release()
+                continue
+            if "begin" in message:
+                kind, several = self._kinds[message["kind"]], message["kind"] is not None
+                self._episodes[key] = Episode(key, kind, self._limits, several)
+            self._tasks[key] = asyncio.create_task(self._answer(self._episodes[key], message))
         end_group()
-
-    def _open(self, message: Mapping[str, Any]) -> None:
-        """Start a task that answers a question about an episode."""
-        key = message["key"]
-        if "begin" in message:
-            kind, several = self._kinds[message["kind"]], message["kind"] is not None
-            self._episodes[key] = Episode(key, kind, self._limits, several)
-        self._tasks[key] = asyncio.create_task(self._answer(self._episodes[key], message))
-
-    async def _loaded(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        try:
-            return {"loaded": await self._load(request)}
-        except IsobitError as error:
-            return {"error": str(error)}
-        except BaseException as error:  # raised by a user's code
-            return {"error": f"environment: {last_line(error, '')}"}
 
     async def _load(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Load tools, servers, factories and reward functions. Return each kind's name, tools and
@@ -133,7 +126,12 @@ class Worker:
     async def _answer(self, episode: Episode, message: Mapping[str, Any]) -> None:
         key = episode.key
         try:
-            reply = await self._asked(episode, message)
+            if "begin" in message:
+                reply = await episode.begin(**message["begin"])
+            elif "turn" in message:
+                reply = await episode.turn(turn_of(message["turn"]))
+            else:
+                reply = await episode.finish(message["finish"], self._scorers)
         except Exception as error:  # an environment's value ends its episode
             text = f"environment: {last_line(error, episode.kind.file)}"
             reply = Reply(key, Step(done=True), problem=text)
@@ -147,37 +145,16 @@ class Worker:
             line = json.dumps(reply_message(failed, episode.lost))
         self._tasks.pop(key, None)
         if key in self._episodes:
-            self._write(line)
+            self._parent.write(line)
         else:  # the episode was ended meanwhile
             episode.release()
-
-    async def _asked(self, episode: Episode, message: Mapping[str, Any]) -> Reply:
-        if "begin" in message:
-            return await episode.begin(**message["begin"])
-        if "turn" in message:
-            turn: Turn = turn_of(message["turn"])
-            return await episode.turn(turn)
-        return await episode.finish(message["finish"], self._scorers)
-
-    def _end(self, key: int) -> None:
-        episode = self._episodes.pop(key, None)
-        if episode is not None and key not in self._tasks:
-            episode.release()
-
-    def _say(self, message: Mapping[str, Any]) -> None:
-        self._write(json.dumps(message))
-
-    def _write(self, line: str) -> None:
-        if os.getpid() != self._process:  # a tool forked, and this is the child
-            os._exit(0)
-        write(self._replies, line.encode() + b"\n")
 
 
 def main() -> None:
     """Serve requests until the pipe of requests ends."""
-    requests, replies = open_pipes()
+    worker = Worker()
     try:
-        asyncio.run(Worker(replies).serve(requests))
+        asyncio.run(worker.serve())
     except OSError as error:  # the parent sees that this process ends
         sys.exit(f"a pipe of this process cannot be used any more: {error.strerror}")
 

@@ -1,14 +1,18 @@
 """A call of a reward function that gave no rewards: why, in words. Left out: what is done about it
 (`pool.py`)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from isobit.data.dataset import Prompt
-from isobit.tasks.rewards.worker_process import Death, Reply
+from isobit.tasks.workers.dispatch import Death
 from isobit.tasks.workers.variables import hint
 
 EXCERPT_CHARACTERS = 60
+Result = Mapping[str, Any]
+"""What `functions.answer` returns."""
+Reply = Result | Death
 
 
 @dataclass(frozen=True)
@@ -17,6 +21,16 @@ class Failure:
 
     text: str
     deadly: bool = False
+
+
+def result_of(message: Mapping[str, Any]) -> Result:
+    """Return the result that a message of a worker holds. Raises ValueError for a message without
+    one."""
+    failed = any(isinstance(message.get(key), str) for key in ("raised", "malformed"))
+    types = {"values": list, "wrong": dict, "unscored": dict}
+    if not failed and not all(isinstance(message.get(key), types[key]) for key in types):
+        raise ValueError("not a result")
+    return message
 
 
 def failure_of(reply: Reply, variables: Sequence[str] | None) -> Failure | None:

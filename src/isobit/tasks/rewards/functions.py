@@ -60,6 +60,12 @@ class LoadedFunction:
     takes_more: bool = True
     options: frozenset[str] = frozenset()
 
+    @property
+    def signature(self) -> dict[str, Any]:
+        """Return the columns and names that it takes, as plain values for JSON."""
+        names = sorted(self.names)
+        return {"required": self.required, "names": names, "takes_more": self.takes_more}
+
     def __call__(self, arguments: dict[str, Any]) -> Any:
         """Call the function with those of the keyword arguments that it takes, and return its
         result; the result of an `async` function is waited for."""

@@ -19,8 +19,10 @@ out: isolation from files and network, since users run their own functions.
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import count as counting
 from typing import Any
 
 from isobit.data.answers import ANSWERS
@@ -29,17 +31,20 @@ from isobit.data.dataset import Prompt
 from isobit.data.episodes import EpisodeRecord
 from isobit.errors import IsobitError, RunFailed, did_you_mean
 from isobit.tasks.rewards.built import built, check_rows
-from isobit.tasks.rewards.exchange import Exchange
-from isobit.tasks.rewards.failures import Failure, excerpt_of, failure_of
+from isobit.tasks.rewards.failures import Failure, Reply, Result, excerpt_of, failure_of, result_of
 from isobit.tasks.rewards.functions import answer, loaded_object
 from isobit.tasks.rewards.spec import RewardSpec
-from isobit.tasks.rewards.worker_process import Death, Reply, WorkerProcess
+from isobit.tasks.workers.dispatch import Death, Dispatcher, Program, Request, Worker
 from isobit.tasks.workers.output import MAX_AT_ONCE, Output
 from isobit.tasks.workers.variables import check_names
 
 MAX_DEATHS = 16
+_MOMENT_S = 0.001
+_THREAD = "isobit-rewards"
 Said = str | EpisodeRecord
 """What a model answered: a text, or several turns with an environment."""
+Call = tuple[int, range, int]
+"""A function, the samples that it is called on, and the key of the reply."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +103,9 @@ class RewardPool:
         self._num_workers = num_workers
         self.output = Output()
         self.environment = tuple(environment)
-        self.workers: list[WorkerProcess] = []
+        self.workers: list[Worker] = []
         self._required: list[tuple[str, ...]] = []
-        self.wants_tokens = self.wants_answers = False
+        self.wants_tokens = False
         self.columns: frozenset[str] = frozenset()  # names of arguments, see data/columns.py
         self._trainer_state: Mapping[str, float] | None = None  # of the batch that was begun last
         self._open: RewardBatch | None = None
@@ -118,26 +123,40 @@ class RewardPool:
             return
         references = [self.specs[i].reference for i in self._places]
         check_names(self.environment)
+        program = Program(
+            "isobit.tasks.rewards.worker",
+            "reward function",
+            f"reward function {' and '.join(map(repr, references))}",
+            references,
+            result_of,
+            "no answer within {:g} s, killed",
+            imported="imported",
+            variables=self.environment,
+            capacity=1,
+        )
+        self.workers = [Worker(program) for _ in range(self._num_workers if references else 0)]
         try:
-            for _ in range(self._num_workers if references else 0):
-                self.workers.append(WorkerProcess(references, self.environment))
-            loaded = [worker.loaded() for worker in self.workers][:1]
+            with closing(Dispatcher[Result](self.workers, _THREAD)) as dispatcher:
+                loaded = dispatcher.load()[:1]
         except BaseException:
             self.close()
             raise
-        there = dict(zip(self._places, loaded[0] if loaded else ()))
-        required = {i: tuple(signature["required"]) for i, signature in there.items()}
-        required |= {i: function.required for i, function in self.here.items()}
-        self._required = [required[i] for i in range(len(self.specs))]
-        names = [signature["names"] for signature in there.values()] + [
-            f.names for f in self.here.values()
-        ]
+        by_index = dict(zip(self._places, loaded[0] if loaded else ()))
+        by_index |= {i: function.signature for i, function in self.here.items()}
+        signatures = [by_index[i] for i in range(len(self.specs))]
+        self._required = [tuple(signature["required"]) for signature in signatures]
+        names = [signature["names"] for signature in signatures]
         self.columns = frozenset().union(*names, *self._required)
         self.wants_tokens = "completion_ids" in self.columns
-        self.wants_answers = ANSWERS in self.columns
-        takes_more = [signature["takes_more"] for signature in there.values()]
-        if any(takes_more) or any(f.takes_more for f in self.here.values()):
+        if any(signature["takes_more"] for signature in signatures):
             self.columns |= {ANY}
+
+    @property
+    def wants_answers(self) -> bool:
+        """Whether a function takes what completions say without their thoughts; the workers, which
+        know it, are started."""
+        self.start()
+        return ANSWERS in self.columns
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise IsobitError if a function cannot do without a column that the data does not
@@ -205,10 +224,12 @@ class RewardPool:
             worker.close()
         self.workers, self._required = [], []
 
-    def request(self, function: int, body: str) -> bytes:
-        """Return the line that asks a worker to call a function; workers number only the functions
-        they have."""
-        return f'{{"function":{self._places.index(function)},{body}'.encode()
+    def request(self, key: int, function: int, arguments: Mapping[str, Any], count: int) -> Request:
+        """Return the request to call a function; workers number only the functions that they
+        have."""
+        call = {"function": self._places.index(function), "count": count, "arguments": arguments}
+        body = json.dumps({"key": key, **call}).encode() + b"\n"
+        return Request(key, body, self.deadlines_s[function], first=True, last=True)
 
     def pass_output_on(self) -> None:
         """Copy the workers' new printed lines to `output`; called at the end of each batch, so that
@@ -242,7 +263,7 @@ class RewardBatch:
     def __init__(
         self, pool: RewardPool, count: int, trainer_state: Mapping[str, float] | None
     ) -> None:
-        self.functions, self.workers, self.stop = pool.specs, pool.workers, pool.stop
+        self.functions, self.stop = pool.specs, pool.stop
         self.count = count
         self.overlapped_s = 0.0
         self.arguments: dict[str, list[Any]] = {}
@@ -252,9 +273,10 @@ class RewardBatch:
         self.notes: list[str] = []
         self._pool, self._trainer_state = pool, trainer_state
         self._added: set[int] = set()
-        self._calls: list[tuple[int, range]] = []
-        self._calls_here: list[tuple[int, range]] = []
-        self._running = Exchange(pool.workers) if self.functions else None
+        self._calls: list[Call] = []
+        self._keys = counting()
+        self._replies: dict[int, Reply] = {}
+        self._dispatcher = Dispatcher[Result](pool.workers, _THREAD)
         self._meanwhile: Callable[[], None] | None = None
 
     def __enter__(self) -> "RewardBatch":
@@ -278,7 +300,7 @@ class RewardBatch:
         """
         assert len(prompts) == len(completions) == len(columns)
         self._added |= set(range(first, first + len(prompts)))
-        if self._running is None:
+        if not self.functions:  # rows may then have different columns
             return
         self._pool.check_columns(columns[0])
         arguments: dict[str, list[Any]] = {
@@ -307,13 +329,7 @@ class RewardBatch:
         for function, size in enumerate(self._pool.chunk_sizes):
             for start in range(samples.start, samples.stop, size):
                 chunk = range(start, min(start + size, samples.stop))
-                if function in self._pool.here:
-                    self._calls_here.append((function, chunk))
-                    continue
-                self._calls.append((function, chunk))
-                self._running.submit(
-                    self._pool.request(function, self.body(chunk)), self._pool.deadlines_s[function]
-                )
+                self._calls.append(self._begin(function, chunk))
 
     def collect(self, meanwhile: Callable[[], None] | None = None) -> list[Reward]:
         """Return the rewards of the samples that were added, in order, once they are scored.
@@ -323,18 +339,11 @@ class RewardBatch:
         order, if problems stop the run.
         """
         self._meanwhile = meanwhile
-        if self._running is None:
-            self.cancel()
-            return [Reward(0.0, {}) for _ in self._added]
+        self.overlapped_s = self._dispatcher.worked_s
         try:
-            here = [
-                self.call_here(function, chunk) for function, chunk in self._calls_here
-            ]  # while the workers work
-            replies, self.overlapped_s = self._running.finish(meanwhile)
-            self._running.cancel()
-            called = zip(self._calls + self._calls_here, replies + here)
+            called = zip(self._calls, self._finish(self._calls))
             settled = sorted(called, key=lambda call: (call[0][1].start, call[0][0]))
-            for (function, chunk), reply in settled:
+            for (function, chunk, _), reply in settled:
                 self.settle(function, chunk, reply)
         except IsobitError as error:
             self.cancel()
@@ -348,8 +357,7 @@ class RewardBatch:
 
     def cancel(self) -> None:
         """Stop scoring the batch. May be called again."""
-        if self._running is not None:
-            self._running.cancel()
+        self._dispatcher.close()
         self._pool.closed(self)
 
     def _reward(self, sample: int) -> Reward:
@@ -394,9 +402,10 @@ class RewardBatch:
         spend on it."""
         while samples and self.deaths < MAX_DEATHS:
             now, samples = samples[: MAX_DEATHS - self.deaths], samples[MAX_DEATHS - self.deaths :]
-            for sample, reply in zip(now, self.calls(function, now)):
+            calls = [self._begin(function, range(sample, sample + 1)) for sample in now]
+            for (_, chunk, _), reply in zip(calls, self._finish(calls)):
                 self.deaths += isinstance(reply, Death)
-                self.settle(function, range(sample, sample + 1), reply)
+                self.settle(function, chunk, reply)
         for sample in samples:
             text = f"not examined: {MAX_DEATHS} processes died or hung in this batch already"
             self.record(function, sample, text, self.stops(function, deadly=True))
@@ -427,30 +436,34 @@ class RewardBatch:
             f"were scored one by one, after it failed on them together: {failure.text}{hint}"
         )
 
-    def body(self, samples: range) -> str:
-        """Return the arguments of a chunk of samples, as the end of a request."""
-        return f'"count":{len(samples)},"arguments":{json.dumps(self._given(samples))}}}\n'
-
     def _given(self, samples: range) -> dict[str, list[Any]]:
         return {
             name: values[samples.start : samples.stop] for name, values in self.arguments.items()
         }
 
-    def calls(self, function: int, samples: range) -> list[Reply]:
-        """Call the function once more on each sample alone and return the replies. Raises RunFailed
-        if a worker that died cannot be replaced."""
-        chunks = [range(sample, sample + 1) for sample in samples]
-        if function in self._pool.here:
-            return [self.call_here(function, chunk) for chunk in chunks]
-        exchange = Exchange(self.workers)
-        try:
-            for chunk in chunks:
-                exchange.submit(
-                    self._pool.request(function, self.body(chunk)), self._pool.deadlines_s[function]
-                )
-            return exchange.finish(self._meanwhile)[0]
-        finally:
-            exchange.cancel()
+    def _begin(self, function: int, samples: range) -> Call:
+        """Ask a worker to call a function, if workers have it."""
+        key = next(self._keys)
+        if function not in self._pool.here:
+            arguments = self._given(samples)
+            self._dispatcher.ask(self._pool.request(key, function, arguments, len(samples)))
+        return function, samples, key
+
+    def _finish(self, calls: Sequence[Call]) -> list[Reply]:
+        """Call the functions of this process, while the workers work; return the replies in the
+        order of the calls. Raises IsobitError if a worker that died cannot be replaced."""
+        for function, samples, key in calls:
+            if function in self._pool.here:
+                self._replies[key] = self.call_here(function, samples)
+        waiting = {key for _, _, key in calls} - self._replies.keys()
+        while waiting:
+            if self._meanwhile is not None:
+                self._meanwhile()
+            reply = self._dispatcher.next(None if self._meanwhile is None else _MOMENT_S)
+            if reply is not None:
+                waiting.discard(reply[0])
+                self._replies[reply[0]] = reply[1]
+        return [self._replies.pop(key) for _, _, key in calls]
 
     def call_here(self, function: int, samples: range) -> Reply:
         """Call a function that is an object of this process on copies of its arguments, so that

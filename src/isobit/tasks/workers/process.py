@@ -13,7 +13,6 @@ import select
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Sequence
 from typing import IO
 
@@ -80,14 +79,11 @@ class Process:
         return self._pipes[1]
 
     @property
-    def write_end(self) -> int:
-        """The descriptor on which requests go."""
-        return self._pipes[0]
-
-    @property
-    def unsent(self) -> bool:
-        """Whether some of what was sent does not fit into the pipe yet."""
-        return bool(self._unsent)
+    def interests(self) -> dict[int, int]:
+        """The descriptors that it can be read from and, where some of what was sent does not fit
+        into the pipe yet, written to, with poll's event masks."""
+        writes = {self._pipes[0]: select.POLLOUT} if self._unsent else {}
+        return {self.read_end: select.POLLIN, **writes}
 
     def send(self, request: bytes) -> None:
         """Write a request, or what the pipe takes of it; `push` writes the rest."""
@@ -100,22 +96,7 @@ class Process:
             BlockingIOError, BrokenPipeError
         ):  # a broken pipe also ends the other one
             while self._unsent:
-                self._unsent = self._unsent[os.write(self.write_end, self._unsent) :]
-
-    def wait(self, seconds: float) -> bool:
-        """Wait until the process writes or ends, at most `seconds`; return whether it did. Data
-        still to be sent are written meanwhile."""
-        poll = select.poll()
-        poll.register(self.read_end, select.POLLIN)
-        end = time.monotonic() + seconds
-        while self.unsent:
-            poll.register(self.write_end, select.POLLOUT)
-            happened = {fd for fd, _ in poll.poll(max(0.0, end - time.monotonic()) * 1000)}
-            if self.read_end in happened or not happened:
-                return bool(happened)
-            self.push()
-            poll.unregister(self.write_end)
-        return bool(poll.poll(max(0.0, end - time.monotonic()) * 1000))
+                self._unsent = self._unsent[os.write(self._pipes[0], self._unsent) :]
 
     def receive(self) -> bytes:
         """Return the bytes in the pipe, after waiting for the first. Raises EOFError when the

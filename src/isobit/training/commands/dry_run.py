@@ -15,12 +15,13 @@ from isobit.errors import IsobitError
 from isobit.kernels import Ops, get_ops
 from isobit.model.adapters.low_rank import Adapter
 from isobit.model.adapters.targets import targeted
-from isobit.model.described import Described, described
+from isobit.model.described import Described
 from isobit.precision import Precision, precision_from
 from isobit.run.directory import refuse_existing
 from isobit.tasks.builtin import Task
 from isobit.training.parts.assembly import open_parts
 from isobit.training.parts.cautions import cautions, supervised_cautions
+from isobit.training.parts.divided import together
 from isobit.training.parts.given import (
     check_evaluation,
     lessons_of,
@@ -28,7 +29,7 @@ from isobit.training.parts.given import (
     open_given,
     unread_columns,
 )
-from isobit.training.parts.model import described_model, model_warning, text_rules
+from isobit.training.parts.model import described_model, described_policy, model_warning
 from isobit.training.parts.sampled import SampledParts
 from isobit.training.plan.advice import advice, not_loaded
 from isobit.training.plan.host import this_machine
@@ -62,7 +63,7 @@ def dry_run(config: Config, say: Say) -> None:
         prompts.append(_say_without_weights(config, task, base, processes, separated))
 
     opened = open_parts(config, quiet=False, before_weights=before_weights)
-    opened.processes.close()
+    opened.close()
     separated(_opened(opened))
     separated(prompts[0])
 
@@ -91,6 +92,7 @@ def supervised_dry_run(config: SftConfig, say: Say) -> None:
             say(line)
     say(f"\n{precision.table(model.config.num_layers, trained)}")
     job = lessons.job(config, model.config, this_machine(ops, config.ranks))
+    job = job.together(together(job))
     say(f"\n{_memory(job)}")
     first = f"\n{lessons.first(model)}"
     if (reason := not_loaded(job)) is not None:
@@ -109,8 +111,7 @@ def _say_without_weights(
     """Describe to `say` everything that needs no weights, and return the text of the first prompt,
     which is to be printed last. Where the weights do not fit into the memory, the prompt is printed
     and IsobitError raised."""
-    adapter = None if config.adapter is None else config.adapter.init
-    model = described(base, adapter, text_rules(config))
+    model = described_policy(config, base)
     new_tokens, tools = config.sampling.max_new_tokens, processes.tools
     fitted = fit_prompts(task, model, config.task, new_tokens, tools, quiet=True)
     config = in_steps(config, len(fitted.task.train))
@@ -122,6 +123,7 @@ def _say_without_weights(
     say(precision.table(model.config.num_layers, trained))
     longest = len(encode_prompt(fitted.longest, model, tools))
     job = job_with(config, model.config, longest, this_machine(ops, config.ranks))
+    job = job.together(together(job))
     say(_memory(job))
     first = fitted.task.train.at(0)
     stop = config.rewards.on_error == "stop"
@@ -166,6 +168,7 @@ def _model_text(config: Config | SftConfig, model: Described) -> str:
 def _memory(job: Job) -> str:
     """Return the memory plan as text, and whether it fits."""
     planned, whose = plan(job), "" if job.ranks == 1 else f" of each of {job.ranks} ranks"
+    whose += "" if job.divided == 1 else f", {job.divided} of which hold a model together"
     return f"memory{whose}, planned from config.json\n{planned.table()}\n{advice(job, planned)}"
 
 

@@ -24,7 +24,8 @@ from isobit.evaluation.measure import grade_given, measure_each, tags_of
 from isobit.evaluation.progress import ProgressLine
 from isobit.evaluation.result import Question, Result, read_result, write_result
 from isobit.evaluation.shown import is_saved, show, show_adapters
-from isobit.model import Model, TextRules
+from isobit.model import Model
+from isobit.model.described import described
 from isobit.model.hub.checkpoint import model_folder
 from isobit.options.declare import plain
 from isobit.run import directory as runs
@@ -56,7 +57,7 @@ _OF_SAMPLES = (
     *(f"evaluation.{name}" for name in ("num_samples", "pass_at", "temperature", "top_k", "top_p")),
     *(f"sampling.{name}" for name in _SAMPLED),
 )
-_EMPTY = {"model": {"path": "."}, "sampling": {"max_new_tokens": 256}}
+_EMPTY: dict[str, Any] = {"model": {"path": "."}, "sampling": {"max_new_tokens": 256}}
 
 
 @dataclass(frozen=True)
@@ -98,10 +99,12 @@ def evaluate_command(
 
 def evaluation_config(run: Path | None, overrides: Sequence[str]) -> Config:
     """Return a run's configuration, or an empty one, with overrides. Those of pass@k decide how many
-    samples there are, and those of the samples which k. Raises IsobitError for values that cannot
-    be."""
+    samples there are, and those of the samples which k. Other data than the run's have no held-out
+    file unless one is given. Raises IsobitError for values that cannot be."""
     values, _ = read_source(_values_of(run) if run is not None else _EMPTY, overrides)
     changed, evaluation = _keys(overrides), values.get("evaluation")
+    if changed & {"task.path", "task.files"} and "task.held_out_path" not in changed:
+        values["task"].pop("held_out_path", None)
     if isinstance(evaluation, Mapping):
         if "evaluation.pass_at" in changed and not evaluation.get("num_samples"):
             evaluation = {**evaluation, "num_samples": DEFAULT_SAMPLES}
@@ -127,7 +130,10 @@ def _values_of(run: Path) -> dict[str, Any]:
     shared = ("task", "precision", "consistency", "backend", "seed")
     return {
         **{key: values[key] for key in shared},
-        "model": _EMPTY["model"],
+        "model": {
+            **_EMPTY["model"],
+            "chat_template_kwargs": values["model"]["chat_template_kwargs"],
+        },
         "sampling": {"max_new_tokens": config.max_new_tokens},
         "evaluation": {"samples": config.evaluation.samples},
     }
@@ -154,26 +160,23 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
     }
     saved = {path: read_result(path) for path in sides if is_saved(path)}
     task, plan = task_of(config), evaluation_plan(config)
-    if (
-        run is not None and config.task.too_long == "drop"
-    ):  # what training left out is left out here
-        rules = TextRules(config.task.special_tokens_in_content, now)
-        model = Model.load(
-            folders[run] if run in folders else folders[sides[0]], "float32", rules=rules
-        )
-        task = fit_prompts(
-            task, model, config.task, config.sampling.max_new_tokens, quiet=True
-        ).task
-    examples = list(task.held_out.examples[: _limit(config, run is not None, request.overrides)])
-    if not examples:
+    if not len(task.held_out):
         raise IsobitError("there is nothing to evaluate: the held-out split is empty")
-    tags_of(examples, plan.tag)  # what is wrong is found before a model is loaded
-    for path, result in saved.items():
-        check_same_prompts(
-            str(path), result.prompts, "the data", [example.prompt for example in examples]
-        )
     with _processes(config, task) as processes:
         pool = processes.rewards
+        if run is not None and config.task.too_long == "drop":  # as training left them out
+            model = described(
+                folders.get(run, next(iter(folders.values()))), None, text_rules(config, now)
+            )
+            room = config.sampling.max_new_tokens
+            task = fit_prompts(task, model, config.task, room, processes.tools, quiet=True).task
+        limit = _limit(config, run is not None, request.overrides)
+        examples = list(task.held_out.examples[:limit])
+        tags_of(examples, plan.tag)  # what is wrong is found before a model is loaded
+        for path, result in saved.items():
+            check_same_prompts(
+                str(path), result.prompts, "the data", [example.prompt for example in examples]
+            )
         pool.check_columns(examples[0].columns)
         pool.check_rows((example.place, example.columns) for example in examples)
         unread = None if request.completions else processes.unread_columns(config, examples)
@@ -246,7 +249,9 @@ def _ask(
     sequences = len(names) * len(examples) * max(1, plan.num_samples)
     environments, dialogue = processes.environments, None
     if environments is not None:
-        dialogue = open_dialogue(config, model, environments, examples[0])
+        dialogue = open_dialogue(
+            config.environment, config.most_tokens, model, environments, examples[0]
+        )
     tools = () if environments is None else environments.tools
     prompts = [encode_prompt(example, model, tools) for example in examples]
     engine = sized_engine(config, model, prompts, sequences)

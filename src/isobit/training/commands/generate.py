@@ -3,7 +3,7 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,17 @@ from typing import Any
 from isobit.config.commands import GenerateConfig
 from isobit.data.dataset import Example
 from isobit.engine.engine import Engine
+from isobit.engine.episodes import Episodes
 from isobit.engine.prompts import Prompt
-from isobit.engine.types import Completion, Sampling
+from isobit.engine.types import Completion
 from isobit.errors import IsobitError, printable
 from isobit.model import Model
 from isobit.model.adapters.peft import check_served
 from isobit.model.hub.checkpoint import model_folder
 from isobit.run.directory import model_directory
-from isobit.tasks.environments.settings import EnvironmentConfig
+from isobit.tasks.environments.pool import EnvironmentPool
 from isobit.training.commands.serving import open_serving, rules_of
+from isobit.training.parts.assembly import open_dialogue
 from isobit.training.rollouts.lengths import endings, say_ends
 
 
@@ -32,7 +34,8 @@ def print_completions(
     as_json: bool = False,
 ) -> None:
     """Sample completions of every prompt, of several `adapters` by each of them, and print them.
-    With an environment they are conversations, in which the model may call its tools.
+    With an environment they are conversations, in which the model may call its tools, which run in
+    their own processes.
 
     `adapters`: PEFT folders by name. Raises IsobitError for a bad model, an empty prompt list, or a
     prompt longer than the model's context.
@@ -69,7 +72,10 @@ def print_completions(
     ids, named = [number for number, _ in questions], [name for _, name in questions]
     if config.environment.used:
         examples = [Example(number, requests[number], {}) for number in ids]  # type: ignore[arg-type]
-        groups = _conversations(engine, examples, sampling, config.environment, named)
+        tools = config.environment
+        with EnvironmentPool(tools) as pool:
+            dialogue = open_dialogue(tools, tools.max_tokens, model, pool, examples[0])
+            groups = Episodes(engine, dialogue).generate(examples, sampling, ids, None, named)
     else:
         asking = [requests[number] for number in ids]
         groups = engine.generate(asking, sampling, ids, adapters=named)
@@ -81,30 +87,6 @@ def print_completions(
                 if as_json
                 else printable(_text(prompt, completion, chat, sampling.n))
             )
-
-
-def _conversations(
-    engine: Engine,
-    examples: Sequence[Example],
-    sampling: Sampling,
-    tools: EnvironmentConfig,
-    adapters: Sequence[str | None],
-) -> list[list[Completion]]:
-    """Run episodes with tools, which run in their own processes. Raises IsobitError for tools that
-    cannot be used, and for a template that has no place for them."""
-    from isobit.engine.dialogue import Dialogue
-    from isobit.engine.episodes import Episodes
-    from isobit.tasks.environments.pool import EnvironmentPool
-
-    with EnvironmentPool(tools) as pool:
-        tokenizer = engine.model.tokenizer
-        forks = tools.history == "fork"
-        parser, most = tools.parser or "auto", tools.max_tokens
-        dialogue = Dialogue.of(tokenizer, pool, parser, most, forks=forks)
-        appending = dialogue.appending(examples[0].prompt)
-        (appending.check_shown if forks else appending.check)("tool")
-        ids = [example.index for example in examples]
-        return Episodes(engine, dialogue).generate(examples, sampling, ids, None, adapters)
 
 
 def _line(prompt: str, completion: Completion) -> str:

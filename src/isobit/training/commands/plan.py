@@ -1,7 +1,8 @@
 """`isobit plan`: memory of a GPU by part and number of GPUs, whether it fits, and what lowers it;
 as text or JSON.
 
-Nothing is loaded but the config and the config.json of its models. A run that fits on none of
+Nothing is loaded but the config and the config.json of its models; of random weights, their
+characters, which a built-in task has. A run that fits on none of
 the given numbers of GPUs is refused, after its table.
 """
 
@@ -9,9 +10,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from isobit.config import Config
+from isobit.config import Config, SftConfig, load_sft_config
 from isobit.errors import IsobitError
+from isobit.model import ModelConfig
 from isobit.monitor.report.tables import text_table
+from isobit.training.parts.given import load_supervised
+from isobit.training.parts.model import described_model, model_named
 from isobit.training.plan import Job, Machine, MemoryPlan, job_of, plan
 from isobit.training.plan.advice import (
     advice,
@@ -23,6 +27,7 @@ from isobit.training.plan.advice import (
     warnings,
 )
 from isobit.training.plan.cards import GIB, MIB
+from isobit.training.plan.job import architecture, supervised_job_of
 from isobit.training.plan.memory import num_parameters
 
 _MOST_GPUS = 1 << 16
@@ -34,14 +39,28 @@ Planned = Sequence[tuple[Job, MemoryPlan]]
 
 
 def plan_command(
-    config: Config, gpus: str | None, machine: Machine, prompt_tokens: int | None, as_json: bool
+    config: Config | SftConfig,
+    gpus: str | None,
+    machine: Machine,
+    tokens: tuple[int | None, int | None],
+    as_json: bool,
 ) -> None:
-    """Print the plan. Raises IsobitError for what cannot be planned, and, after the table, where
-    nothing fits."""
-    if prompt_tokens is not None and prompt_tokens < 1:
-        raise IsobitError(f"--prompt-tokens {prompt_tokens}: expected a whole number, at least 1")
+    """Print the plan. `tokens`: of a prompt, and of a completion of a supervised run, if they are
+    given. Raises IsobitError for what cannot be planned, and, after the table, where nothing
+    fits."""
+    for option, number in zip(("--prompt-tokens", "--completion-tokens"), tokens):
+        if number is not None and number < 1:
+            raise IsobitError(f"{option} {number}: expected a whole number, at least 1")
     counts = [config.ranks] if gpus is None else _counts(gpus)
-    job = job_of(config, machine, prompt_tokens)
+    if isinstance(config, SftConfig):
+        job = supervised_job_of(config, machine, _architecture(config), *tokens)
+    elif tokens[1] is not None:
+        raise IsobitError(
+            f"--completion-tokens {tokens[1]} is of a supervised run, whose answers are given; this "
+            f"one samples them: sampling.max_new_tokens={tokens[1]}"
+        )
+    else:
+        job = job_of(config, machine, tokens[0], model=_architecture(config))
     try:
         plans = [(job_, plan(job_)) for job_ in map(job.on, counts)]
         text = json.dumps(_plain(plans), indent=1) if as_json else _text(plans)
@@ -50,6 +69,16 @@ def plan_command(
     print(text)
     if all(job_.total > machine.memory for _, job_ in plans):
         raise IsobitError(does_not_fit(*plans[-1]))
+
+
+def _architecture(config: Config | SftConfig) -> ModelConfig:
+    """Return the architecture of the model that a run begins with, of one that is not trained yet
+    too."""
+    if config.model.path is not None:
+        return architecture(str(model_named(config.model.path)))
+    if isinstance(config, Config):
+        return _architecture(load_sft_config(str(config.model.sft)))
+    return described_model(config, load_supervised(config)).config
 
 
 def _counts(gpus: str) -> list[int]:
@@ -69,15 +98,17 @@ def _text(plans: Planned) -> str:
         count, names = num_parameters(job.model, adapter), ", ".join(adapter.targets)
         trained = f", frozen, with an adapter of rank {adapter.rank} on {names}: {count:,}"
     batches = f"micro-batches of {first.micro_batch:,} tokens"
+    unit = "prompts" if job.sampled is not None else "examples"
+    group = f" x {job.group} completion{'s' * (job.group > 1)}"
     heading = (
         f"{job.model.family}, {num_parameters(job.model):,} parameters{trained}, "
         f"{job.precision.name}\n"
-        f"{job.prompts} prompts x {job.group} completions a step: "
+        f"{job.prompts} {unit}{group} a step: "
         "prompts of "
         f"{job.prompt:,} tokens, completions of at most {job.completion:,}; {batches}"
     )
-    unit = GIB if max(ranked.total for _, ranked in plans) >= GIB else MIB
-    table = f"Memory of each GPU in {_UNITS[unit]}\n{_memory_table(plans, unit)}"
+    size = GIB if max(ranked.total for _, ranked in plans) >= GIB else MIB
+    table = f"Memory of each GPU in {_UNITS[size]}\n{_memory_table(plans, size)}"
     notes = [f"{_gpus(ranked)}: {advice(ranked, planned)}" for ranked, planned in plans]
     notes += [
         f"warning: {_gpus(ranked)}: {line}"

@@ -11,7 +11,7 @@ from isobit.data.episodes import EpisodeRecord
 from isobit.distributed import Ranks
 from isobit.model import Model
 from isobit.model.hub.names import layer_and_role
-from isobit.model.weights.layout import rows_of
+from isobit.model.weights.layout import made_like, rows_of
 from isobit.precision import QTensor, QuantTotals
 from isobit.rl.algorithm.advantages import has_spread
 from isobit.rl.algorithm.credit import StepBatch
@@ -127,12 +127,17 @@ class WeightTotals:
         self._whole, self._layers = QuantTotals(), model.config.num_layers
         mine: dict[tuple[int, str], QuantTotals] = {}
         masters, shards = model.named_parameters(), model.transformer.masters.shards
+        divided = model.transformer.divided
         for weight in model.transformer.rollout_weights():
             if isinstance(weight.working, QTensor) and weight.name in masters:
-                rows = rows_of(weight.working, shards.own(weight.name))
+                master = masters[weight.name]
+                if divided is not None and divided.has(weight.working):  # those of its last sync
+                    rows = made_like(weight.working, master, model.ops, weight.name)
+                else:
+                    rows = rows_of(weight.working, shards.own(weight.name))
                 assert isinstance(rows, QTensor)
                 mine.setdefault(layer_and_role(weight.name), QuantTotals()).add(
-                    model.ops.error_sums(masters[weight.name], rows)
+                    model.ops.error_sums(master, rows)
                 )
         self._parts = gathered(mine, shards.ranks)
         for totals in self._parts.values():

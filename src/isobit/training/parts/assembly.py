@@ -21,6 +21,7 @@ from isobit.distributed import ALONE, Ranks
 from isobit.distributed.launch import check_alike
 from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import Engine
+from isobit.engine.group import GroupEnvironments
 from isobit.engine.prompts import Prompt
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
@@ -30,6 +31,7 @@ from isobit.evaluation.periodic import SEED_OFFSET, PeriodicEvaluation
 from isobit.kernels import computed_by, get_ops
 from isobit.model import Model, RewardModel, TextRules
 from isobit.model.adapters.peft import is_adapter
+from isobit.model.divided.by_rows import rollout_model
 from isobit.monitor.trackers.process import check_trackers
 from isobit.options.declare import plain
 from isobit.rl import ResolvedObjective
@@ -37,15 +39,17 @@ from isobit.rl.algorithm.functions import check_functions
 from isobit.rl.optim.sharded import ShardedOptimizer
 from isobit.tasks.builtin import Task, load_task
 from isobit.tasks.environments.pool import EnvironmentPool
+from isobit.tasks.environments.settings import EnvironmentConfig
 from isobit.training.measuring.agreement import unlike
 from isobit.training.objects import NO_OBJECTS, Objects
 from isobit.training.parts.base import cached_model
+from isobit.training.parts.divided import holding_together
 from isobit.training.parts.learner import frozen_reference, trained_by, with_micro_batches
 from isobit.training.parts.model import load_trained, model_named, shared_vocabulary
 from isobit.training.parts.sampled import SampledParts
 from isobit.training.plan.advice import cannot_fit
 from isobit.training.plan.host import this_machine
-from isobit.training.plan.job import architecture, job_with
+from isobit.training.plan.job import Job, architecture, assumed_prompt, job_with
 from isobit.training.recording.evaluating import require_held_out
 from isobit.training.rollouts.asynchronous import open_fleet
 from isobit.training.rollouts.lengths import encode_prompt, fit_prompts
@@ -74,9 +78,8 @@ def open_parts(
     rollouts this run learns from: no environment is opened then, unless held-out prompts are asked.
     `before_weights`, of a dry run, is called with the task, the model's directory and the processes
     of the user's code before a weight is read, and replaces the warning that the run cannot fit; no
-    fleet and no server is opened then. Several `ranks` share the policy's masters; a reference and
-    reward models are whole on each rank once they are read. Raises IsobitError for anything that
-    does not fit."""
+    fleet and no server is opened then. Several `ranks` share the masters, and the config says how
+    many of them hold each model together. Raises IsobitError for anything that does not fit."""
     objects.require(config)
     samples = recorded is None and before_weights is None
     with ExitStack() as held:
@@ -96,9 +99,13 @@ def open_parts(
         if before_weights is not None:
             before_weights(task, base, processes)
         elif checkpoint is None and ranks.first and not is_adapter(base):  # refused later
-            _say_what_cannot_fit(config, base)
+            line = cannot_fit(_job(config, base))
+            print(end="" if line is None else f"{line}\n", file=sys.stderr)
         vocabulary = shared_vocabulary(config, base)
-        model = load_trained(config, base, checkpoint, ranks, date_of(began, ranks), vocabulary)
+        divided = holding_together(config, ranks, lambda: _job(config, base))
+        model = load_trained(
+            config, base, checkpoint, ranks, date_of(began, ranks), vocabulary, divided
+        )
         check_alike(ranks, computed_by(model.ops))  # a machine may lack a compiler
         run_parts = _put_together(config, task, processes, base, model, objects, recorded)
         if samples:
@@ -122,11 +129,11 @@ def task_of(config: Config, objects: Objects = NO_OBJECTS) -> Task:
     )
 
 
-def _say_what_cannot_fit(config: Config, base: Path) -> None:
-    ops = get_ops(config.backend, config.consistency)
-    job = job_with(config, architecture(str(base)), 1, this_machine(ops, config.ranks))
-    if (line := cannot_fit(job)) is not None:
-        print(line, file=sys.stderr)
+def _job(config: Config, base: Path) -> Job:
+    """Return the job of a run whose prompts and weights are not read yet."""
+    machine = this_machine(get_ops(config.backend, config.consistency), config.ranks)
+    model = architecture(str(base))
+    return job_with(config, model, assumed_prompt(config, model), machine)
 
 
 def _put_together(
@@ -138,14 +145,17 @@ def _put_together(
     objects: Objects,
     recorded: Path | None,
 ) -> SampledParts:
-    ranks, tools, most = model.ranks, processes.tools, config.sampling.max_new_tokens
+    ranks, divided = model.ranks, model.transformer.group.size
+    tools, most = processes.tools, config.sampling.max_new_tokens
     fitted = fit_prompts(task, model, config.task, most, tools, quiet=not ranks.first)
     task, dialogue = fitted.task, None
     if processes.environments is not None:
-        dialogue = open_dialogue(config, model, processes.environments, fitted.longest)
+        dialogue = open_dialogue(
+            config.environment, config.most_tokens, model, processes.environments, fitted.longest
+        )
     scorer = RewardScorer(
         processes.rewards,
-        () if processes.recorded else reward_models(config, model.tokenizer.now, ranks),
+        () if processes.recorded else reward_models(config, model.tokenizer.now, ranks, divided),
         config.rewards.on_error == "stop",
         processes.earned,
         required=config.needs_rewards,
@@ -227,9 +237,9 @@ def base_of(config: Config, began: Mapping[str, Any], quiet: bool) -> Path:
 
 def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
     """Return the frozen model of the KL penalty, or a teacher: a model with working weights that
-    are whole on every rank, made of masters that no rank had whole; or the policy's base without
-    its adapter; or the policy itself. Raises IsobitError for a teacher that cannot be compared with
-    the policy."""
+    ranks hold together as they hold the policy's, made of masters that no rank had whole; or the
+    policy's base without its adapter; or the policy itself. Raises IsobitError for a teacher that
+    cannot be compared with the policy."""
     if config.reference.weights == "policy":
         return model
     if config.shares_reference:
@@ -242,7 +252,8 @@ def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
         flow = precision, config.backend, config.consistency, model.ranks
         path = base if teacher is None else model_named(teacher)
         ids = model.config.vocab_size
-        reference = Model.load(path, *flow, masters=masters, vocabulary=ids)
+        divided = model.transformer.group.size
+        reference = Model.load(path, *flow, masters=masters, vocabulary=ids, divided=divided)
         if teacher is not None:
             _check_teacher(teacher, reference, model)
         reference.tokenizer = model.tokenizer  # with its chat template
@@ -300,12 +311,15 @@ def held_out_scorer(scorer: RewardScorer) -> Scorer:
     return scorer.without_models
 
 
-def reward_models(config: Config, now: datetime, ranks: Ranks = ALONE) -> list[WeightedModel]:
-    """Load the reward models of a config, whole on every rank; `now`: the run's date."""
+def reward_models(
+    config: Config, now: datetime, ranks: Ranks = ALONE, divided: int = 1
+) -> list[WeightedModel]:
+    """Load the reward models of a config, each held together by `divided` of the ranks; `now`: the
+    run's date."""
     models = []
     for entry in config.rewards.models:
         flow = entry.precision, config.backend, config.consistency
-        model = RewardModel.load(entry.path, *flow, ranks, TextRules(now=now))
+        model = RewardModel.load(entry.path, *flow, ranks, TextRules(now=now), divided)
         models.append(WeightedModel(model, entry.weight, entry.name))
     return models
 
@@ -322,17 +336,21 @@ def sized_engine(
     within the config's bounds; `reserved`: bytes that the first update will take; `record_routes`:
     whether the routes of a mixture of experts are recorded for its learner."""
     most = config.most_tokens
+    model = rollout_model(model)
     return Engine.sized_for(model, prompts, sequences, most, config.engine, reserved, record_routes)
 
 
 def open_dialogue(
-    config: Config, model: Model, environments: EnvironmentPool, example: Example
+    settings: EnvironmentConfig,
+    max_tokens: int | None,
+    model: Model,
+    environments: EnvironmentPool,
+    example: Example,
 ) -> Dialogue:
-    """Return the dialogue of a run with `environments`, checked on the prompt of the example.
-    Raises IsobitError for a prompt that is not a chat, and for a template with which the answers of
-    tools, or without tools any message, cannot be appended; other messages are checked when they
-    come."""
-    dialogue = _dialogue(config, model, environments)
+    """Return the dialogue with `environments`, checked on the prompt of the example. Raises
+    IsobitError for a prompt that is not a chat, and for a template with which the answers of tools,
+    or without tools any message, cannot be appended; other messages are checked when they come."""
+    dialogue = _dialogue(settings, max_tokens, model, environments)
     if isinstance(example.prompt, str):
         raise IsobitError(
             f"environment: {example.place} has a text as its prompt, and turns need chats; set "
@@ -348,10 +366,15 @@ def open_dialogue(
 
 def recorded_dialogue(config: Config, model: Model) -> Dialogue:
     """Return a dialogue with environments that answer as the run recorded."""
-    return _dialogue(config, model, RecordedEnvironments(config.environment.max_turns))
+    settings = config.environment
+    environments = RecordedEnvironments(settings.max_turns)
+    return _dialogue(settings, config.most_tokens, model, environments)
 
 
-def _dialogue(config: Config, model: Model, environments: Environments) -> Dialogue:
-    parser = config.environment.parser or "auto"
-    forks = config.environment.history == "fork"
-    return Dialogue.of(model.tokenizer, environments, parser, config.most_tokens, forks=forks)
+def _dialogue(
+    settings: EnvironmentConfig, max_tokens: int | None, model: Model, environments: Environments
+) -> Dialogue:
+    if (group := model.transformer.group).size > 1:
+        environments = GroupEnvironments(environments, group)
+    parser, forks = settings.parser or "auto", settings.history == "fork"
+    return Dialogue.of(model.tokenizer, environments, parser, max_tokens, forks=forks)

@@ -90,7 +90,7 @@ def _opened(config: SftConfig, quiet: bool) -> Run[GivenParts]:
     directory = Path(config.run.dir)
     if checkpoints.all_checkpoints(directory / CHECKPOINTS):
         try:
-            return open_again(directory, (), lambda config: open_given, quiet=quiet)
+            return open_again(directory, (), lambda config, source: open_given, quiet=quiet)
         except IsobitError:
             pass  # a run of another version, or damaged: begin anew
     shutil.rmtree(directory, ignore_errors=True)
@@ -103,7 +103,8 @@ def _alone(config: SftConfig, directory: Path | None) -> SftConfig:
     default for None."""
     where = SftConfig.run.dir if directory is None else str(directory)
     run = replace(SftConfig.run, dir=where, report=False)
-    return replace(config, run=run, tracking=SftConfig.tracking, ranks=1)
+    tracking, divided = SftConfig.tracking, SftConfig.divided
+    return replace(config, run=run, tracking=tracking, ranks=1, divided=divided)
 
 
 def _identity(config: SftConfig, task: Task) -> str:

@@ -16,6 +16,7 @@ from isobit.data.dataset import TEMPLATE_KWARGS, Dataset, Example
 from isobit.data.messages import TOOLS
 from isobit.distributed import ALONE, Ranks
 from isobit.errors import IsobitError
+from isobit.kernels import get_ops
 from isobit.model import Model, ModelConfig
 from isobit.model.described import Described
 from isobit.monitor.trackers.process import check_trackers
@@ -27,10 +28,17 @@ from isobit.training.context import RunContext
 from isobit.training.learning import Learning
 from isobit.training.objects import OnStep
 from isobit.training.parts.cautions import supervised_cautions
+from isobit.training.parts.divided import held_by, holding_together
 from isobit.training.parts.held_out import Asked, HeldOutAnswers
 from isobit.training.parts.learner import frozen_reference, trained_by, with_micro_batches
-from isobit.training.parts.model import initial_model, model_named, model_warning
+from isobit.training.parts.model import (
+    described_model,
+    initial_model,
+    model_named,
+    model_warning,
+)
 from isobit.training.plan.cards import Machine
+from isobit.training.plan.host import this_machine
 from isobit.training.plan.job import Given, Job, supervised_job
 from isobit.training.recording.evaluating import require_held_out
 from isobit.training.recording.rollouts import LearnedAnswers
@@ -78,13 +86,19 @@ class GivenParts:
 
     def notes(self) -> Iterator[str]:
         """Yield a line on the kernels and the consistency."""
-        yield f"{self.trained.model.ops.why}; consistency: {self.config.consistency}"
+        model = self.trained.model
+        yield f"{model.ops.why}; consistency: {self.config.consistency}{held_by(model)}"
 
     def warnings(self) -> Iterator[str | None]:
         """Yield warnings of what the config probably does not mean."""
         yield model_warning(self.config, self.trained.model)
         yield ranks_caution(self.config.ranks)
         yield from supervised_cautions(self.config, self.train)
+
+    def close(self) -> None:
+        """End the processes of rewards. May be called again."""
+        if self.held_out is not None:
+            self.held_out.close()
 
     def learned(self, context: RunContext) -> LearnedAnswers:
         """Return what a step records of its answers."""
@@ -98,7 +112,7 @@ class GivenParts:
             SampledAhead(context),
             quantization_every=self.config.run.quantization_every,
         )
-        return Source(answers, learning, () if self.held_out is None else (self.held_out,))
+        return Source(answers, learning)
 
     @property
     def result(self) -> str:
@@ -170,7 +184,8 @@ def open_given(
     check_trackers(plain(config.tracking))
     task = load_supervised(config)
     check_evaluation(config, task)
-    model = initial_model(config, task, ranks, began, checkpoint)
+    divided = holding_together(config, ranks, lambda: _job(config, task))
+    model = initial_model(config, task, ranks, began, checkpoint, divided)
     lessons = lessons_of(task, model, config, quiet or not ranks.first)
     config = in_steps(config, len(lessons.train))
     config = with_micro_batches(
@@ -192,6 +207,13 @@ def open_given(
     return GivenParts(config, trained, lessons.train, lessons.taught, held_out)
 
 
+def _job(config: SftConfig, task: Task) -> Job:
+    """Return the job of a run whose examples are not measured yet, as if each had two tokens."""
+    model = described_model(config, task).config
+    machine = this_machine(get_ops(config.backend, config.consistency), config.ranks)
+    return supervised_job(config, model, 1, Given(1), machine)
+
+
 def _reference(config: SftConfig, model: Model, task: Task) -> Model:
     """Return the model that the run began with, frozen: working weights under the policy's flow, or
     the policy's base without its adapter."""
@@ -199,10 +221,9 @@ def _reference(config: SftConfig, model: Model, task: Task) -> Model:
         return frozen_reference(model.without_adapter(), task)
     assert config.model.path is not None
     flow = config.precision, config.backend, config.consistency, model.ranks
-    masters = config.optimizer.masters
-    return frozen_reference(
-        Model.load(model_named(config.model.path), *flow, masters=masters), task
-    )
+    masters, divided = config.optimizer.masters, model.transformer.group.size
+    path = model_named(config.model.path)
+    return frozen_reference(Model.load(path, *flow, masters=masters, divided=divided), task)
 
 
 def load_supervised(config: SftConfig) -> Task:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -19,6 +18,7 @@ from isobit.evaluation.measure import EvaluationPlan, measure
 from isobit.evaluation.result import Question
 from isobit.kernels.reference.sums import block_sum
 from isobit.model import Model
+from isobit.model.divided.by_rows import rollout_model
 from isobit.monitor.report.intervals import proportion
 from isobit.rl import Sample
 from isobit.rl.algorithm.given import COMPARED_LOSSES, PAIR_LOSSES, of_labels, of_pairs
@@ -38,16 +38,15 @@ class Asked:
 
 
 class HeldOutAnswers:
-    """The held-out evaluation of a supervised run; a context manager."""
+    """The held-out evaluation of a supervised run."""
 
     def __init__(self, model: Model, learner: Learner, asked: Asked) -> None:
         self._model, self._learner, self._asked = model, learner, asked
         self._open = ExitStack()
+        self._parts: tuple[Engine, RewardPool] | None = None
 
-    def __enter__(self) -> "HeldOutAnswers":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End the processes of rewards. May be called again."""
         self._open.close()
 
     def evaluate(
@@ -99,12 +98,12 @@ class HeldOutAnswers:
 
     def answers(self) -> tuple[Question, ...]:
         """Sample a greedy answer for each held-out example, and return them with their rewards."""
-        engine, pool = self._parts
+        self._parts = engine, pool = self._parts or self._opened()
         plan = EvaluationPlan(Sampling(max_new_tokens=self._asked.max_new_tokens))
         return measure(engine, self._asked.examples, pool, plan, ranks=self._model.ranks)
 
-    @cached_property
-    def _parts(self) -> tuple[Engine, RewardPool]:
+    def _opened(self) -> tuple[Engine, RewardPool]:
         prompts = [example.prompt for example in self._asked.examples]
-        engine = Engine.sized_for(self._model, prompts, len(prompts), self._asked.max_new_tokens)
+        model = rollout_model(self._model)
+        engine = Engine.sized_for(model, prompts, len(prompts), self._asked.max_new_tokens)
         return engine, self._open.enter_context(RewardPool(self._asked.rewards))

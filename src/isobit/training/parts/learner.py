@@ -76,7 +76,7 @@ def with_micro_batches(config: _Config, model: Model, job: Callable[[Machine], J
     that goes on repeats the number, on any machine."""
     if config.optimizer.micro_batch_tokens != "auto":
         return config
-    ranks = model.ranks
-    fitting = fitting_tokens(job(this_machine(model.ops, ranks.size)))
+    ranks, divided = model.ranks, model.transformer.group.size
+    fitting = fitting_tokens(job(this_machine(model.ops, ranks.size)).together(divided))
     tokens = int(min(ranks.all_gather_json(fitting)))
     return replace(config, optimizer=replace(config.optimizer, micro_batch_tokens=tokens))

@@ -18,6 +18,7 @@ from isobit.model.adapters.targets import NewAdapter, beyond_use, targeted
 from isobit.model.described import Described, described
 from isobit.model.families import FAMILIES
 from isobit.model.hub.checkpoint import model_folder
+from isobit.model.hub.folders import from_hub_cache
 from isobit.model.hub.linear_attention import LinearAttention
 from isobit.model.hub.multipliers import Multipliers
 from isobit.run.directory import model_directory
@@ -27,8 +28,9 @@ from isobit.training.running.machine import date_of
 
 def model_named(path: str) -> Path:
     """Return the directory of the model that a config names: `path` itself, or the newest
-    checkpoint of a run. Raises IsobitError for a run without a checkpoint."""
-    return model_directory(Path(path))
+    checkpoint of a run, or the snapshot of a name in the Hub's cache. Raises IsobitError for a run
+    without a checkpoint."""
+    return from_hub_cache(model_directory(Path(path)))
 
 
 def text_rules(config: Config | SftConfig, now: datetime | None = None) -> TextRules:
@@ -38,15 +40,24 @@ def text_rules(config: Config | SftConfig, now: datetime | None = None) -> TextR
     return TextRules(rule, now, model.chat_template, model.chat_template_kwargs)
 
 
+def described_policy(config: Config | SftConfig, base: Path) -> Described:
+    """Return the description of the model at `base`, with the tokenizer of the adapter that a run
+    of the config begins with, where that brings one."""
+    adapter = config.adapter
+    init = None if adapter is None or adapter.init is None else str(model_named(adapter.init))
+    return described(base, init, text_rules(config))
+
+
 def shared_vocabulary(config: Config, base: Path) -> int | None:
     """Return the number of token ids that the policy at `base` and its teacher have in common: the
     tokenizer's, where their embeddings have other numbers of rows behind these; else None, and each
     model has all its rows. Raises IsobitError for a teacher that has another tokenizer."""
     if config.reference.path is None or not config.algorithm.kl_coefficient:
         return None
-    teacher, adapter = model_named(config.reference.path), config.adapter
-    init = None if adapter is None or adapter.init is None else str(model_named(adapter.init))
-    policy, teacher_model = described(base, init), described(teacher)
+    policy, teacher_model = (
+        described_policy(config, base),
+        described(model_named(config.reference.path)),
+    )
     ours, theirs = (model.tokenizer.fast.get_vocab() for model in (policy, teacher_model))
     if theirs != ours:
         word = min(
@@ -70,11 +81,12 @@ def load_trained(
     ranks: Ranks = ALONE,
     now: datetime | None = None,
     vocabulary: int | None = None,
+    divided: int = 1,
 ) -> Model:
     """Load the model at `base`, or its state in a `checkpoint`, which holds only the adapter where
     the config has one, with a tokenizer that reads prompts as the run does; `now`: the date that
-    prompts name; `vocabulary`: as in `Model.load`. Raises IsobitError for an adapter that does not
-    fit the config."""
+    prompts name; `vocabulary` and `divided`: as in `Model.load`. Raises IsobitError for an adapter
+    that does not fit the config."""
     rules = text_rules(config, now)
     if checkpoint is not None:  # the template is saved in it
         rules = replace(rules, chat_template=None)
@@ -82,7 +94,7 @@ def load_trained(
     lora, masters = config.adapter, config.optimizer.masters
     if lora is None:
         path = checkpoint or base
-        model = Model.load(path, *flow, masters=masters, rules=rules, vocabulary=vocabulary)
+        model = Model.load(path, *flow, None, masters, rules, vocabulary, divided)
         if model.transformer.adapter is not None:
             raise IsobitError(
                 f"model.path: {base} is an adapter; give its model, and the adapter as adapter.init"
@@ -93,7 +105,7 @@ def load_trained(
     if init is not None and checkpoint is None:
         check_served(model_folder(init, "adapter"), base)
     adapter_source = checkpoint or init or new
-    model = Model.load(base, *flow, adapter_source, masters, rules, vocabulary)
+    model = Model.load(base, *flow, adapter_source, masters, rules, vocabulary, divided)
     adapter, wanted = model.transformer.adapter, targeted(model.config, lora.targets)
     assert adapter is not None
     settings = (lora.rank, lora.alpha, lora.rslora, wanted)
@@ -119,17 +131,18 @@ def initial_model(
     ranks: Ranks,
     began: Mapping[str, Any],
     checkpoint: Path | None = None,
+    divided: int = 1,
 ) -> Model:
-    """Return the model, or its state in a `checkpoint` of the run, whose facts `began` has. Raises
-    IsobitError for a path without a model, and for random weights without an alphabet."""
+    """Return the model, or its state in a `checkpoint` of the run, whose facts `began` has, held
+    together by `divided` of the ranks. Raises IsobitError for a path without a model, and for
+    random weights without an alphabet."""
     now = date_of(began, ranks)
-    if config.model.path is not None:
-        base = model_named(config.model.path)
-        model = load_trained(config, base, checkpoint, ranks, now)
-    elif checkpoint is not None:
-        model = load_trained(config, checkpoint, checkpoint, ranks, now)
+    if config.model.path is None and checkpoint is None:
+        model = _random(config, task, ranks, now, divided)
     else:
-        model = _random(config, task, ranks, now)
+        base = checkpoint if config.model.path is None else model_named(config.model.path)
+        assert base is not None
+        model = load_trained(config, base, checkpoint, ranks, now, divided=divided)
     check_alike(ranks, computed_by(model.ops))  # one machine may have no compiler
     return model
 
@@ -137,8 +150,7 @@ def initial_model(
 def described_model(config: SftConfig, task: Task) -> Described:
     """Return the description of the model without its weights."""
     if config.model.path is not None:
-        adapter = None if config.adapter is None else config.adapter.init
-        return described(model_named(config.model.path), adapter, text_rules(config))
+        return described_policy(config, model_named(config.model.path))
     assert config.model.init is not None
     tokenizer = _tokenizer(config, task)
     return Described(architecture_of(config.model.init, tokenizer), tokenizer)
@@ -156,7 +168,7 @@ def _tokenizer(config: SftConfig, task: Task, now: datetime | None = None) -> To
     return Tokenizer.characters(alphabet, text_rules(config, now))
 
 
-def _random(config: SftConfig, task: Task, ranks: Ranks, now: datetime) -> Model:
+def _random(config: SftConfig, task: Task, ranks: Ranks, now: datetime, divided: int) -> Model:
     assert config.model.init is not None
     tokenizer = _tokenizer(config, task, now)
     arguments = (
@@ -168,7 +180,7 @@ def _random(config: SftConfig, task: Task, ranks: Ranks, now: datetime) -> Model
         config.consistency,
         ranks,
     )
-    return Model.init(*arguments, masters=config.optimizer.masters)
+    return Model.init(*arguments, masters=config.optimizer.masters, divided=divided)
 
 
 def architecture_of(init: ArchitectureConfig, tokenizer: Tokenizer) -> ModelConfig:

@@ -32,6 +32,7 @@ from isobit.training.measuring.agreement import failure
 from isobit.training.measuring.meter import Meter
 from isobit.training.objects import Objects, OnStep
 from isobit.training.parts.cautions import cautions
+from isobit.training.parts.divided import held_by
 from isobit.training.parts.model import model_warning
 from isobit.training.recording.rollouts import LearnedRollouts
 from isobit.training.recording.rows import CompletionRows, recorded_groups
@@ -141,13 +142,23 @@ class SampledParts:
         correction."""
         yield from () if self.serving is None else self.serving.lines
         computes, rule = self.model.ops.why, self.trained.objective.rule
-        yield f"{computes}; consistency: {self.config.consistency}; correction: {rule}"
+        line = f"{computes}; consistency: {self.config.consistency}; correction: {rule}"
+        yield line + held_by(self.model)
 
     def warnings(self) -> Iterable[str | None]:
         """Yield warnings of what the config probably does not mean."""
+        if self.unlike:
+            others = ", ".join(self.unlike)
+            yield f"tokens may differ from those of {self.recorded}: it had another {others}"
         yield from endings(self.model, self.config.sampling)
         yield model_warning(self.config, self.model)
         yield from cautions(self.config, self.task, self.model)
+
+    def close(self) -> None:
+        """End the processes of the user's code, the fleet and the server. May be called again."""
+        for resource in (self.processes, self.fleet, self.serving):
+            if resource is not None:
+                resource.close()
 
     def learned(self, context: RunContext) -> LearnedRollouts:
         """Return what a step records of its rollouts."""

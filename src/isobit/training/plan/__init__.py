@@ -3,7 +3,7 @@
 
 The model is built on PyTorch's `meta` device, which has shapes and no numbers, from its
 config.json alone. Its masters, working weights and packs are counted there, and its own forward
-and backward run there on a few tokens. Left out: time.
+and backward run there on a whole micro-batch. Left out: time.
 """
 
 from isobit.training.plan.cards import CARDS, Machine, card_named, card_of

@@ -42,7 +42,8 @@ class Given:
 
 @dataclass(frozen=True)
 class Job:
-    """A run on `ranks` ranks, each with a `machine`. `prompt`: tokens of the longest prompt;
+    """A run on `ranks` ranks, each with a `machine`; neighbours, as many as `divided`, hold each
+    model together, 1 until an `auto` is resolved. `prompt`: tokens of the longest prompt;
     `reference` and `rewards`: architecture and precision of the frozen models; `given`: the answers
     of a supervised run, None where they are sampled."""
 
@@ -55,10 +56,15 @@ class Job:
     reference: tuple[ModelConfig, Precision] | None = None
     rewards: tuple[tuple[ModelConfig, Precision], ...] = ()
     given: Given | None = None
+    divided: int = 1
 
     def on(self, ranks: int) -> "Job":
         """Return the job on another number of ranks."""
         return replace(self, ranks=ranks)
+
+    def together(self, divided: int) -> "Job":
+        """Return the job with so many ranks that hold each model together."""
+        return replace(self, divided=divided)
 
     def changed(self, *keys: str) -> "Job":
         """Return the job with these keys of the config changed, as `isobit plan` takes them. Raises
@@ -68,10 +74,12 @@ class Job:
             assert self.given is not None
             changed = load_sft_config(now, keys)
             ranks = changed.ranks if changed.ranks != now.ranks else self.ranks
-            return supervised_job(changed, *planned, self.given, self.machine, ranks)
-        config = load_config(now, keys)
-        ranks = config.ranks if config.ranks != now.ranks else self.ranks
-        return job_with(config, *planned, self.machine, ranks=ranks, rewards=self.rewards)
+            job = supervised_job(changed, *planned, self.given, self.machine, ranks)
+        else:
+            config = load_config(now, keys)
+            ranks = config.ranks if config.ranks != now.ranks else self.ranks
+            job = job_with(config, *planned, self.machine, ranks=ranks, rewards=self.rewards)
+        return job.together(self.divided) if job.config.divided == "auto" else job
 
     @property
     def sampled(self) -> Config | None:
@@ -175,29 +183,36 @@ class Job:
 
 
 def job_of(
-    config: Config, machine: Machine, prompt_tokens: int | None = None, ranks: int | None = None
+    config: Config,
+    machine: Machine,
+    prompt_tokens: int | None = None,
+    ranks: int | None = None,
+    model: ModelConfig | None = None,
 ) -> Job:
     """Return the job of a config. `prompt_tokens`: by default task.max_prompt_tokens, or 512 where
-    the context has room for that many; `ranks`: by default the config's.
+    the context has room for that many; `ranks`: by default the config's; `model`: by default as
+    model.path has it.
 
     Raises IsobitError where config.json is missing or of no supported architecture, or where
     prompts fill its context.
     """
-    if config.model.path is None:
-        raise IsobitError(
-            "model.sft: its model is not trained yet and has no config.json; plan with "
-            "model.path=DIR, model.sft=null"
-        )
-    model = architecture(config.model.path)
+    if model is None:
+        assert config.model.path is not None
+        model = architecture(str(model_directory(Path(config.model.path))))
     if prompt_tokens is None:
-        room = model.max_positions - config.sampling.max_new_tokens
-        prompt_tokens = config.task.max_prompt_tokens or max(1, min(_PROMPT_TOKENS, room))
+        prompt_tokens = assumed_prompt(config, model)
     if prompt_tokens >= model.max_positions:
         raise IsobitError(
             f"--prompt-tokens {prompt_tokens} leaves no room for an answer: the model's context is "
             f"{model.max_positions}"
         )
     return job_with(config, model, prompt_tokens, machine, ranks=ranks)
+
+
+def assumed_prompt(config: Config, model: ModelConfig) -> int:
+    """Return how many tokens the longest prompt has, where prompts are not read."""
+    room = model.max_positions - config.sampling.max_new_tokens
+    return config.task.max_prompt_tokens or max(1, min(_PROMPT_TOKENS, room))
 
 
 def job_with(
@@ -222,8 +237,16 @@ def job_with(
             (architecture(m.path, tied=True), precision_from(m.precision))
             for m in config.rewards.models
         )
-    precision = precision_from(config.precision)
-    return Job(config, model, precision, prompt, machine, ranks or config.ranks, reference, rewards)
+    precision, count = precision_from(config.precision), ranks or config.ranks
+    divided = _divided(config)
+    return Job(
+        config, model, precision, prompt, machine, count, reference, rewards, divided=divided
+    )
+
+
+def _divided(config: Config | SftConfig) -> int:
+    """Return the number of ranks that hold a model together, 1 where the config leaves it open."""
+    return 1 if config.divided == "auto" else config.divided
 
 
 def supervised_job(
@@ -237,8 +260,10 @@ def supervised_job(
     """Return the job of a supervised run, whose longest prompt has `prompt` tokens."""
     precision = precision_from(config.precision)
     reference = (model, precision) if config.compares else None
-    count = ranks or config.ranks
-    return Job(config, model, precision, prompt, machine, count, reference, given=answers)
+    count, divided = ranks or config.ranks, _divided(config)
+    return Job(
+        config, model, precision, prompt, machine, count, reference, given=answers, divided=divided
+    )
 
 
 def architecture(path: str, tied: bool = False) -> ModelConfig:
@@ -255,3 +280,30 @@ def architecture(path: str, tied: bool = False) -> ModelConfig:
             f"{file}: {experts:,} experts in all layers: expected at most {_MOST_EXPERTS:,}"
         )
     return config
+
+
+def supervised_job_of(
+    config: SftConfig,
+    machine: Machine,
+    model: ModelConfig,
+    prompt_tokens: int | None = None,
+    completion_tokens: int | None = None,
+) -> Job:
+    """Return the job of a supervised run whose examples are not read: a prompt and a completion
+    have these numbers of tokens, by default 512 where the context has room, or
+    task.max_prompt_tokens. Held-out prompts are answered of a task that is built in, which has a
+    reward. Raises IsobitError where both are longer than the context."""
+    context, task = model.max_positions, config.task
+    completion = completion_tokens or min(_PROMPT_TOKENS, context // 2)
+    room = min(_PROMPT_TOKENS, context - completion)
+    prompt = prompt_tokens or task.max_prompt_tokens or max(1, room)
+    if prompt + completion > context:
+        raise IsobitError(
+            f"a prompt of {prompt} tokens with a completion of {completion} is longer than the "
+            f"model's context, {context}: give --prompt-tokens and --completion-tokens that fit"
+        )
+    samples = config.evaluation.samples
+    held_out = samples if task.held_out_size is None else min(samples, task.held_out_size)
+    asked = 0 if task.path or task.files or config.compares else held_out
+    shape = Given(completion, 2 if config.of_pairs else 1, asked, min(prompt, context - 1))
+    return supervised_job(config, model, prompt, shape, machine)

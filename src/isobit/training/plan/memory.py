@@ -10,11 +10,10 @@ functions; `advice.py` asks for a tenth of the memory for these.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-
-import torch
+from itertools import count
 
 from isobit.config.sections import AdapterConfig
 from isobit.distributed import shards
@@ -24,7 +23,7 @@ from isobit.kernels.sampling.filtering import LOGITS_AT_ONCE, WORKING_BYTES
 from isobit.model import ModelConfig
 from isobit.model.adapters.low_rank import factor_shapes
 from isobit.model.adapters.targets import targeted
-from isobit.model.forward.head import head_rows, most_kept
+from isobit.model.forward.head import head_rows
 from isobit.model.forward.head_divergence import WORKING_BYTES as DIVERGENCE_BYTES
 from isobit.model.hub.shapes import parameter_shapes
 from isobit.model.weights.masters import MASTERS
@@ -37,6 +36,7 @@ from isobit.rl.optim.schedule import OptimizerSettings
 from isobit.rl.optim.sharded import bytes_of_state
 from isobit.training.plan.cards import MIB, gib
 from isobit.training.plan.job import Job
+from isobit.training.plan.learning import Backward
 from isobit.training.plan.meta import (
     Described,
     forward_bytes,
@@ -98,29 +98,26 @@ def fitting_tokens(job: Job) -> int:
     the same machine. Raises IsobitError if the longest sequence does not fit."""
     budget = int(_USABLE * job.machine.memory)
 
-    def fits(tokens: int) -> bool:
-        return _planned(job, tokens).total <= budget
+    def total(steps: int) -> int:
+        return _planned(job, steps * _STEP).total
 
-    if not fits(job.longest):
+    if (needed := _planned(job, job.longest).total) > budget:
         raise IsobitError(
             f"optimizer.micro_batch_tokens: auto: one sequence of {job.longest} tokens needs "
-            f"{gib(_planned(job, job.longest).total)}, more than 90 % of {gib(job.machine.memory)} "
-            f"({job.machine.name}); {job.command} --dry-run with a number names the keys that "
-            "lower it"
+            f"{gib(needed)}, more than 90 % of {gib(job.machine.memory)} ({job.machine.name}); "
+            f"{job.command} --dry-run with a number names the keys that lower it"
         )
-    return _largest(
-        fits, -(-job.longest // _STEP), -(-job.completions * job.longest // _STEP), job.longest
-    )
-
-
-def _largest(fits: Callable[[int], bool], low: int, high: int, least: int) -> int:
-    """Return the largest number of steps of 128 tokens, from `low` to `high`, that fits, in tokens;
-    `least` if not even `low` fits."""
-    if not fits(low * _STEP):
-        return least
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle * _STEP) else (low, middle - 1)
+    low, high = -(-job.longest // _STEP), -(-job.completions * job.longest // _STEP)
+    if total(low) > budget:
+        return job.longest
+    for turn in count():
+        if low == high:
+            break
+        rest, slope = budget - total(low), (total(high) - total(low)) / (high - low)
+        # bytes grow nearly in a straight line, along which few steps lead to the end
+        steps = (high - low + 1) // 2 if turn % 3 == 2 or slope <= 0 else int(rest / slope)
+        middle = min(max(low + steps, low + 1), high)
+        low, high = (middle, high) if total(middle) <= budget else (low, middle - 1)
     return low * _STEP
 
 
@@ -256,64 +253,33 @@ def _sleeps(job: Job) -> bool:
 
 def _learning(job: Job, model: Described, tokens: int, gradients: int) -> Item:
     """Return the item of learning: the gradients, and the memory of a micro-batch."""
-    config, longest = job.config, job.longest
-    level = config.optimizer.activation_checkpointing
-    batch = job.completions * longest
-    rows = min(max(tokens, longest), max(batch, longest))
-    exchanged = 0
+    config, algorithm = job.config, job.algorithm
+    batch = job.completions * job.longest
+    rows = min(max(tokens, job.longest), max(batch, job.longest))
+    several = tokens < batch or algorithm.updates_per_batch > 1
+    observes = algorithm.observation_coefficient > 0
+    how = Backward(
+        config.optimizer.activation_checkpointing,
+        "sent" if job.ranks > 1 else "added" if several else "kept",
+        algorithm.may_use_entropy,
+        None if job.sampled is None else job.sampled.sampling.filtering,
+        observes or algorithm.loss == "divergence",
+    )
+    taken, layers = learning_bytes(model, rows, how)
     if job.ranks > 1:  # besides a layer's gradients: the messages to their owners and from others
-        exchanged = 2 * gradient_bucket(job.model, config.adapter)
-    several = tokens < batch or job.algorithm.updates_per_batch > 1 or job.ranks > 1
-    # the gradients of a batch in one pass come one after the other, and each is its own sum
-    entropy = job.algorithm.may_use_entropy
-    logits = _kept_logits(job, rows)
-    added = None
-    if logits and _in_place(job):  # no gradient of its own; or else none beside the packed weight
-        word = 4 if several and job.ranks == 1 else 2
-        added = word * job.model.vocab_size * job.model.hidden_size
-    tied = job.model.tie_embeddings and _adds_to_one(job)
-    filtering = None if job.sampled is None else job.sampled.sampling.filtering
-    memory = learning_bytes(model, level, not several, entropy, tied, filtering)
-    taken = memory.at(rows, exchanged, logits, added)
-    if job.algorithm.loss == "divergence" and job.reference is not None:
-        taken = max(
-            taken + _divergence(job, rows), forward_bytes(_described(job, *job.reference)).at(rows)
-        )
-    if job.algorithm.observation_coefficient > 0 and config.adapter is None:
+        layers += 2 * gradient_bucket(job.model, config.adapter)
+    taken = max(taken, layers)
+    if algorithm.loss == "divergence" and job.reference is not None:
+        teacher = forward_bytes(_described(job, *job.reference), rows)
+        taken = max(taken + _divergence(job, rows), teacher)
+    if observes and config.adapter is None:
         taken += 4 * job.model.vocab_size * job.model.hidden_size  # the head's second gradient
     if job.shares_prompts and job.group > 1:  # keys, values and gradients, for each that sees them
         copies = min((MOST_KEYS - 1) * rows, max(batch - rows, 0))
         width = max(job.model.heads_of(layer).width for layer in range(job.model.num_layers))
         taken += 4 * copies * width * job.precision.learner.compute.itemsize
     label = f"learning: gradients, and saved activations of {rows:,} tokens"
-    return label, gradients + taken if several else max(gradients, taken)
-
-
-def _kept_logits(job: Job, rows: int) -> int:
-    """Return the most bytes of logits that a micro-batch of `rows` tokens keeps for its backward; 0
-    on a GPU, where the logits are changed before they are a distribution, and where nothing trains
-    the head."""
-    filtered = job.sampled is not None and job.sampled.sampling.filtered
-    if not job.machine.host or job.config.adapter or filtered or job.model.logit_cap is not None:
-        return 0
-    return 4 * most_kept(rows, job.model.hidden_size) * job.model.vocab_size
-
-
-def _adds_to_one(job: Job) -> bool:
-    """Return whether embedding and head, where they are one master, add to one gradient: on a CPU
-    with one rank, where the head is used once."""
-    algorithm, alone = job.algorithm, job.machine.host and job.ranks == 1
-    once = algorithm.loss != "divergence" and not algorithm.observation_coefficient
-    return alone and once and job.config.adapter is None
-
-
-def _in_place(job: Job) -> bool:
-    """Return whether kept logits become their gradient in the same memory, and the gradient of the
-    head is added to that of earlier micro-batches: the native operators do both where only
-    log-probabilities have a gradient."""
-    algorithm, bf16 = job.algorithm, job.precision.learner.compute.dtype == torch.bfloat16
-    alone = algorithm.loss != "divergence" and not algorithm.may_use_entropy
-    return job.machine.packs and bf16 and alone and not algorithm.observation_coefficient
+    return label, max(gradients, taken) if how.gradients == "kept" else gradients + taken
 
 
 def _divergence(job: Job, rows: int) -> int:
@@ -340,7 +306,7 @@ def _rolling_out(job: Job, model: Described) -> Item:
     logits = min(job.engine.max_sequences, count) * job.model.vocab_size
     filtered = job.sampled is not None and job.sampled.sampling.filtered
     sorting = WORKING_BYTES * min(logits, LOGITS_AT_ONCE) if filtered else 0
-    return label, forward_bytes(model).at(tokens) + 8 * logits + sorting
+    return label, forward_bytes(model, tokens) + 8 * logits + sorting
 
 
 @lru_cache

@@ -14,31 +14,22 @@ import torch
 from torch import Tensor
 
 from isobit.config.sections import AdapterConfig
-from isobit.kernels.sampling.filtering import Filtering
 from isobit.model import ModelConfig
 from isobit.model.adapters.low_rank import Adapter, factor_shapes
 from isobit.model.adapters.targets import targeted
 from isobit.model.build import Sources
 from isobit.model.forward.kv_scales import KVScales
-from isobit.model.forward.recompute import Recompute
 from isobit.model.forward.storage import new_store
 from isobit.model.hub.layer_inputs import LayerInputs
 from isobit.model.hub.shapes import parameter_shapes
 from isobit.model.transformer import Transformer
 from isobit.model.weights.layout import Working
 from isobit.precision import Precision
-from isobit.training.plan.learning import (
-    LearningMemory,
-    Passes,
-    Phase,
-    carried,
-    carried_forward,
-    forward_passes,
-    passes,
-)
+from isobit.training.plan.learning import Backward, beyond, measure, measure_forward
 from isobit.training.plan.shape_ops import META, ShapeOps, empty
 
 _FEW_LAYERS, _MORE_LAYERS = 3, 5
+_MOST_TOKENS = 1 << 15  # that a measured micro-batch has
 
 
 @dataclass(frozen=True)
@@ -120,43 +111,30 @@ def weight_bytes(described: Described, frozen: bool = False) -> WeightBytes:
 
 
 @lru_cache
-def learning_bytes(
-    described: Described,
-    recompute: Recompute,
-    keep: bool = False,
-    entropy: bool = False,
-    tied: bool = False,
-    filtering: Filtering | None = None,
-) -> LearningMemory:
-    """Return the memory of micro-batches under a level of activation checkpointing.
-    `keep`, `entropy`, `tied` and `filtering` as in `passes`."""
-    memory = _of_all_layers(described, recompute, keep, entropy, tied, filtering)
-    return carried(memory, described.config, host=described.host)
+def learning_bytes(described: Described, tokens: int, how: Backward) -> tuple[int, int]:
+    """Return the most bytes of the forward and the head of a micro-batch, then of its layers'
+    backward."""
+    if tokens > _MOST_TOKENS:  # then bytes grow with tokens in a straight line
+        half = _MOST_TOKENS // 2
+        pairs = zip(learning_bytes(described, half, how), learning_bytes(described, 2 * half, how))
+        forward, layers = (b + (b - a) * (tokens - 2 * half) // half for a, b in pairs)
+        return forward, layers
+    host, config = described.host, described.config
+    if (sizes := _fewer_layers(described)) is None:
+        found = [max(phase) for phase in measure(transformer(described), tokens, how, host=host)]
+    else:
+        few, more = (measure(transformer(size), tokens, how, host=host) for size in sizes)
+        times = (config.num_layers - _MORE_LAYERS) / (_MORE_LAYERS - _FEW_LAYERS)
+        found = [beyond(*phases, times) for phases in zip(few, more)]
+    return max(found[:-1]), found[-1]
 
 
 @lru_cache
-def forward_bytes(described: Described) -> Phase:
-    """Return the memory of a rollout's forward, as a function of its tokens."""
+def forward_bytes(described: Described, tokens: int) -> int:
+    """Return the bytes of a rollout's forward of so many tokens."""
     # a layer's tensors are freed when it ends
     _, more = _fewer_layers(described) or (described, described)
-    return carried_forward(forward_passes(transformer(more)), described.config)
-
-
-def _of_all_layers(
-    described: Described,
-    recompute: Recompute,
-    keep: bool,
-    entropy: bool,
-    tied: bool,
-    filtering: Filtering | None,
-) -> Passes:
-    how = recompute, keep, entropy, tied, filtering
-    if (sizes := _fewer_layers(described)) is None:
-        return passes(transformer(described), *how)
-    few, more = (passes(transformer(smaller), *how) for smaller in sizes)
-    return few.of_layers(
-        more, (described.config.num_layers - _MORE_LAYERS) / (_MORE_LAYERS - _FEW_LAYERS)
-    )
+    return measure_forward(transformer(more), tokens)
 
 
 def _fewer_layers(described: Described) -> tuple[Described, Described] | None:

@@ -11,6 +11,8 @@ tensors.
 """
 
 import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,15 +27,14 @@ from isobit.kernels import (
     Packed,
     Prepared,
     Stacked,
-    StateStore,
     picked,
 )
-from isobit.kernels.backends.composed import Composed
+from isobit.kernels.backends.reference import ReferenceOps
 from isobit.kernels.delta.definition import Parts, through_parts
-from isobit.kernels.experts import definition as experts
-from isobit.kernels.matrices import Gradients
-from isobit.kernels.ops import Temperature
-from isobit.precision import BLOCK, E4M3, Format, PackedFP4, QTensor, QuantSpec, along_rows
+from isobit.kernels.head import definition as head
+from isobit.kernels.matrices import Gradients, values
+from isobit.kernels.product.definition import added_product
+from isobit.precision import BLOCK, E4M3, PackedFP4, QTensor, QuantSpec, along_rows
 
 META = torch.device("meta")
 _PANEL_ROWS, _PANEL_COLUMNS = 16, 32
@@ -44,15 +45,52 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
 
-class ShapeOps(Composed):
+def _halves(gate_up: Tensor) -> Tensor:
+    return empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
+
+
+def _inputs(
+    qkv: Tensor, heads: Heads, store: KVStore, layout: Layout
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = qkv.split((qkv.shape[1] - 2 * store.k.shape[1], *[store.k.shape[1]] * 2), dim=1)
+    return empty(*q.shape, dtype=q.dtype), empty(*k.shape, dtype=k.dtype), v
+
+
+_like = torch.empty_like
+_RESULTS: Mapping[str, Callable[..., Any]] = {
+    "rms_norm": lambda x, weight, eps, residual=None: (
+        _like(x), x if residual is None else _like(x), empty(len(x))
+    ),
+    "rms_norm_backward": lambda dy, summed, *_: (_like(summed), empty(summed.shape[1])),
+    "rotary": lambda x, *_, **__: empty(*x.shape, dtype=x.dtype),
+    "attention_inputs": _inputs,
+    "kv_write": lambda *_: None,
+    "attention": lambda q, *_: (_like(q), empty(*q.shape[:2])),
+    "short_convolution": lambda x, *_: _like(x),
+    "short_convolution_backward": lambda dy, x, weight, layout, bias=None: tuple(
+        _like(tensor) for tensor in (x, weight, bias) if tensor is not None
+    ),
+    "delta_rule": lambda qkv, gates, heads, *_: empty(
+        len(qkv), heads.value_heads, heads.value_dim, dtype=qkv.dtype
+    ),
+    "gate_mul": lambda activation, gate_up: _halves(gate_up),
+    "gate_mul_backward": lambda activation, dh, gate_up: _like(gate_up),
+    "cap_logits": lambda logits, cap: logits,
+    "token_logprobs": lambda logits, *_: (empty(len(logits)), empty(len(logits))),
+}  # fmt: skip
+"""The results of operators that are a single kernel in C++."""
+
+
+class ShapeOps(ReferenceOps):
     """`Ops` without arithmetic. `packs`: weights are packed for products, as the C++ backend does,
     or, with `separate`, as a second engine does on a CPU."""
 
     backend, order, why = "shapes", "none", "nothing is computed"
-    device = META
 
     def __init__(self, packs: bool, separate: bool = False) -> None:
+        super().__init__("exact", device=META)
         self.consistency, self._packs, self._separate = "bitwise", packs, separate
+        vars(self).update(_RESULTS)
 
     def prepare(self, weight: Operand, into: Prepared | None = None) -> Prepared:
         if into is not None or not self._packs:
@@ -82,7 +120,7 @@ class ShapeOps(Composed):
         allocated; float32 is multiplied by PyTorch."""
         plain = isinstance(a, Tensor) and a.dtype == torch.float32
         if into is None or not self._packs or plain:
-            return super().gradient_product(a, b, out, into)
+            return added_product(self, a, b, out, into)
         return into
 
     def grouped_product(
@@ -107,17 +145,19 @@ class ShapeOps(Composed):
         return result
 
     def grouped_weight_gradient(
-        self,
-        dy: Tensor,
-        x: Operand,
-        offsets: Tensor,
-        gradient: QuantSpec | None,
-        name: str,
+        self, dy: Tensor, x: Operand, offsets: Tensor, gradient: QuantSpec | None, name: str,
         into: Gradients = (),
-    ) -> list[Tensor | None]:
+    ) -> list[Tensor | None]:  # fmt: skip
         """Allocate the gradients of all experts in one storage: a model of experts would take
-        minutes else. Left out: the memory in which one expert's rows are quantized and
-        multiplied."""
+        minutes else; as in C++ those are added to which there are. Left out: the memory in which
+        one expert's rows are quantized and multiplied."""
+        if (
+            into
+            and all(each is not None for each in into)
+            and self._packs
+            and dy.dtype != torch.float32
+        ):
+            return list(into)
         return list(empty(len(offsets) - 1, dy.shape[1], x.shape[1]).unbind(0))
 
     def by_expert(self, chosen: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,12 +166,9 @@ class ShapeOps(Composed):
         offsets = torch.tensor([rows * expert // count for expert in range(count + 1)])
         return empty(rows, dtype=torch.int64), empty(*chosen.shape, dtype=torch.int64), offsets
 
-    def route(
-        self, logits: Tensor, count: int, normalize: bool, given: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return experts.route(logits, count, normalize, given)
-
-    def quantize(self, x: Tensor, spec: QuantSpec, name: str = "tensor") -> QTensor:
+    def quantize(  # type: ignore[override]
+        self, x: Tensor, spec: QuantSpec, name: str = "tensor"
+    ) -> QTensor:
         high, wide = spec.block((x.shape[0], x.shape[1]))
         scale = empty(math.ceil(x.shape[0] / high), math.ceil(x.shape[1] / wide))
         return QTensor(empty(*x.shape, dtype=spec.format.dtype), scale, spec)
@@ -143,103 +180,34 @@ class ShapeOps(Composed):
             x if isinstance(x, Tensor) else x.data, along_rows(spec), name
         ).transpose()
 
-    def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        summed = x if residual is None else torch.empty_like(x)
-        return torch.empty_like(x), summed, empty(x.shape[0])
-
-    def rms_norm_quantized(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        residual: Tensor | None,
-        spec: QuantSpec,
-        name: str,
-    ) -> tuple[QTensor, Tensor, Tensor]:
-        if not _row_by_row(spec, x):
-            return super().rms_norm_quantized(x, weight, eps, residual, spec, name)
-        summed = x if residual is None else torch.empty_like(x)
-        return self.quantize(x, spec, name), summed, empty(x.shape[0])
-
-    def rms_norm_backward(
-        self, dy: Tensor, summed: Tensor, weight: Tensor, rstd: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(summed), empty(summed.shape[1])
-
-    def rotary(
-        self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool = False
-    ) -> Tensor:
-        return empty(*x.shape, dtype=x.dtype)
-
-    def attention_inputs(
-        self, qkv: Tensor, heads: Heads, store: KVStore, layout: Layout
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        kv_heads = store.k.shape[1]
-        q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
-        return empty(*q.shape, dtype=q.dtype), empty(*k.shape, dtype=k.dtype), v
-
     def embedding_backward(self, dy: Tensor, tokens: Tensor, count: int) -> Tensor:
         gradient, rows = empty(count, dy.shape[1]), dy.float()
         del rows
         return gradient
 
-    def kv_write(self, store: KVStore, k: Tensor, v: Tensor, layout: Layout) -> None:
-        """Do nothing: the store exists."""
+    def rms_norm_quantized(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, spec: QuantSpec,
+        name: str,
+    ) -> tuple[QTensor, Tensor, Tensor]:  # fmt: skip
+        if not _row_by_row(spec, x):
+            return super().rms_norm_quantized(x, weight, eps, residual, spec, name)
+        return self.quantize(x, spec, name), x if residual is None else _like(x), empty(len(x))
 
-    def attention(
-        self,
-        q: Tensor,
-        store: KVStore,
-        layout: Layout,
-        scale: float,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-        probabilities: Format | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return torch.empty_like(q), empty(*q.shape[:2])
+    def gate_mul_quantized(
+        self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str
+    ) -> QTensor:
+        gated = gate_up[:, : gate_up.shape[1] // 2]
+        return self.quantize(
+            gated if _row_by_row(spec, gated) else self.gate_mul(activation, gate_up), spec, name
+        )
 
     def attention_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        store: KVStore,
-        layout: Layout,
-        scale: float,
-        window: int | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, store: KVStore, layout: Layout,
+        *rest: Any, **named: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         keys = layout.num_rows if layout.keys is None else layout.keys.copies.index.shape[0]
         shape = keys, store.k.shape[1], q.shape[2]
         return torch.empty_like(q), empty(*shape, dtype=q.dtype), empty(*shape, dtype=q.dtype)
-
-    def short_convolution(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        store: StateStore | None,
-        layout: Layout,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        return torch.empty_like(x)
-
-    def short_convolution_backward(
-        self, dy: Tensor, x: Tensor, weight: Tensor, layout: Layout, bias: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        gradients = torch.empty_like(x), torch.empty_like(weight)
-        return gradients if bias is None else (*gradients, torch.empty_like(bias))
-
-    def delta_rule(
-        self,
-        qkv: Tensor,
-        gates: Tensor,
-        heads: DeltaHeads,
-        store: StateStore | None,
-        layout: Layout,
-    ) -> Tensor:
-        return empty(len(qkv), heads.value_heads, heads.value_dim, dtype=qkv.dtype)
 
     def delta_rule_backward(
         self, dout: Tensor, qkv: Tensor, gates: Tensor, heads: DeltaHeads, layout: Layout
@@ -252,33 +220,39 @@ class ShapeOps(Composed):
 
         return through_parts(dout, qkv, gates, heads, backward)
 
-    def gate_mul(self, activation: Activation, gate_up: Tensor) -> Tensor:
-        return empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
+    def head_backward(
+        self, dlogprobs: Tensor, hidden: Tensor, weight: Prepared, tokens: Tensor,
+        temperature: float, dentropy: Tensor | None = None, into: Tensor | None = None,
+        trained: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        inputs = hidden, weight, tokens, temperature, dentropy, into
+        if self._apart(hidden, dentropy):
+            return head.head_backward(self, dlogprobs, *inputs, trained)
+        logits = [self.product(hidden, weight, None, torch.float32)]
+        return self.head_backward_kept(dlogprobs, logits, *inputs, trained=trained)
 
-    def gate_mul_quantized(
-        self, activation: Activation, gate_up: Tensor, spec: QuantSpec, name: str
-    ) -> QTensor:
-        gated = gate_up[:, : gate_up.shape[1] // 2]
-        return self.quantize(
-            gated if _row_by_row(spec, gated) else self.gate_mul(activation, gate_up), spec, name
-        )
+    def head_backward_kept(
+        self, dlogprobs: Tensor, logits: Sequence[Tensor], hidden: Tensor, weight: Prepared,
+        tokens: Tensor, temperature: float, dentropy: Tensor | None = None,
+        into: Tensor | None = None, from_zero: bool = False, trained: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Write each chunk's gradient of logits into their memory, and the weight's once."""
+        inputs = hidden, weight, tokens, temperature
+        if self._apart(hidden, dentropy):
+            return head.head_backward_kept(
+                self, dlogprobs, logits, *inputs, dentropy, into, from_zero, trained
+            )
+        dhidden = torch.empty_like(hidden)
+        for rows, some in head.rows_of(logits):
+            dlogits = some.view(torch.bfloat16)[:, : some.shape[1]]
+            dhidden[rows] = self.gradient_product(dlogits, values(weight).t(), hidden.dtype)
+        if not trained:
+            return dhidden, None
+        return dhidden, empty(*weight.shape) if into is None else into
 
-    def gate_mul_backward(self, activation: Activation, dh: Tensor, gate_up: Tensor) -> Tensor:
-        return torch.empty_like(gate_up)
-
-    def cap_logits(self, logits: Tensor, cap: float) -> Tensor:
-        return logits
-
-    def sample(self, logits: Tensor, keys: Tensor, temperature: Temperature) -> Tensor:
-        return empty(logits.shape[0], dtype=torch.int64)
-
-    def round_stochastically(self, x: Tensor, seed: int, step: int, first: int) -> Tensor:
-        return torch.empty_like(x, dtype=torch.bfloat16)
-
-    def token_logprobs(
-        self, logits: Tensor, tokens: Tensor, temperature: Temperature
-    ) -> tuple[Tensor, Tensor]:
-        return empty(logits.shape[0]), empty(logits.shape[0])
+    def _apart(self, hidden: Tensor, dentropy: Tensor | None) -> bool:
+        """Return whether the gradient of logits has memory of its own."""
+        return not self._packs or dentropy is not None or hidden.dtype != torch.bfloat16
 
 
 def _panels(weight: Operand) -> Tensor:

@@ -58,27 +58,32 @@ class ClaimedGroups:
 
         A rank begins with three quarters of an equal share (a single rank with all groups) and
         claims one more whenever a group is done, so that the last groups go to the ranks that are
-        ahead.
+        ahead. Ranks that hold a model together claim and sample as one, for which the first of them
+        speaks.
         """
         ranks, episodes = self._ranks, Episodes(self._engine, self._dialogue)
+        together = self._engine.model.transformer.group
         self._calls += 1
-        count = len(examples)
-        hold = count if ranks.size == 1 else max(1, 3 * count // (4 * ranks.size))
+        count, engines = len(examples), ranks.size // together.size
+        hold = count if engines == 1 else max(1, 3 * count // (4 * engines))
         finished: dict[int, list[Completion]] = {}
         left = True
         with OpenGroups(episodes) as gathering:
             while True:
                 while left and len(gathering) < hold:
-                    index = ranks.claim(f"{self._name} {self._calls}")
+                    index = together.all_gather_json(
+                        ranks.claim(f"{self._name} {self._calls}") if together.first else 0
+                    )[0]
                     left = index < count
                     if left:
                         requests, known = self._ask(episodes, examples[index], ids[index])
                         gathering.add(index, *requests, known=known)
                 if not gathering:
-                    return finished, episodes.stats
+                    return finished, episodes.stats if together.first else Stats()
                 for index, group in gathering.step():
-                    finished[index] = group
-                    on_group(index, group)
+                    if together.first:
+                        finished[index] = group
+                        on_group(index, group)
                 self._between()
 
     def _ask(

@@ -121,8 +121,12 @@ class Serving:
     def __exit__(self, *raised: object) -> None:
         self._gateway.draining = True
         self.device.end()
-        self._server.stop()
+        self.close()
         sys.setswitchinterval(self._switch)
+
+    def close(self) -> None:
+        """End the server, and let others have its port; it may not have begun."""
+        self._server.stop()
 
     @property
     def engine(self) -> Engine:

@@ -22,6 +22,7 @@ from typing import Any
 from isobit.config import Config, SftConfig, load_sft_config, repeated
 from isobit.data.foreign import BadJson, check_readable, exists, parse_json
 from isobit.errors import IsobitError, brief, listed
+from isobit.model.hub.folders import from_hub_cache
 from isobit.options.declare import plain
 from isobit.rl.algorithm.functions import ADVANTAGES
 from isobit.rl.algorithm.loss import LOSSES
@@ -40,7 +41,10 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 def inputs_of(config: Config | SftConfig) -> Inputs:
     """Return the hashes of all files that a config names, as the files are now."""
-    hashes = {key: dict(_hashed(path, weights)) for key, path, weights in _places(config)}
+    hashes = {
+        key: dict(_hashed(from_hub_cache(path) if weights else path, weights))
+        for key, path, weights in _places(config)
+    }
     return {key: files for key, files in hashes.items() if files}
 
 

@@ -153,7 +153,8 @@ def _copied(policy: Model, precision: PrecisionValue) -> Transformer:
         for name, rows in policy.named_parameters().items()
     }
     flow = precision_from(precision)
-    return Transformer(policy.config, flow, policy.ops, masters, policy.ranks)
+    group = policy.transformer.group
+    return Transformer(policy.config, flow, policy.ops, masters, policy.ranks, group=group)
 
 
 @torch.no_grad()

@@ -70,18 +70,43 @@ class Reply:
 
 
 @dataclass(frozen=True)
+class Frame:
+    """How a call is written, for grammars: its `head`, in which NAME stands for the tool's name, its
+    arguments, and its `tail`; all calls between `opens` and `closes`, with `between` two of them,
+    where `several` may be written. The arguments are a JSON object, or each stands between the two
+    of `parameter`, in which KEY stands for its name. In channels `thought` stands around thoughts,
+    and `content` in front of what is for the user."""
+
+    head: str
+    tail: str
+    opens: str = ""
+    closes: str = ""
+    between: str = ""
+    several: bool = True
+    parameter: tuple[str, str] | None = None
+    thought: tuple[str, str] = ("", "")
+    content: str = ""
+
+    @property
+    def text(self) -> str:
+        """All of a call but its arguments."""
+        return self.opens + self.head + self.tail + self.closes
+
+
+@dataclass(frozen=True)
 class ToolFormat:
     """The way in which a model writes calls. Text is held back from the first of the `opens` on.
     `read` takes an answer cut at `marks`, and the tools, whose schemas say which arguments are
     text; None: nothing in it looks like a call. `closes`: the marks behind which a call is over.
     With `channels` every answer is written in them, thoughts too, whether there are tools or
-    not."""
+    not. `frames`: how calls are written, for grammars; the first whose marks the model has."""
 
     opens: tuple[str, ...]
     read: Callable[[Pieces, Tools], Reply | None]
     marks: tuple[str, ...] = ()
     closes: tuple[str, ...] = ()
     channels: bool = False
+    frames: tuple[Frame, ...] = ()
 
     def read_text(self, text: str, tools: Tools = ()) -> Reply | None:
         """Return what `read` does for a text in which marks are spelled."""

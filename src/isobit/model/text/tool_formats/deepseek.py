@@ -13,6 +13,7 @@ import re
 from isobit.data.turns import Call
 from isobit.errors import brief
 from isobit.model.text.tool_formats.base import (
+    Frame,
     NoCall,
     Pieces,
     Reply,
@@ -69,4 +70,17 @@ def _one(pieces: Pieces) -> list[Call]:
     return [named_call(name, json_value(body))]
 
 
-DEEPSEEK_V3 = ToolFormat((_CALLS, _CALL), _deepseek, (_CALLS, _CALL, _SEP, _CALL_END, _CALLS_END))
+DEEPSEEK_V3 = ToolFormat(
+    (_CALLS, _CALL),
+    _deepseek,
+    (_CALLS, _CALL, _SEP, _CALL_END, _CALLS_END),
+    frames=(
+        Frame(
+            f"{_CALL}function{_SEP}NAME\n{_FENCE}json\n",
+            f"\n{_FENCE}{_CALL_END}",
+            opens=_CALLS,
+            closes=_CALLS_END,
+            between="\n",
+        ),
+    ),
+)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from isobit.data.turns import Call
 from isobit.model.text.tool_formats.base import (
+    Frame,
     NoCall,
     Pieces,
     Reply,
@@ -95,4 +96,11 @@ def _harmony(pieces: Pieces, tools: Tools) -> Reply | None:
     return Reply(*joined, tuple(problems))
 
 
-HARMONY = ToolFormat((), _harmony, MARKS, channels=True)
+_FRAME = Frame(
+    f"{_CHANNEL}commentary to=functions.NAME {_CONSTRAIN}json{MESSAGE}",
+    "",
+    several=False,  # the mark behind a call ends the answer
+    thought=(f"{_CHANNEL}analysis{MESSAGE}", f"{ENDS[0]}{START}assistant"),
+    content=f"{_CHANNEL}final{MESSAGE}",
+)
+HARMONY = ToolFormat((), _harmony, MARKS, channels=True, frames=(_FRAME,))

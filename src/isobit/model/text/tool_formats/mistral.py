@@ -12,6 +12,7 @@ import re
 
 from isobit.data.turns import Call
 from isobit.model.text.tool_formats.base import (
+    Frame,
     NoCall,
     Pieces,
     Reply,
@@ -63,4 +64,12 @@ def _named(name: str, text: str) -> Call:
     return named_call(name, json_value(text))
 
 
-MISTRAL = ToolFormat((_CALLS,), _mistral, (_CALLS, _ID, _ARGUMENTS))
+MISTRAL = ToolFormat(
+    (_CALLS,),
+    _mistral,
+    (_CALLS, _ID, _ARGUMENTS),
+    frames=(
+        Frame(f"{_CALLS}NAME{_ARGUMENTS}", ""),
+        Frame('{"name": "NAME", "arguments": ', "}", f"{_CALLS} [", "]", ", "),
+    ),
+)

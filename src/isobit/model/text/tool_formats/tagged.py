@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 from isobit.data.turns import Call
 from isobit.errors import brief
 from isobit.model.text.tool_formats.base import (
+    Frame,
     NoCall,
     Pieces,
     Reply,
@@ -193,7 +194,31 @@ def _keyed(tools: Tools, text: str, position: int) -> tuple[Call, int]:
     return Call(name[1], dumped(arguments)), position
 
 
-HERMES = ToolFormat((_OPEN,), _hermes)
-QWEN3_CODER = ToolFormat((_OPEN, _QWEN.opens), partial(_in_xml, _QWEN))
-MINIMAX_M2 = ToolFormat((_AROUND[0], _MINIMAX.opens), partial(_in_xml, _MINIMAX), _AROUND)
-GLM45 = ToolFormat((_OPEN,), _glm45)
+_FRAMES = (
+    Frame(f'{_OPEN}\n{{"name": "NAME", "arguments": ', f"}}\n{_CLOSE}", between="\n"),
+    Frame(
+        f"{_OPEN}\n<function=NAME>\n",
+        f"</function>\n{_CLOSE}",
+        between="\n",
+        parameter=("<parameter=KEY>\n", "\n</parameter>\n"),
+    ),
+    Frame(
+        '<invoke name="NAME">\n',
+        "</invoke>\n",
+        opens=f"{_AROUND[0]}\n",
+        closes=_AROUND[1],
+        parameter=('<parameter name="KEY">', "</parameter>\n"),
+    ),
+    Frame(
+        f"{_OPEN}NAME\n",
+        _CLOSE,
+        between="\n",
+        parameter=("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n"),
+    ),
+)
+HERMES = ToolFormat((_OPEN,), _hermes, frames=_FRAMES[:1])
+QWEN3_CODER = ToolFormat((_OPEN, _QWEN.opens), partial(_in_xml, _QWEN), frames=_FRAMES[1:2])
+MINIMAX_M2 = ToolFormat(
+    (_AROUND[0], _MINIMAX.opens), partial(_in_xml, _MINIMAX), _AROUND, frames=_FRAMES[2:3]
+)
+GLM45 = ToolFormat((_OPEN,), _glm45, frames=_FRAMES[3:])

@@ -17,6 +17,7 @@ from isobit.data.foreign import BadJson, parse_json
 from isobit.data.turns import Call
 from isobit.errors import brief
 from isobit.model.text.tool_formats.base import (
+    Frame,
     NoCall,
     Pieces,
     Reply,
@@ -108,5 +109,14 @@ def _one(value: Any) -> Call:
     return call_of(value, "arguments", "parameters")
 
 
-LLAMA3_JSON = ToolFormat(("{", _TAG), _llama3_json, (_TAG,))
-JSON = ToolFormat(("{", "[", "```"), _json)
+LLAMA3_JSON = ToolFormat(
+    ("{", _TAG),
+    _llama3_json,
+    (_TAG,),
+    frames=(Frame('{"name": "NAME", "parameters": ', "}", between="; "),),
+)
+JSON = ToolFormat(
+    ("{", "[", "```"),
+    _json,
+    frames=(Frame('{"name": "NAME", "arguments": ', "}", "[", "]", ", "),),
+)

@@ -1,14 +1,17 @@
 """The thread that reads the replies of environments' processes, whatever stands in the pipe."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from isobit.tasks.environments import pump
+from isobit.data.turns import Reply
+from isobit.tasks.environments import pool as environment_pool
 from isobit.tasks.environments.pool import EnvironmentPool
-from isobit.tasks.environments.pump import Pump, Worker
+from isobit.tasks.environments.replies import reply_of
 from isobit.tasks.environments.settings import EnvironmentConfig
-from isobit.tasks.workers.process import Process
+from isobit.tasks.workers.dispatch import Worker
 from tests.environments.helpers import begun, call, calling, contents, replies, turned, written
 
 TOOL = '''
@@ -74,24 +77,26 @@ def test_what_else_ends_the_thread_is_raised_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = written(tmp_path, "tool.py", TOOL)
+
+    def broken(message: Mapping[str, Any]) -> Reply:
+        if message["uses"]:
+            raise ZeroDivisionError("of isobit's own")
+        return reply_of(message)
+
+    monkeypatch.setattr(environment_pool, "reply_of", broken)
     with EnvironmentPool(EnvironmentConfig(tools=(f"{path}:write",))) as pool:
         begun(pool, 0)
-
-        def broken(message: object) -> None:
-            raise ZeroDivisionError("of isobit's own")
-
-        monkeypatch.setattr(pump, "reply_of", broken)
-        pool.turn(0, calling(0, call("nobody")))
+        pool.turn(0, calling(0, call("write", {"text": ""})))
         for _ in range(2):
             with pytest.raises(ZeroDivisionError, match="of isobit's own"):
                 replies(pool, 1)
 
 
-class _Pieces(Process):
-    """A process that says these pieces."""
+class _Pieces(Worker):
+    """A worker that says these pieces."""
 
     def __init__(self, pieces: list[bytes]) -> None:
-        self.pieces = pieces
+        self.pieces, self._received = pieces, _Counted()
 
     def receive(self) -> bytes:
         return self.pieces.pop(0)
@@ -107,16 +112,12 @@ class _Counted(bytearray):
         return bytes(memoryview(self))
 
 
-def test_a_long_line_is_split_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_line_is_split_once() -> None:
     """Of 64 pieces: splitting what there is anew at each of them copies 32 times the bytes."""
     line = b" " * (1 << 10)
     pieces = [line] * 63 + [b"{}\nrest", b" of it\n"]
-    heard = list[bytes]()
-    worker = Worker(_Pieces(list(pieces)), b"", ready=True, received=_Counted())
-    monkeypatch.setattr(Pump, "_heard", lambda self, worker, line: heard.append(line))
-    thread = object.__new__(Pump)
-    for _ in pieces:
-        thread._take(worker)
-    assert heard == [line * 63 + b"{}", b"rest of it"]
-    assert not worker.received
+    worker = _Pieces(list(pieces))
+    lines = [worker.lines() for _ in pieces]
+    assert lines == [[]] * 63 + [[line * 63 + b"{}"], [b"rest of it"]]
+    assert not worker._received
     assert _Counted.copied == 63 * len(line) + len(pieces[63])

@@ -6,22 +6,23 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from isobit.errors import IsobitError, RunFailed
-from isobit.tasks.rewards.exchange import Exchange
 from isobit.tasks.rewards.pool import RewardPool
 from isobit.tasks.rewards.spec import RewardSpec
-from isobit.tasks.rewards.worker_process import WorkerProcess
+from isobit.tasks.workers.dispatch import Dispatcher, Worker
 from tests.rewards.conftest import HANG
 from tests.rewards.test_worker_process import children
 from tests.until import until
 
 FUNCTIONS = (
     """
-import os, time
+import os, stat, time
 
 def size(completions, **k):
     return [float(len(completions))] * len(completions)
@@ -33,6 +34,15 @@ def slow(completions, **k):
 def hanging(completions, **k):
     if "bad" in completions:
         hang()
+    return [1.0] * len(completions)
+
+def writing(completions, text, **k):
+    for descriptor in sorted(map(int, os.listdir("/proc/self/fd")))[3:]:
+        try:
+            if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                os.write(descriptor, text[0].encode())
+        except OSError:
+            pass
     return [1.0] * len(completions)
 
 def vanishing(completions, **k):
@@ -55,12 +65,8 @@ def threads() -> list[str]:
 
 
 def waits(thread: int) -> bool:
-    """Whether a thread waits in `Exchange.finish` for the replies."""
-    frame = sys._current_frames()[thread]
-    waiting = frame.f_code.co_name == "wait"
-    while frame is not None and frame.f_code is not Exchange.finish.__code__:
-        frame = frame.f_back
-    return waiting and frame is not None
+    """Whether a thread waits in `Dispatcher.next` for a reply."""
+    return sys._current_frames()[thread].f_code is Dispatcher.next.__code__
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -68,7 +74,7 @@ def test_calls_are_of_what_is_added_together_in_whatever_order(file: str, worker
     with RewardPool([RewardSpec(f"{file}:size")], chunk_size=3, num_workers=workers) as pool:
         batch = pool.begin(9)
         batch.add(5, ["p"] * 4, ["c"] * 4, [{}] * 4)
-        until(lambda: batch._running.replies)  # type: ignore[union-attr]
+        until(lambda: not batch._dispatcher._replies.empty())
         batch.add(0, ["p"] * 5, ["c"] * 5, [{}] * 5)
         assert [r.total for r in batch.collect()] == [3, 3, 3, 2, 2, 3, 3, 3, 1]
         assert [r.total for r in pool.score(["p"] * 4, ["c"] * 4, [{}] * 4)] == [3, 3, 3, 1]
@@ -119,7 +125,7 @@ def test_what_ran_before_it_was_asked_for_is_counted(file: str) -> None:
         pool.start()
         batch, began = pool.begin(2), time.monotonic()
         batch.add(0, ["p"], ["c"], [{}])
-        until(lambda: len(batch._running.replies) == 1)  # type: ignore[union-attr]
+        until(lambda: not batch._dispatcher._replies.empty())
         batch.add(1, ["p"], ["c"], [{}])
         assert [r.total for r in batch.collect()] == [1.0, 1.0]
         assert 0.01 <= batch.overlapped_s < time.monotonic() - began
@@ -144,12 +150,64 @@ def test_a_batch_that_is_broken_off_leaves_no_thread_and_no_process(file: str) -
     assert children() == before
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="finds pipes through /proc")
+def test_what_is_not_a_reply_costs_its_process_and_is_told(file: str) -> None:
+    """The control writes nothing beside its reply, and another reply's key is passed over."""
+    wrote = "its process wrote what is not a reply into the pipe of its replies, and was killed"
+    texts = [
+        "no JSON\n",
+        "5\n",
+        "{}\n",
+        "[" * 9000 + "\n",
+        '{"key": 0, "values": 5}\n',
+        '{"loaded": 1}\n',
+    ]
+    with RewardPool([RewardSpec(f"{file}:writing")], on_error="skip") as pool:
+        for text in texts:
+            (reward,) = pool.score(["p"], ["c"], [{"text": text}])
+            assert (reward.total, (reward.error or "").endswith(wrote)) == (None, True)
+        for text in ("", '{"key": 9, "raised": "forged"}\n'):
+            assert pool.score(["p"], ["c"], [{"text": text}])[0].total == 1.0
+
+
 def test_a_column_that_is_not_there_breaks_the_batch_off(file: str) -> None:
     with RewardPool([RewardSpec("exact_match")]) as pool:
         with pytest.raises(IsobitError, match="no column 'answer'"):
             pool.score(["p"], ["c"], [{}])
         assert pool.score(["p"], ["c"], [{"answer": "c"}])[0].total == 1.0
     assert threads() == []
+
+
+def test_a_worker_that_dies_while_others_are_loading_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second loads only when the first, which has loaded, is dead."""
+    (tmp_path / "two.py").write_text(
+        "import os, time\nhere = os.path.dirname(__file__)\n"
+        "if 'first' in os.listdir(here):\n    while 'dead' not in os.listdir(here):\n"
+        "        time.sleep(0.01)\nelse:\n    os.mkdir(os.path.join(here, 'first'))\n"
+        "def one(completions):\n    return [1.0] * len(completions)\n"
+    )
+    take, spawn = Worker.take, Worker.spawn
+
+    def killed(worker: Worker, message: Mapping[str, Any]) -> None:
+        take(worker, message)
+        if "loaded" in message and not (tmp_path / "dead").exists():
+            assert worker._process is not None
+            os.kill(worker._process.pid, signal.SIGKILL)
+            os.waitid(os.P_PID, worker._process.pid, os.WEXITED | os.WNOWAIT)
+            (tmp_path / "dead").touch()
+
+    def after_the_first(worker: Worker) -> None:
+        spawn(worker)
+        until((tmp_path / "first").exists)
+
+    monkeypatch.setattr(Worker, "take", killed)
+    monkeypatch.setattr(Worker, "spawn", after_the_first)
+    with RewardPool([RewardSpec(f"{tmp_path}/two.py:one")], num_workers=2, chunk_size=1) as pool:
+        pool.start()
+        assert [worker.alive for worker in pool.workers] == [False, True]
+        assert [r.total for r in pool.score(["p"] * 4, ["c"] * 4, [{}] * 4)] == [1.0] * 4
 
 
 def test_a_worker_that_cannot_be_replaced_ends_the_run(file: str) -> None:
@@ -162,10 +220,8 @@ def test_a_worker_that_cannot_be_replaced_ends_the_run(file: str) -> None:
 
 
 def test_cancelling_twice_and_after_the_end(file: str) -> None:
-    worker = WorkerProcess([f"{file}:size"])
-    worker.loaded()
-    running = Exchange([worker])
-    assert running.finish() == ([], 0.0)
-    running.cancel()
-    running.cancel()
-    worker.close()
+    with RewardPool([RewardSpec(f"{file}:size")]) as pool:
+        batch = pool.begin(0)
+        assert (batch.collect(), batch.overlapped_s) == ([], 0.0)
+        batch.cancel()
+        batch.cancel()

@@ -1,4 +1,4 @@
-"""Forks in the place of new interpreters (`warm_workers.py`): nothing but their start is another."""
+"""Forks in the place of new interpreters (`warm.py`): nothing but their start is another."""
 
 import json
 import os
@@ -13,9 +13,9 @@ import pytest
 
 from isobit.run.interpreter import module_command
 from isobit.tasks.workers.variables import environment
-from tests import warm_workers
+from tests import warm
 
-BOTH = pytest.mark.parametrize("popen", [subprocess.Popen, warm_workers.Popen])
+BOTH = pytest.mark.parametrize("popen", [subprocess.Popen, warm.Popen])
 LOOKS = """
 import json, os, signal, sys
 sys.path[:] = filter(None, sys.path)
@@ -57,9 +57,7 @@ def test_a_program_finds_what_it_would_find(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    fresh, fork = (
-        json.loads(ran(popen, LOOKS)[1]) for popen in (subprocess.Popen, warm_workers.Popen)
-    )
+    fresh, fork = (json.loads(ran(popen, LOOKS)[1]) for popen in (subprocess.Popen, warm.Popen))
     assert fresh == fork
     assert str(tmp_path) in fork[1]
 
@@ -78,6 +76,6 @@ def test_nothing_of_one_is_seen_by_the_next() -> None:
     code = (
         "import isobit.errors as e, random; print(getattr(e, 'own', 0), random.random()); e.own = 1"
     )
-    first, second = (ran(warm_workers.Popen, code)[1].split() for _ in range(2))
+    first, second = (ran(warm.Popen, code)[1].split() for _ in range(2))
     assert (first[0], second[0]) == ("0", "0")
     assert first[1] != second[1]
