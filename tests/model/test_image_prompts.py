@@ -79,6 +79,7 @@ def test_ids_of_prompts(folder: Path) -> None:
     images, red, blue = Images(model), square("red"), square("blue")
     first, second = images.image(red), images.image(blue)
     assert first.count == 4 * 3
+    assert Images(model).image(blue).first not in (*first.ids, *second.ids)  # never given out twice
     assert images.image(red.copy()) is first is not second
     encode = model.tokenizer.encode
     begun = encode("1+")

@@ -39,7 +39,9 @@ class Images:
             )
         self._tower, self._tokenizer = Tower(model.directory), model.tokenizer
         self._longest = model.config.max_positions
-        self.bank = Bank(model.config.vocab_size, self._tower.marks.token, self._tower.axes)
+        bank = model.transformer.images  # whose ids an engine may have pages of
+        token, axes = self._tower.marks.token, self._tower.axes
+        self.bank = Bank(model.config.vocab_size, token, axes) if bank is None else bank
         self._images: dict[str, Image] = {}
         model.transformer.images = self.bank
 
