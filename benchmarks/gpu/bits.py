@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.gpu import adapters, approximate, two_processes
 from benchmarks.gpu.common import Bench, Case, random_model, shapes
-from benchmarks.gpu.comparing import ROW, compared, cuts, operands
+from benchmarks.gpu.comparing import ROW, columns_of, compared, cuts, operands
 from benchmarks.gpu.decode import decode_step
 from benchmarks.gpu.instruction import compare_instruction
 from benchmarks.work import linear_sizes
@@ -62,6 +62,13 @@ SHARDED = {
     "Llama-3.3-70B": (8192, 64, 28672),
 }
 """Hidden size, query heads, and inner size of an MLP; heads of 128, 8 of keys."""
+
+MIXTURES = {
+    "Qwen3-30B-A3B gate_up": (128, 1536, 2048),
+    "Qwen3-30B-A3B down": (128, 2048, 768),
+    "Qwen3-235B-A22B down": (128, 4096, 1536),
+}
+"""Experts, and each's outputs and inputs."""
 
 
 def sharded_sizes() -> Iterator[tuple[str, tuple[int, int]]]:
@@ -118,6 +125,9 @@ def _cases(bench: Bench) -> Iterator[tuple[str, Check]]:
     yield "rows of experts", _experts
     for layer, size in {"toy": (544, 512)}.items() if bench.rehearsal else sharded_sizes():
         yield f"shards, {layer}", partial(_shards, *size)
+    mixtures = {"toy": (3, 272, 512)} if bench.rehearsal else MIXTURES
+    for layer, sizes in mixtures.items():
+        yield f"shards, experts of {layer}", partial(_shards_of_experts, *sizes)
     yield "adapters together and alone", adapters.check
     yield "sigmoid of gradients against float64", approximate.check
     yield "cuBLAS against Triton", _cublas
@@ -220,6 +230,36 @@ def _shards(outputs: int, inputs: int, case: Case, bench: Bench) -> None:
                 if splits_of(hi - lo, inputs, dtype) != splits_of(outputs, inputs, dtype):
                     alone = ops.product(few, shard, None, torch.float32)
                     compared(case, f"{what}, alone", alone, whole[:, lo:hi], "different")
+
+
+def _shards_of_experts(count: int, outputs: int, inputs: int, case: Case, bench: Bench) -> None:
+    """Rows of every expert, and some whole experts, against all, for 2, 4 and 8 shards. The control:
+    two halves of the columns, whose float32 sums are added."""
+    ops, rows = get_ops("triton"), 7
+    offsets = torch.arange(count + 1, device=bench.device) * rows
+    for kind in ("fp8", "bf16", "fp32") if bench.rehearsal else ("fp8", "bf16"):
+        x, _ = operands(kind, count * rows, 1, inputs, ops)
+        weights = [operands(kind, 1, outputs, inputs, ops)[1] for _ in range(count)]
+        whole = ops.grouped_product(x, Stacked.of(weights, count), offsets, torch.float32)
+        for lo, hi in sorted({range_ for size in (2, 4, 8) for range_ in cuts(outputs, size)}):
+            shard = Stacked.of((layout.rows_of(w, (lo, hi)) for w in weights), count)
+            found = ops.grouped_product(x, shard, offsets, torch.float32)
+            compared(case, f"{kind}, rows {lo} to {hi} of {outputs}", found, whole[:, lo:hi])
+        for first, last in {(0, -(-count // size)) for size in (2, 4, 8)}:
+            own = Stacked.of(weights[first:last], last - first)
+            found = ops.grouped_product(
+                rows_of(x, 0, last * rows), own, offsets[: last + 1], torch.float32
+            )
+            compared(case, f"{kind}, experts 0 to {last} of {count}", found, whole[: last * rows])
+        half = inputs // 256 * 128
+        sums = [
+            ops.grouped_product(
+                columns_of(x, *cut), Stacked.of((columns_of(w, *cut) for w in weights), count),
+                offsets, torch.float32,
+            )
+            for cut in ((0, half), (half, inputs))
+        ]  # fmt: skip
+        compared(case, f"{kind}, halves of the columns", sums[0] + sums[1], whole, "different")
 
 
 def _head(case: Case, bench: Bench) -> None:

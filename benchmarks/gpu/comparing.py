@@ -8,7 +8,7 @@ from torch import Tensor
 
 from isobit.distributed.layout import cut
 from isobit.kernels import Operand, Ops
-from isobit.precision import E4M3, QuantSpec
+from isobit.precision import E4M3, QTensor, QuantSpec
 
 if TYPE_CHECKING:
     from benchmarks.gpu.common import Case
@@ -62,3 +62,11 @@ def cuts(count: int, size: int) -> list[tuple[int, int]]:
     """Return the ranges of whole blocks of 128 that ranks have, none empty."""
     ranges = (cut(count, rank, size, 128) for rank in range(size))
     return [(lo, hi) for lo, hi in ranges if hi > lo]
+
+
+def columns_of(x: Operand, lo: int, hi: int) -> Operand:
+    """Return some columns of an operand, whose scales, if it has any, are of blocks of 128."""
+    if isinstance(x, QTensor):
+        scale = x.scale[:, lo // 128 : -(-hi // 128)].contiguous()
+        return QTensor(x.data[:, lo:hi].contiguous(), scale, x.spec)
+    return x[:, lo:hi].contiguous()

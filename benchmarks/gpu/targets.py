@@ -162,7 +162,7 @@ def table(folder: Path) -> str:
 BITS = {
     "tiles": "one product by every tile: tokens on N = 16, 32, 64, 128",
     "rows": "rows alone, by 16 to 512, and in 8,192: products, head, experts, norms, gates",
-    "shards": "a shard's product against the whole weight's, 2, 4 and 8 shards of five models",
+    "shards": "a shard's product against the whole weight's, 2, 4 and 8 shards of seven models",
     "attention": "attention: decoding and chunks against packed",
     "adapters": "several adapters at once against each alone",
     "replay": "a captured step against an eager one",

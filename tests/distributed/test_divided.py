@@ -5,8 +5,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from isobit import Model
 from isobit.config import load_sft_config
 from isobit.distributed import ALONE, Ranks
-from isobit.errors import NonFiniteError
+from isobit.distributed.ranks import Alone
+from isobit.errors import NonFiniteError, RankLost
 from isobit.model.forward import autograd, layers
 from isobit.model.weights.divided import DividedWeights
 from isobit.rl.learner.gradient import Differentiation
 from isobit.training.loop import training_loop
 from isobit.training.train import open_run
 from tests.dialogues import TEMPLATE
+from tests.distributed.kills import launched
 from tests.distributed.sessions import bits, resumed, session
 from tests.distributed.test_by_rows import SIZES
 from tests.distributed.threads import run
@@ -55,14 +55,6 @@ def written(folder: Path, tied: bool = False, **changes: object) -> Path:
     return config
 
 
-@contextmanager
-def held_by(size: int) -> Iterator[None]:
-    """Models that are loaded inside are held by groups of so many ranks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Model, "load", staticmethod(partial(Model.load, divided=size)))
-        yield
-
-
 def trained(
     config: Path, out: Path, layout: tuple[int, int], overrides: Sequence[str] = ()
 ) -> Bits:
@@ -72,8 +64,7 @@ def trained(
     if ranks == 0:
         session(config, given)
     else:
-        with held_by(group):
-            run(ranks, lambda each: session(config, given, each))
+        run(ranks, lambda each: session(config, [*given, f"divided={group}"], each))
     return bits(out)
 
 
@@ -161,13 +152,11 @@ def test_a_run_goes_on_in_other_layouts(tmp_path: Path, one: tuple[Path, Bits]) 
     config, _ = one
     alone = trained(config, tmp_path / "alone", (0, 0), ["steps=4"])
     directory = tmp_path / "elastic"
-    given = [*SMALL, f"run.dir={directory}", "steps=1"]
-    with held_by(4):
-        run(4, lambda each: session(config, given, each))
-    run(3, partial(resumed, directory, ["steps=2"]))
-    with held_by(2):
-        run(2, partial(resumed, directory, ["steps=3"]))
-    resumed(directory, ["steps=4"])
+    given = [*SMALL, f"run.dir={directory}", "steps=1", "divided=4"]
+    run(4, lambda each: session(config, given, each))
+    run(3, partial(resumed, directory, ["steps=2", "divided=1"]))
+    run(2, partial(resumed, directory, ["steps=3", "divided=2"]))
+    resumed(directory, ["steps=4", "divided=1"])
     assert bits(directory) == alone
     assert trained(config, tmp_path / "control", (2, 2), ["seed=1"]) != alone
 
@@ -221,13 +210,14 @@ import torch
 import torch.distributed as dist
 torch.set_num_threads(1)
 from isobit.distributed.transport import TorchRanks
-from tests.distributed.test_divided import SMALL, held_by
+from tests.distributed.test_divided import SMALL
+from tests.distributed.kills import launched
 from tests.distributed.sessions import session
 
 rank, size, group, folder = *map(int, sys.argv[1:4]), Path(sys.argv[4])
 ranks = TorchRanks(dist.FileStore(str(folder / "store"), size), rank, size, torch.device("cpu"), 60)
-with held_by(group):
-    session(folder / "config.yaml", [*SMALL, f"run.dir={folder / 'run'}"], ranks)
+given = [*SMALL, f"run.dir={folder / 'run'}", f"divided={group}"]
+session(folder / "config.yaml", given, ranks)
 ranks.close()
 """
 
@@ -310,22 +300,20 @@ def supervised(config: Path, out: Path, ranks: int, group: int) -> Bits:
     """As `trained`, of a run that learns from given answers."""
 
     def one(each: Ranks = ALONE) -> None:
-        with open_run(
-            load_sft_config(config, [f"run.dir={out}"]), quiet=True, ranks=each
-        ) as opened:
+        given = [f"run.dir={out}", *([f"divided={group}"] if group else [])]
+        with open_run(load_sft_config(config, given), quiet=True, ranks=each) as opened:
             training_loop(opened)
             opened.finish()
 
     if ranks == 0:
         one()
     else:
-        with held_by(group):
-            run(ranks, one)
+        run(ranks, one)
     return bits(out)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dpo"])
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_supervised_runs_have_the_bits_of_one_process(tmp_path: Path, kind: str) -> None:
     """With held-out answers, and those of DPO's reference."""
     written(tmp_path)
@@ -335,3 +323,44 @@ def test_supervised_runs_have_the_bits_of_one_process(tmp_path: Path, kind: str)
     alone = supervised(config, tmp_path / "alone", 0, 0)
     for ranks, group in ((2, 2), (4, 2)):
         assert supervised(config, tmp_path / f"of {ranks}", ranks, group) == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["rollout", "learn", "sync"])
+def test_a_rank_that_is_killed_ends_all_and_the_run_goes_on(tmp_path: Path, phase: str) -> None:
+    """As it enters a verb for the second time: within the time limit, with its number; then in another
+    layout."""
+    config, directory = written(tmp_path, steps=3), tmp_path / "run"
+    alone = trained(config, tmp_path / "alone", (0, 0), ["run.checkpoint_every=1"])
+    options = ["--rank", "1", "--phase", phase, "--nth", "2", "--after-ms", "0"]
+    given = [f"run.dir={directory}", "run.checkpoint_every=1", "run.rank_timeout_s=60"]
+    arguments = ["train", str(config), *SMALL, *given, "divided=2"]
+    code, printed, seconds = launched(4, options, arguments)
+    assert code != 0, printed
+    assert seconds < 60, printed
+    assert "rank 1 (last seen in: " in printed
+    assert not any(f"rank {other} (last seen in: " in printed for other in (0, 2, 3)), printed
+    run(3, partial(resumed, directory, ["divided=3"]))
+    assert bits(directory) == alone
+
+
+class _Lost(Alone):
+    """A rank whose peer does not come."""
+
+    size = 2  # type: ignore[misc]
+
+    def all_gather_json(self, value: Any) -> Any:
+        raise RankLost("waited 5 s for rank 1")
+
+
+def test_an_error_for_which_others_wait_elsewhere_is_not_lost() -> None:
+    """In their group, where this rank does not come: its own error is the reason. The control: a
+    rank without one says who did not come."""
+
+    def broken() -> None:
+        raise NonFiniteError("planted")
+
+    with pytest.raises(NonFiniteError, match="planted"):
+        _Lost().run_on_all(broken)
+    with pytest.raises(RankLost, match="rank 1"):
+        _Lost().run_on_all(lambda: None)

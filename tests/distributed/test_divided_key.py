@@ -13,6 +13,7 @@ import pytest
 from isobit.config import load_config, load_sft_config
 from isobit.distributed import Ranks
 from isobit.errors import IsobitError, RunFailed
+from isobit.model import Model, Tokenizer
 from isobit.training.loop import training_loop
 from isobit.training.parts import divided
 from isobit.training.parts.divided import together
@@ -107,6 +108,11 @@ RUNS = {
     "teacher": [
         "algorithm={advantage: distillation, kl_coefficient: 1, kl_in_reward: true}",
         "reference.path=TEACHER",
+    ],
+    "adapter beside its model": [
+        "adapter={rank: 8, alpha: 32}",
+        "optimizer.learning_rate=0.02",
+        "algorithm.kl_coefficient=0.1",
     ],
     "reward model": ["rewards.models=[{path: JUDGE, weight: 0.5}]", "evaluation.every=1"],
     "reward model alone": [
@@ -237,3 +243,15 @@ def test_auto_takes_the_fewest_with_which_the_plan_fits(
             assert together(replace(planned, machine=machine)) == (1 if host else size)
     fleet = job(models.policy, "fleet.engines=1", machine=Machine("a card", 1))
     assert together(fleet) == 1
+
+
+@pytest.mark.parametrize("divided", [2, 0, -1])
+def test_python_is_refused_a_group_that_does_not_divide_its_ranks(
+    models: Models, divided: int
+) -> None:
+    with pytest.raises(IsobitError, match=f"divided: {divided} ranks .* choose a divisor"):
+        run(3, lambda ranks: Model.load(models.policy, ranks=ranks, divided=divided))
+    with pytest.raises(IsobitError, match=f"divided: {divided} ranks cannot be a group of 1"):
+        Model.init(
+            Model.load(models.policy).config, Tokenizer.characters(ALPHABET), divided=divided
+        )

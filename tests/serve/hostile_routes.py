@@ -104,6 +104,41 @@ SAMPLING = [
     ),
     Valid(
         "POST",
+        "/v1/completions",
+        {
+            "prompt": "abc",
+            "max_tokens": 4,
+            "presence_penalty": 0.5,
+            "frequency_penalty": -0.5,
+            "logit_bias": {"5": 1.5},
+            "bad_words": ["q"],
+            "min_tokens": 1,
+            "allowed_token_ids": [5, 6, 7],
+        },
+    ),
+    Valid(
+        "POST",
+        "/v1/responses",
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "go"}]},
+                {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "so"}]},
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "c", "output": "3"},
+            ],
+            "instructions": "be brief",
+            "max_output_tokens": 4,
+            "tools": [{"type": "function", "name": "f", "parameters": {}}],
+            "tool_choice": "auto",
+            "text": {"format": {"type": "text"}},
+            "reasoning": {"effort": "low"},
+            "include": [],
+            "store": True,
+            "stream": False,
+        },
+    ),
+    Valid(
+        "POST",
         "/inference/v1/generate",
         {
             "token_ids": [5, 6, 7],

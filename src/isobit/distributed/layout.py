@@ -114,8 +114,8 @@ class Layout:
         alone = self.whole_experts and _expert(name) is not None
         if name.rpartition(".")[2] not in _RANGES or alone:
             return None
-        kept = (self.rows(name, rank) for rank in range(self.size))
-        return tuple(sum(hi - lo for lo, hi in ranges) for ranges in kept)
+        by_rank = (self.rows(name, rank) for rank in range(self.size))
+        return tuple(sum(hi - lo for lo, hi in ranges) for ranges in by_rank)
 
     def local_heads(self, prefix: str, rank: int) -> range:
         """Return the heads by which an attention is divided that are a rank's."""
@@ -216,8 +216,8 @@ class Layout:
         prefix, role = self._role_of(name)
         sizes, local = self.heads[prefix].rows[role], self.local_heads(prefix, rank)
         *starts, end = accumulate((n * self.heads[prefix].count for n in sizes), initial=0)
-        for start, each in zip(starts, sizes):
-            yield start + local.start * each, start + local.stop * each
+        for start, height in zip(starts, sizes):
+            yield start + local.start * height, start + local.stop * height
         yield end, self.shapes[name][0]
 
     def _role_of(self, name: str) -> tuple[str, str]:

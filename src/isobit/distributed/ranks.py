@@ -78,8 +78,12 @@ class Ranks(ABC):
 
     def group(self, size: int) -> "Ranks":
         """Return this rank's neighbours, of groups of `size` consecutive ranks that meet by
-        themselves; all ranks ask for the same sizes, in the same order."""
-        assert self.size % size == 0
+        themselves; all ranks ask for the same sizes, in the same order. Raises IsobitError for a
+        size that does not divide them."""
+        if size < 1 or self.size % size:
+            raise IsobitError(
+                f"divided: {size} ranks cannot be a group of {self.size}: choose a divisor"
+            )
         if size in (1, self.size):
             return ALONE if size == 1 else self
         groups = [range(first, first + size) for first in range(0, self.size, size)]
@@ -139,8 +143,13 @@ class Ranks(ABC):
             if mine is not None:
                 raise mine
             return
-        errors = self.all_gather_json(None if mine is None else _said(mine))
-        for rank, error in enumerate(errors):
+        try:
+            reports = self.all_gather_json(None if mine is None else _said(mine))
+        except errors.RankLost:
+            if mine is None:
+                raise
+            raise mine from None  # for which the others may wait in their group
+        for rank, error in enumerate(reports):
             if error is not None:
                 raised = (
                     mine if rank == self.rank and mine is not None else _KINDS[error[0]](*error[1:])
@@ -186,7 +195,7 @@ ALONE = Alone()
 
 
 class Neighbours(Ranks):
-    """Those of all ranks that are `among` a prepared set, on the device of what they share."""
+    """The ranks `among` all that are a prepared set; they exchange on the device of all."""
 
     def __init__(self, everyone: Ranks, among: range) -> None:
         self._everyone, self._among = everyone, among

@@ -166,8 +166,8 @@ class TorchRanks(Ranks):
     def share(self, buffers: Sequence[Tensor], among: range | None = None) -> Callable[[], None]:
         among = among or range(self.size)
         self._arrive(among)
-        own = buffers[among.index(self.rank)]
-        self.bytes_sent += own.numel() * own.element_size() * (len(among) - 1)
+        sent = buffers[among.index(self.rank)]
+        self.bytes_sent += sent.numel() * sent.element_size() * (len(among) - 1)
         with self._failures("share weights"):
             works = [
                 dist.broadcast(buffer, rank, group=self._sets[among], async_op=True)
@@ -196,11 +196,10 @@ class TorchRanks(Ranks):
         self._waits = among = among or range(self.size)
         self._met[among] += 1
         with self._failures(self._verb):
-            self._board.set(self._place(self.rank), f"{self._met[among]} {self._verb}")
+            self._board.set(self._place(self.rank, among), f"{self._met[among]} {self._verb}")
 
-    def _place(self, rank: int) -> str:
-        """Return the key of a rank's count in the set whose meeting this rank waits for."""
-        among = self._waits
+    def _place(self, rank: int, among: range) -> str:
+        """Return the key of a rank's count of the meetings of a set."""
         few = len(among) < self.size
         return f"at-{rank}" + f"-of-{among.start}-{among.stop}-{among.step}" * few
 
@@ -273,11 +272,24 @@ class TorchRanks(Ranks):
         )
 
     def _behind(self) -> list[tuple[int, str]]:
-        """Return (rank, verb) of the ranks that have come to fewer meetings than this one."""
-        behind = []
-        for rank in self._waits:
-            match = re.fullmatch(r"(\d{1,18}) ([a-z ]*)", self._board.get(self._place(rank)) or "")
-            met, verb = (int(match[1]), match[2]) if match else (0, "")
-            if met < self._met[self._waits]:
-                behind.append((rank, verb))
-        return behind
+        """Return (rank, verb) of the ranks that have come to fewer meetings than this one, without
+        those that wait for another rank themselves, in a smaller set."""
+        behind = {rank: verb for rank, (_, verb) in self._late(self._waits, self._met[self._waits])}
+        waiting = {
+            rank
+            for members in self._sets
+            for rank in behind.keys() & members
+            if len(members) < len(self._waits) and self._late(members, self._seen(rank, members)[0])
+        }
+        return [(rank, verb) for rank, verb in behind.items() if rank not in waiting]
+
+    def _late(self, among: range, met: int) -> list[tuple[int, tuple[int, str]]]:
+        """Return (rank, count and verb) of those of a set that have met fewer times."""
+        seen = [(rank, self._seen(rank, among)) for rank in among]
+        return [(rank, counted) for rank, counted in seen if counted[0] < met]
+
+    def _seen(self, rank: int, among: range) -> tuple[int, str]:
+        """Return how many meetings of a set a rank has come to, and in which verb."""
+        text = self._board.get(self._place(rank, among)) or ""
+        match = re.fullmatch(r"(\d{1,18}) ([a-z ]*)", text)
+        return (int(match[1]), match[2]) if match else (0, "")

@@ -53,8 +53,8 @@ class GroupEngine:
 
     def step(self, on_token: OnToken | None = None) -> list[tuple[Request, Completion]]:
         """Call `Engine.step` on every rank."""
-        said, self._said = self._said, []
-        self._ranks.all_gather_json(said)
+        verbs, self._said = self._said, []
+        self._ranks.all_gather_json(verbs)
         return self._step(on_token)
 
     def close(self) -> None:
@@ -63,12 +63,12 @@ class GroupEngine:
 
     def follow(self) -> None:
         """Do what the first rank does, until it closes."""
-        while (said := self._ranks.all_gather_json(None)[0]) is not None:
-            for verb, *given in said:
+        while (verbs := self._ranks.all_gather_json(None)[0]) is not None:
+            for verb, *values in verbs:
                 if verb == "cancel":
-                    self._cancel(*given)
+                    self._cancel(*values)
                 else:
-                    prompt, sampling, *numbers = given
+                    prompt, sampling, *numbers = values
                     lists = {key: tuple(sampling[key]) for key in ("stop", "stop_tokens")}
                     self._submit(prompt, Sampling(**sampling | lists), *numbers)
             self._step(None)

@@ -6,13 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.comparing import cuts, operands
+from benchmarks.gpu.comparing import columns_of, cuts, operands
+from isobit.kernels import matrices
 from isobit.kernels.backends.triton import TritonOps
-from isobit.kernels.matrices import Divided, Operand
+from isobit.kernels.matrices import Divided, Operand, Stacked
 from isobit.kernels.product.triton import plan as plans
 from isobit.kernels.product.triton.library import LibraryProducts
 from isobit.kernels.product.triton.plan import splits_of
 from isobit.model.weights.layout import rows_of
+from tests.models import slow_where
 
 from ..helpers import same
 from .helpers import DEVICE
@@ -76,6 +78,31 @@ def test_the_plan_of_fewer_rows_is_another(model: str, size: int) -> None:
     assert (splits_of(columns, inner, torch.uint8)[0], alone) == CHUNKS[model, size]
     known = plans.plan(64, hi - lo, inner, torch.uint8, False, columns)
     assert (known.splits, known.tile_n) == (1, plans.plan(64, hi - lo, 128, torch.uint8).tile_n)
+
+
+@pytest.mark.parametrize("kind", slow_where(["bf16", "fp8", "fp32"], lambda kind: kind != "bf16"))
+def test_shards_of_experts_have_the_sums_of_the_whole(kind: str) -> None:
+    """Of rows of every expert, of which one serves no row, and of whole experts. The control: halves
+    of the columns, whose sums are added."""
+    torch.manual_seed(0)
+    x, _ = operands(kind, 4, 1, 512, OPS)
+    weights = [operands(kind, 1, 144, 512, OPS)[1] for _ in range(3)]
+    offsets = torch.tensor([0, 3, 3, 4], device=DEVICE)
+
+    def product(x: Operand, weights: list[Operand], offsets: Tensor) -> Tensor:
+        stack = Stacked.of(weights, len(weights))
+        return OPS.grouped_product(x, stack, offsets, torch.float32)
+
+    whole = product(x, weights, offsets)
+    for lo, hi in ((0, 128), (128, 144)):
+        rows = [rows_of(w, (lo, hi)) for w in weights]
+        assert same(product(x, rows, offsets), whole[:, lo:hi].contiguous())
+    assert same(product(matrices.rows_of(x, 3, 4), weights[1:], offsets[1:] - 3), whole[3:])
+    halves = [
+        product(columns_of(x, *cut), [columns_of(w, *cut) for w in weights], offsets)
+        for cut in ((0, 256), (256, 512))
+    ]
+    assert (halves[0] + halves[1] != whole).float().mean() > 0.1
 
 
 def test_a_library_is_asked_for_shards_as_for_the_whole() -> None:

@@ -29,8 +29,8 @@ class JoinedRows:
     @staticmethod
     def of(weight: Weight, prepared: Divided) -> Weight:
         """Return a weight whose product this is."""
-        own = replace(weight, prepared=replace(prepared, operand=None, result=None))
-        return replace(weight, several=JoinedRows(own))
+        rows = replace(weight, prepared=replace(prepared, operand=None, result=None))
+        return replace(weight, several=JoinedRows(rows))
 
     def product(self, x: Operand, weight: Weight, ops: Ops, dtype: torch.dtype) -> Tensor:
         over, divided = cast(RowOps, ops), cast(Divided, weight.prepared)

@@ -90,8 +90,10 @@ def kept_by_rows(base: "Transformer") -> "Transformer | None":
     """Return a transformer for rollouts over the rows that a rank keeps, if the base is divided."""
     if (divided := base.divided) is None:
         return None
-    own, own_stack = divided.own, divided.own_stack
-    return _by_rows(base, base.group, lambda weight, _: own(weight), lambda s, *_: own_stack(s))
+    rows, stack = divided.own, divided.own_stack
+    return _by_rows(
+        base, base.group, lambda weight, _: rows(weight), lambda whole, *_: stack(whole)
+    )
 
 
 def _by_rows(base: "Transformer", ranks: Ranks, kept: Kept, kept_stack: KeptStack) -> "Transformer":
@@ -103,16 +105,16 @@ def _by_rows(base: "Transformer", ranks: Ranks, kept: Kept, kept_stack: KeptStac
         raise IsobitError("ranks that hold a model together do not serve several adapters")
     working = base._working["rollout"]
     table = working.outside.embed
-    own = _OwnRows(layout, ranks.rank, inner, kept, kept_stack)
-    own.change(table)  # before a head that shares it
+    rows = _OwnRows(layout, ranks.rank, inner, kept, kept_stack)
+    rows.change(table)  # before a head that shares it
     layers = [replace(layer, mlp=None) for layer in working.layers]
-    changed = map_parts(replace(working, layers=tuple(layers)), own.change)
-    mlps = [own.mlp(layer.mlp) for layer in working.layers]
+    changed = map_parts(replace(working, layers=tuple(layers)), rows.change)
+    mlps = [rows.mlp(layer.mlp) for layer in working.layers]
     layers = [replace(layer, mlp=mlp) for layer, mlp in zip(changed.layers, mlps)]
     clone = copy(base)
     clone.config = local_config(config, layout, ranks.rank)
     clone.group, clone.divided, clone.by_rows = ranks, None, None
-    clone.shares = tuple(own.shares)
+    clone.shares = tuple(rows.shares)
     ops = cast(Ops, RowOps(inner, ranks, layout.result(table.name) or ()))
     clone.ops = dict.fromkeys(base.ops, ops)
     clone._working = dict.fromkeys(base.ops, replace(changed, layers=tuple(layers)))
@@ -148,16 +150,16 @@ class _OwnRows:
             if name not in self._tables:
                 self._tables[name] = cast(Tensor, take(piece.working, rows))
             return replace(piece, master=FROZEN, working=self._tables[name])
-        kept: Operand | None = self._tables.get(name)
-        if kept is None:
-            kept = take(cast(Operand, piece.working), rows)
+        working: Operand | None = self._tables.get(name)
+        if working is None:
+            working = take(cast(Operand, piece.working), rows)
         result = self.layout.result(name)
-        prepared = self.prepared(kept, shapes[name][0], self.layout.columns(name), result)
+        prepared = self.prepared(working, shapes[name][0], self.layout.columns(name), result)
         bias = None if piece.bias is None else cast(Tensor, take(piece.bias, rows))
         factors = tuple(
-            replace(low, b=self.factor(low.b, own), lo=lo, hi=hi)
+            replace(low, b=self.factor(low.b, rows_of_b), lo=lo, hi=hi)
             for low in piece.adapters
-            for own, lo, hi in own_rows_of(low, rows)
+            for rows_of_b, lo, hi in own_rows_of(low, rows)
         )
         weight = replace(self.frozen(piece, prepared, bias), adapters=factors)
         return JoinedRows.of(weight, prepared) if factors and result is not None else weight
@@ -201,13 +203,13 @@ class _OwnRows:
         weights = weights[local.start : local.stop]
         rows = self.layout.used(weights[0].name, self.rank)
         operand, count = self.layout.columns(name), self.layout.shapes[name][0]
-        kept = self.kept_stack(stack, local, rows)
-        prepared = tuple(self.prepared(cast(Operand, m), count, operand) for m in kept.experts)
+        matrices = self.kept_stack(stack, local, rows)
+        prepared = tuple(self.prepared(cast(Operand, m), count, operand) for m in matrices.experts)
         factors = self.factors(weights, rows, operand)
-        biases = [None] * len(weights) if kept.bias is None else kept.bias.unbind(0)
-        return replace(kept, prepared=prepared), [
-            replace(self.frozen(weight, matrix, bias), adapters=own)
-            for weight, matrix, bias, own in zip(weights, prepared, biases, factors)
+        biases = [None] * len(weights) if matrices.bias is None else matrices.bias.unbind(0)
+        return replace(matrices, prepared=prepared), [
+            replace(self.frozen(weight, matrix, bias), adapters=adapters)
+            for weight, matrix, bias, adapters in zip(weights, prepared, biases, factors)
         ]
 
     def factors(
@@ -221,24 +223,24 @@ class _OwnRows:
             assert low.together is not None
             a, b = low.together
             own_a = self.copied_stack(a, local, ((0, a.shape[1]),))
-            for own, lo, hi in own_rows_of(low, rows):
-                own_b = self.copied_stack(b, local, (own,))
-                for place, weight in enumerate(weights):
+            for rows_of_b, lo, hi in own_rows_of(low, rows):
+                own_b = self.copied_stack(b, local, (rows_of_b,))
+                for number, weight in enumerate(weights):
                     pair = weight.adapters[index]
-                    of_a = self.prepared(own_a.data[place], a.shape[1], operand)
-                    of_b = self.prepared(own_b.data[place], b.shape[1])
+                    of_a = self.prepared(own_a.data[number], a.shape[1], operand)
+                    of_b = self.prepared(own_b.data[number], b.shape[1])
                     pair = replace(
                         pair, lo=lo, hi=hi, together=(own_a, own_b),
                         a=replace(pair.a, master=FROZEN, prepared=of_a),
                         b=replace(pair.b, master=FROZEN, prepared=of_b),
                     )  # fmt: skip
-                    factors[place] += (pair,)
+                    factors[number] += (pair,)
         return factors
 
     def factor(self, whole: Weight, rows: Rows) -> Weight:
         """Return the rows of a factor B."""
-        kept = self.copied(cast(Operand, whole.working), (rows,))
-        return replace(whole, master=FROZEN, prepared=self.prepared(kept, whole.working.shape[0]))
+        share = self.copied(cast(Operand, whole.working), (rows,))
+        return replace(whole, master=FROZEN, prepared=self.prepared(share, whole.working.shape[0]))
 
     def prepared(
         self,
@@ -258,11 +260,11 @@ class _OwnRows:
 def _kept_stack(stack: Stacked, experts: range, ranges: tuple[Rows, ...]) -> Stacked:
     """Return a copy of some ranges of rows of some experts."""
     matrices = (cast(Operand, stack.experts[number]) for number in experts)
-    kept = Stacked.of((_kept(matrix, ranges) for matrix in matrices), len(experts))
+    rows = Stacked.of((_kept(matrix, ranges) for matrix in matrices), len(experts))
     if stack.bias is None:
-        return kept
+        return rows
     biases = [cast(Tensor, _kept(stack.bias[number], ranges)) for number in experts]
-    return replace(kept, bias=torch.stack(biases))
+    return replace(rows, bias=torch.stack(biases))
 
 
 def _kept(operand: Operand, ranges: tuple[Rows, ...]) -> Operand:

@@ -37,12 +37,11 @@ class ExpertsOfRanks:
             return over.side_by_side(ops.sum_of_rows(down, position, gates), self.result)
         rows, position, offsets = ops.by_expert(chosen, sum(self.counts))
         ends = list(accumulate(self.counts, initial=0))
-        places = offsets[ends].tolist()
-        first, last = (values[over.ranks.rank] for values in (ends, ends[1:]))
-        lo, hi = places[over.ranks.rank], places[over.ranks.rank + 1]
-        own = x.new_empty(0, x.shape[1])
+        rank, bounds = over.ranks.rank, offsets[ends].tolist()
+        (first, last), (lo, hi) = ends[rank : rank + 2], bounds[rank : rank + 2]
+        results = x.new_empty(0, x.shape[1])
         if hi > lo:
-            own = results_of(x, rows[lo:hi], offsets[first : last + 1] - lo, layer, ops).down
-        sizes = [(after - before) * x.shape[1] for before, after in pairwise(places)]
-        down = torch.cat(over.gathered(own, sizes)).view(-1, x.shape[1])
+            results = results_of(x, rows[lo:hi], offsets[first : last + 1] - lo, layer, ops).down
+        sizes = [(stop - start) * x.shape[1] for start, stop in pairwise(bounds)]
+        down = torch.cat(over.gathered(results, sizes)).view(-1, x.shape[1])
         return ops.sum_of_rows(down, position, gates)

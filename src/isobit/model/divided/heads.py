@@ -47,8 +47,8 @@ def _heads_of(config: ModelConfig, layer: int) -> HeadRows:
     heads = HeadRows.of(config.num_heads, kv, dim)
     if not config.gated_attention:
         return heads
-    queries, *others = heads.rows["qkv"]
-    return replace(heads, rows={**heads.rows, "qkv": (2 * queries, *others)})
+    queries, *keys_and_values = heads.rows["qkv"]
+    return replace(heads, rows={**heads.rows, "qkv": (2 * queries, *keys_and_values)})
 
 
 def _of_latent(sizes: Latent, heads: int) -> HeadRows:
@@ -59,10 +59,10 @@ def _of_latent(sizes: Latent, heads: int) -> HeadRows:
 
 def _of_linear(sizes: LinearAttention) -> HeadRows:
     shared = sizes.value_heads // sizes.key_heads
-    each = tuple(height // sizes.key_heads for height in sizes.heights)
+    heights = tuple(height // sizes.key_heads for height in sizes.heights)
     keys, values = sizes.key_dim, shared * sizes.value_dim
     gates = (2 * shared,) if sizes.by_head else (shared, shared)
-    rows = {"qkv": each, "gates": gates, "conv": (keys, keys, values)}
+    rows = {"qkv": heights, "gates": gates, "conv": (keys, keys, values)}
     rows |= dict.fromkeys(("decay", "step_bias"), (shared,))
     return HeadRows(sizes.key_heads, rows, values)
 

@@ -44,7 +44,7 @@ class _Tensor:
     whole: Tensor
     height: int
     ranges: tuple[tuple[Rows, ...], ...]
-    own: Tensor
+    local: Tensor
 
     def pieces(self, rank: int) -> list[Tensor]:
         """Return the bytes of a rank's rows in the whole, range by range."""
@@ -52,12 +52,12 @@ class _Tensor:
 
     def within(self, rows: Rows, rank: int) -> Tensor:
         """Return the bytes of rows that this rank keeps, among its own."""
-        before = 0
+        start = 0
         for lo, hi in self.ranges[rank]:
             if lo <= rows[0] < hi:
-                shift = before - lo
-                return _bytes_of(self.own, (rows[0] + shift, rows[1] + shift), self.height)
-            before += hi - lo
+                shift = start - lo
+                return _bytes_of(self.local, (rows[0] + shift, rows[1] + shift), self.height)
+            start += hi - lo
         raise AssertionError(f"rows {rows} of {self.name} are another rank's")
 
 
@@ -98,8 +98,8 @@ class DividedWeights:
                 by_storage.setdefault(key, []).append(stored)
         for key, of_one in by_storage.items():
             self._keep(key, of_one)
-        for part in {part_of(stored.name) for of_one in by_storage.values() for stored in of_one}:
-            self._close(part)
+        for name in {part_of(stored.name) for of_one in by_storage.values() for stored in of_one}:
+            self._close(name)
         return piece
 
     def _keep(self, key: int, of_one: Sequence[Stored]) -> None:
@@ -111,24 +111,25 @@ class DividedWeights:
             ]
             for t in of_one
         ]
-        whole, part = of_one[0].tensor, self._parts.setdefault(part_of(of_one[0].name), _Part())
-        own = self._own[key] = torch.cat(
+        whole = of_one[0].tensor
+        layer = self._parts.setdefault(part_of(of_one[0].name), _Part())
+        local = self._own[key] = torch.cat(
             [as_bytes(whole[:0]), *(p for rows in pieces for p in rows)]
         )
         sizes = [sum(map(len, rows)) for rows in pieces]
-        for stored, rows in zip(of_one, own.split(sizes)):
-            part.tensors.append(self._kept(stored, rows))
-            self._tensors[id(stored.tensor)] = part.tensors[-1]
-            if len(part.tensors[-1].own):
-                self._shapes[key] = part.tensors[-1].own.shape
+        for stored, rows in zip(of_one, local.split(sizes)):
+            layer.tensors.append(self._kept(stored, rows))
+            self._tensors[id(stored.tensor)] = layer.tensors[-1]
+            if len(layer.tensors[-1].local):
+                self._shapes[key] = layer.tensors[-1].local.shape
         storage = whole.untyped_storage()
-        part.storages[key] = storage, storage.nbytes()
+        layer.storages[key] = storage, storage.nbytes()
 
-    def _kept(self, stored: Stored, own: Tensor) -> _Tensor:
+    def _kept(self, stored: Stored, data: Tensor) -> _Tensor:
         ranges = tuple(self.layout.rows(stored.name, rank) for rank in range(self.group.size))
         whole = stored.tensor
-        own = own.view(whole.dtype).view(-1, *whole.shape[1:])
-        return _Tensor(stored.name, whole, stored.height, ranges, own)
+        local = data.view(whole.dtype).view(-1, *whole.shape[1:])
+        return _Tensor(stored.name, whole, stored.height, ranges, local)
 
     def own_stack(self, stack: Stacked) -> Stacked:
         """Return the rows that this rank keeps of its experts, in one storage."""
@@ -147,7 +148,7 @@ class DividedWeights:
 
     def own(self, operand: Operand) -> Operand:
         """Return the rows that this rank keeps of a working weight."""
-        data, *scale = (self._tensors[id(tensor)].own for tensor in tensors_of(operand))
+        data, *scale = (self._tensors[id(tensor)].local for tensor in tensors_of(operand))
         return QTensor(data, scale[0], operand.spec) if isinstance(operand, QTensor) else data
 
     @torch.no_grad()
@@ -175,11 +176,11 @@ class DividedWeights:
         if names and not self._moves:
             for move in moves(shards, self.layout):
                 self._moves.setdefault(part_of(move.name), []).append(move)
-        for name, part in self._parts.items():
+        for name, layer in self._parts.items():
             if needed := [move for move in self._moves.get(name, ()) if move.name in names]:
                 of_part = {move.name for move in needed}
                 made = shards.ranks.run_on_all(partial(quantized, of_part))
-                self._exchange(part, needed, made, masters)
+                self._exchange(layer, needed, made, masters)
 
     def _exchange(
         self,
@@ -206,9 +207,10 @@ class DividedWeights:
                     sent[to] += pieces
             if target == group.rank:
                 received[source] += [t.within((lo, hi), group.rank) for t in tensors[name]]
-        sent_sizes, sizes = ([sum(map(len, p)) for p in each] for each in (sent, received))
+        sent_sizes = [sum(map(len, pieces)) for pieces in sent]
+        sizes = [sum(map(len, pieces)) for pieces in received]
         data = [piece for pieces in sent for piece in pieces]
-        empty = torch.empty(0, dtype=torch.uint8, device=part.tensors[0].own.device)
+        empty = torch.empty(0, dtype=torch.uint8, device=part.tensors[0].local.device)
         everyone, message = range(ranks.size), torch.cat([empty, *data])
         wait = ranks.all_to_all(message, sent_sizes, sizes, everyone)
         into = [piece for pieces in received for piece in pieces]
@@ -237,12 +239,12 @@ class DividedWeights:
         open that were not computed inside this context, or only on other ranks."""
         layers = sorted((p for p in self._parts if "." in p), key=lambda p: int(p.split(".")[1]))
         head = "head" if "head" in self._parts else "embed"
-        ahead = [(part, False) for part in ("embed", *layers, head)]
+        ahead = [(name, False) for name in ("embed", *layers, head)]
         last, self._expected = "".join(self._open[-1:]), []
-        for part, back in ahead * forwards + [(part, True) for part in layers[::-1]] * backward:
-            if part != last:
-                self._expected.append((part, back))
-            last = part
+        for name, back in ahead * forwards + [(name, True) for name in layers[::-1]] * backward:
+            if name != last:
+                self._expected.append((name, back))
+            last = name
         try:
             yield
         except RankLost:
@@ -256,10 +258,10 @@ class DividedWeights:
             self._expected = None
 
     def _follow(self, reached: Reached | None) -> None:
-        for part, back in self._expected or ():
-            self._fetch(part)
+        for name, back in self._expected or ():
+            self._fetch(name)
             if back and reached is not None:
-                reached(part)
+                reached(name)
 
     def _fetch(self, part: str) -> None:
         if part in self._open:
@@ -277,11 +279,11 @@ class DividedWeights:
             storage.resize_(0)
 
     def _gather(self, tensors: Sequence[_Tensor]) -> None:
-        rank, device = self.group.rank, tensors[0].own.device
+        rank, device = self.group.rank, tensors[0].local.device
         by_rank = [[p for t in tensors for p in t.pieces(r)] for r in range(self.group.size)]
         sizes = [sum(map(len, pieces)) for pieces in by_rank]
         buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-        buffers[rank] = torch.cat([as_bytes(tensor.own) for tensor in tensors])
+        buffers[rank] = torch.cat([as_bytes(tensor.local) for tensor in tensors])
         self.group.share(buffers)()
         for pieces, buffer in zip(by_rank, buffers):
             for piece, values in zip(pieces, buffer.split([len(p) for p in pieces])):

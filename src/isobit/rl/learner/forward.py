@@ -200,15 +200,15 @@ class PolicyForward:
     def following(self, backward: bool = False, reached: Reached | None = None) -> Iterator[None]:
         """Let the ranks that hold a model together open the same for one of these forwards, and a
         `backward`, which some of them have inside this context (`DividedWeights.following`)."""
-        own, teacher = self.model.transformer.divided, None
+        policy, teacher = self.model.transformer.divided, None
         if self.teacher is not None:
             teacher = self.teacher.model.transformer.divided
         with ExitStack() as both:
-            if teacher is not None and teacher is not own:
+            if teacher is not None and teacher is not policy:
                 both.enter_context(teacher.following())
-            if own is not None:
-                forwards = 1 if teacher is not own else 2
-                both.enter_context(own.following(forwards, backward, reached))
+            if policy is not None:
+                forwards = 1 if teacher is not policy else 2
+                both.enter_context(policy.following(forwards, backward, reached))
             yield
 
     def _at_half(self, packed: PackedBatch) -> Callable[[Tensor], Tensor]:

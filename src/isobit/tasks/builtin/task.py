@@ -191,17 +191,8 @@ def made_here(
     holds out (default: `held_out`). Raises IsobitError for a setting that it cannot use: those of
     a data file, and a prompt template unless it takes one (`template`)."""
     unused = TaskSettings()
-    for name in [
-        "path",
-        "files",
-        "held_out_path",
-        "format",
-        "split",
-        "held_out_split",
-        "columns",
-        "chat",
-        "system",
-    ]:
+    source = ("path", "files", "held_out_path", "format", "split", "held_out_split")
+    for name in (*source, "columns", "chat", "system"):
         if getattr(settings, name) != getattr(unused, name):
             raise IsobitError(
                 f"task.{name}: task {settings.name} makes its own data; for a file use "

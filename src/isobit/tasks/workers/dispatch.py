@@ -238,14 +238,12 @@ class Dispatcher(Generic[T]):
             os.write(self._wake, b"+")
 
     def _run(self) -> None:
-        passed = False
         try:
             while True:
-                self._wait(-inf if passed else inf)
+                self._wait(inf)
                 if self._closed:  # looked at after what woke this thread was read
                     break
-                passed = bool(self._requests) and self._pass_on(self._requests[0])
-                if passed:
+                while self._requests and self._pass_on(self._requests[0]):
                     self._requests.popleft()
                 seconds, since = self._work
                 if any(worker.owed for worker in self._workers) != (since is not None):

@@ -99,10 +99,11 @@ def open_parts(
         if before_weights is not None:
             before_weights(task, base, processes)
         elif checkpoint is None and ranks.first and not is_adapter(base):  # refused later
-            line = cannot_fit(_job(config, base))
-            print(end="" if line is None else f"{line}\n", file=sys.stderr)
+            _say_what_cannot_fit(config, base)
         vocabulary = shared_vocabulary(config, base)
-        divided = holding_together(config, ranks, lambda: _job(config, base))
+        divided = 1
+        if not is_adapter(base):  # refused below
+            divided = holding_together(config, ranks, lambda: _job(config, base))
         model = load_trained(
             config, base, checkpoint, ranks, date_of(began, ranks), vocabulary, divided
         )
@@ -129,11 +130,17 @@ def task_of(config: Config, objects: Objects = NO_OBJECTS) -> Task:
     )
 
 
+def _say_what_cannot_fit(config: Config, base: Path) -> None:
+    if (line := cannot_fit(_job(config, base))) is not None:
+        print(line, file=sys.stderr)
+
+
 def _job(config: Config, base: Path) -> Job:
     """Return the job of a run whose prompts and weights are not read yet."""
     machine = this_machine(get_ops(config.backend, config.consistency), config.ranks)
     model = architecture(str(base))
-    return job_with(config, model, assumed_prompt(config, model), machine)
+    prompt = min(assumed_prompt(config, model), model.max_positions - 1)
+    return job_with(config, model, prompt, machine)
 
 
 def _put_together(
