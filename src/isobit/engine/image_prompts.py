@@ -113,6 +113,12 @@ def _without_pictures(message: Mapping[str, Any]) -> Mapping[str, Any]:
     content = message.get("content")
     if not isinstance(content, (list, tuple)):
         return message
+    for item in content:
+        kind = item.get("type") if isinstance(item, Mapping) else item
+        if kind not in ("text", "image"):
+            raise IsobitError(
+                f"the prompt: a part of a message is of type {kind!r:.60}; expected text or image"
+            )
     return {**message, "content": [{"type": "image"} if _is_image(p) else p for p in content]}
 
 
