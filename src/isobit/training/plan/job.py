@@ -63,7 +63,7 @@ class Job:
         return replace(self, ranks=ranks)
 
     def together(self, divided: int) -> "Job":
-        """Return the job with so many ranks that hold each model together."""
+        """Return the job with each model held together by `divided` ranks."""
         return replace(self, divided=divided)
 
     def changed(self, *keys: str) -> "Job":
@@ -138,11 +138,16 @@ class Job:
         return self.prompts * self.group
 
     @property
+    def engines(self) -> int:
+        """The number of engines that sample: ranks that hold the model together are one."""
+        return max(1, self.ranks // self.divided)
+
+    @property
     def completions_of_a_rank(self) -> int:
         """The most that a rank samples in a step: groups are not split."""
         if self.sampled is None:
             return 0
-        return -(-self.sampled.prompts_under_way // self.ranks) * self.group
+        return -(-self.sampled.prompts_under_way // self.engines) * self.group
 
     @property
     def evaluated(self) -> int:
@@ -151,7 +156,7 @@ class Job:
             return 0 if self.given is None else self.given.asked
         evaluation = self.config.evaluation
         samples = max(1, evaluation.num_samples)
-        return -(-evaluation.samples * samples // self.ranks) if evaluation.every else 0
+        return -(-evaluation.samples * samples // self.engines) if evaluation.every else 0
 
     @property
     def sampled_lengths(self) -> tuple[int, int]:

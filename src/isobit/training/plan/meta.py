@@ -5,6 +5,7 @@ operators compute nothing (`shape_ops.py`). So working weights, packs, and what 
 for its backward are those of the code that runs.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import astuple, dataclass, replace
@@ -14,16 +15,20 @@ import torch
 from torch import Tensor
 
 from isobit.config.sections import AdapterConfig
+from isobit.distributed.weights import part_of
 from isobit.model import ModelConfig
 from isobit.model.adapters.low_rank import Adapter, factor_shapes
 from isobit.model.adapters.targets import targeted
 from isobit.model.build import Sources
+from isobit.model.divided.by_rows import layout_of
+from isobit.model.divided.heads import local_config
+from isobit.model.divided.kept import kept_bytes
 from isobit.model.forward.kv_scales import KVScales
 from isobit.model.forward.storage import new_store
 from isobit.model.hub.layer_inputs import LayerInputs
 from isobit.model.hub.shapes import parameter_shapes
 from isobit.model.transformer import Transformer
-from isobit.model.weights.layout import Working
+from isobit.model.weights.layout import Working, nbytes
 from isobit.precision import Precision
 from isobit.training.plan.learning import Backward, beyond, measure, measure_forward
 from isobit.training.plan.shape_ops import META, ShapeOps, empty
@@ -101,13 +106,29 @@ def weight_bytes(described: Described, frozen: bool = False) -> WeightBytes:
     """Return the bytes of a model's weights; for a `frozen` model those of the learner alone."""
     if (sizes := _fewer_layers(described)) is not None:
         few, more = (weight_bytes(smaller, frozen) for smaller in sizes)
-        layers, step = described.config.num_layers - _MORE_LAYERS, _MORE_LAYERS - _FEW_LAYERS
-        pairs = zip(astuple(few), astuple(more))
-        return WeightBytes(*(b + (b - a) // step * layers for a, b in pairs))
+        return _of_all(few, more, described)
     model = copy(transformer(described))
     if frozen:
         model.freeze()
     return WeightBytes(*model.working_bytes(), model.packed_bytes())
+
+
+@lru_cache
+def divided_bytes(described: Described, size: int) -> tuple[WeightBytes, int]:
+    """Return the bytes of a model that `size` ranks hold together, on the one with the most: of the
+    rows that it keeps, and of what is open in the learner at a time, a layer and the next one, or
+    the embedding or the head."""
+    if (sizes := _fewer_layers(described)) is not None:
+        (few, _), (more, opened) = (divided_bytes(smaller, size) for smaller in sizes)
+        return _of_all(few, more, described), opened
+    working = transformer(described)._working["rollout"]
+    layout, whole = layout_of(described.config, size), weight_bytes(described)
+    rows = kept_bytes(working, layout, size - 1)  # the last rank's ranges are the largest
+    parts = Counter[str]()
+    for name, operand, _ in working.tensors():
+        parts[part_of(name)] += nbytes(operand)
+    layer = max(parts[part] for part in parts if part.startswith("layers."))
+    return WeightBytes(rows, 0, whole.packs * rows // whole.rollout), layer + max(parts.values())
 
 
 @lru_cache
@@ -137,6 +158,12 @@ def forward_bytes(described: Described, tokens: int) -> int:
     return measure_forward(transformer(more), tokens)
 
 
+def _of_all(few: WeightBytes, more: WeightBytes, described: Described) -> WeightBytes:
+    """Return the bytes of all layers from those of few and of more."""
+    layers, step = described.config.num_layers - _MORE_LAYERS, _MORE_LAYERS - _FEW_LAYERS
+    return WeightBytes(*(b + (b - a) // step * layers for a, b in zip(astuple(few), astuple(more))))
+
+
 def _fewer_layers(described: Described) -> tuple[Described, Described] | None:
     """Return the model with few layers and with a few more, where all its layers are of one kind,
     so that the bytes of the remaining layers follow from the difference; else None."""
@@ -164,9 +191,12 @@ def _fewer_layers(described: Described) -> tuple[Described, Described] | None:
 
 
 @lru_cache
-def page_bytes(described: Described, page_size: int) -> int:
-    """Return the bytes of one page of keys and values, plus states, in all layers."""
+def page_bytes(described: Described, page_size: int, size: int = 1) -> int:
+    """Return the bytes of one page of keys and values, plus states, in all layers; of the heads
+    that one of `size` ranks has, which hold the model together."""
     config, total = described.config, 0
+    if size > 1:
+        config = local_config(config, layout_of(config, size), size - 1)
     for layer in range(config.num_stores):
         flow = described.precision.flow("rollout", layer, config.num_layers)
         total += new_store(config, layer, flow, 1, page_size, META, flow.kv).nbytes
