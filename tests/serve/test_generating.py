@@ -29,6 +29,9 @@ def test_sglang_s_form(server: Running) -> None:
     assert about["completion_tokens"] == len(tokens)
     assert about["finish_reason"]["type"] in ("stop", "length")
     assert made["text"] == server.gateway.tokenizer.decode(tokens)
+    zero = {**SAMPLING, "sampling_seed": 0, "min_new_tokens": 6}
+    seeded = server.post("/generate", {**asked, "sampling_params": zero}).json()
+    assert seeded["output_ids"] == ids(server, seed=0, min_tokens=6)[0][0]
     several = server.post("/generate", {**asked, "sampling_params": {**SAMPLING, "n": 2}}).json()
     assert [one["output_ids"] for one in several] == ids(server, n=2)[0]
     batch = server.post("/generate", {**asked, "input_ids": [[5, 6], [7]]}).json()

@@ -38,7 +38,7 @@ class SGLangSampling(SamplingKeys):
     """SGLang's `sampling_params`."""
 
     max_new_tokens: Tokens | None = None
-    min_new_tokens: Tokens = 0
+    min_new_tokens: Tokens | None = None
     sampling_seed: Seed | None = None
 
     @property
@@ -46,8 +46,8 @@ class SGLangSampling(SamplingKeys):
         """The same under the names of the other routes."""
         pairs = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
         pairs |= {"seed": "sampling_seed"}
-        chosen = {name: getattr(self, key) for name, key in pairs.items() if getattr(self, key)}
-        return replace(self, **chosen)
+        values = {name: getattr(self, key) for name, key in pairs.items()}
+        return replace(self, **{n: value for n, value in values.items() if value is not None})
 
 
 class SGLangRequest(Declared):
