@@ -46,8 +46,8 @@ def plan_command(
     tokens: tuple[int | None, int | None],
     as_json: bool,
 ) -> None:
-    """Print the plan. `tokens`: of a prompt, and of a completion of a supervised run, if they are
-    given. Raises IsobitError for what cannot be planned, and, after the table, where nothing
+    """Print the plan. `tokens`: the lengths of a prompt and of a supervised run's completion, if
+    they are given. Raises IsobitError for what cannot be planned, and, after the table, where nothing
     fits."""
     for option, number in zip(("--prompt-tokens", "--completion-tokens"), tokens):
         if number is not None and number < 1:

@@ -159,14 +159,16 @@ def _fitting_together(job: Job) -> int | None:
 
 
 def fewest_ranks(job: Job) -> int | None:
-    """Return the fewest ranks, a power of two, on which a job fits; None if 64 are too few."""
-    counts = (1 << power for power in range(_MOST_RANKS.bit_length()))
-    return next((n for n in counts if n % _told(job) == 0 and _fits_on(job, n)), None)
+    """Return the fewest ranks on which a job fits, as `_counts` has them; None if 64 are too
+    few."""
+    return next((ranks for ranks in _counts(job) if _fits_on(job, ranks)), None)
 
 
-def _told(job: Job) -> int:
-    """Return the number of ranks that the config says hold a model together, at least."""
-    return 1 if job.config.divided == "auto" else job.config.divided
+def _counts(job: Job) -> list[int]:
+    """Return the powers of two up to 64, times the ranks that hold a model together by the
+    config."""
+    fewest = 1 if job.config.divided == "auto" else job.config.divided
+    return [fewest << power for power in range(7) if fewest << power <= max(_MOST_RANKS, fewest)]
 
 
 def _fits_on(job: Job, ranks: int) -> bool:
@@ -178,9 +180,10 @@ def does_not_fit(job: Job, memory: MemoryPlan) -> str:
     fewest = fewest_ranks(job)
     more = f"it fits on {fewest}"
     if fewest is None:
-        on_many = plan(resolved(job.on(-(-_MOST_RANKS // _told(job)) * _told(job))))
+        most = _counts(job)[-1]
+        on_many = plan(resolved(job.on(most)))
         label, size = max((*on_many.held, *on_many.parts), key=lambda item: item[1])
-        more = f"not on {_MOST_RANKS} either: {label}: {gib(size)} on each"
+        more = f"not on {most} either: {label}: {gib(size)} on each"
     return (
         f"{job.precision.name} on {job.ranks} x {job.machine.name}: {verdict(job, memory)}; {more}"
     )

@@ -26,8 +26,7 @@ def more_together(job: Job) -> Iterator[Job]:
 def together(job: Job) -> int:
     """Return how many of a job's ranks hold each model together: the config's number, or with
     `auto` the fewest with which the job fits into 90 % of the memory, or the most that can. Raises
-    IsobitError for a number that does not divide the ranks, and for models that so many cannot
-    hold."""
+    IsobitError for a number that does not divide the ranks, or that cannot hold the models."""
     size, count = job.config.divided, job.ranks
     divisors = _divisors(job)
     if size != "auto":
@@ -62,7 +61,7 @@ def _problem(job: Job, size: int) -> IsobitError | None:
 
 
 def _check(job: Job, size: int) -> None:
-    """Raise IsobitError where so many ranks cannot hold the models of a job together."""
+    """Raise IsobitError where `size` ranks cannot hold the models of a job together."""
     if size == 1:
         return
     if job.sampled is not None and job.sampled.fleet.engines:

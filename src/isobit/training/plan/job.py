@@ -309,6 +309,6 @@ def supervised_job_of(
         )
     samples = config.evaluation.samples
     held_out = samples if task.held_out_size is None else min(samples, task.held_out_size)
-    asked = 0 if task.path or task.files or config.compares else held_out
-    shape = Given(completion, 2 if config.of_pairs else 1, asked, min(prompt, context - 1))
+    questions = 0 if task.path or task.files or config.compares else held_out
+    shape = Given(completion, 2 if config.of_pairs else 1, questions, min(prompt, context - 1))
     return supervised_job(config, model, prompt, shape, machine)

@@ -185,8 +185,8 @@ def _weights(job: Job) -> list[Item]:
 
 
 def _held(job: Job, model: Described, frozen: bool = False) -> tuple[WeightBytes, int]:
-    """Return the bytes of a model's working weights on a rank, and of what is whole there while the
-    learner has it open."""
+    """Return the bytes of a model's working weights on a rank, then those that are whole there while
+    the learner has them open."""
     if job.divided > 1:
         return divided_bytes(model, job.divided)
     return weight_bytes(model, frozen), 0

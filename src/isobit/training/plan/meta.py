@@ -115,20 +115,21 @@ def weight_bytes(described: Described, frozen: bool = False) -> WeightBytes:
 
 @lru_cache
 def divided_bytes(described: Described, size: int) -> tuple[WeightBytes, int]:
-    """Return the bytes of a model that `size` ranks hold together, on the one with the most: of the
-    rows that it keeps, and of what is open in the learner at a time, a layer and the next one, or
-    the embedding or the head."""
+    """Return the bytes on the busiest of `size` ranks that hold a model together: the rows that it
+    keeps; then what the learner has open at a time: a layer with the next one, the embedding or
+    the head."""
     if (sizes := _fewer_layers(described)) is not None:
         (few, _), (more, opened) = (divided_bytes(smaller, size) for smaller in sizes)
         return _of_all(few, more, described), opened
     working = transformer(described)._working["rollout"]
     layout, whole = layout_of(described.config, size), weight_bytes(described)
     rows = kept_bytes(working, layout, size - 1)  # the last rank's ranges are the largest
-    parts = Counter[str]()
+    sizes_of_parts = Counter[str]()
     for name, operand, _ in working.tensors():
-        parts[part_of(name)] += nbytes(operand)
-    layer = max(parts[part] for part in parts if part.startswith("layers."))
-    return WeightBytes(rows, 0, whole.packs * rows // whole.rollout), layer + max(parts.values())
+        sizes_of_parts[part_of(name)] += nbytes(operand)
+    layer = max(size for name, size in sizes_of_parts.items() if name.startswith("layers."))
+    packs = whole.packs * rows // whole.rollout
+    return WeightBytes(rows, 0, packs), layer + max(sizes_of_parts.values())
 
 
 @lru_cache
@@ -142,24 +143,24 @@ def learning_bytes(described: Described, tokens: int, how: Backward) -> tuple[in
         return forward, layers
     host, config = described.host, described.config
     if (sizes := _fewer_layers(described)) is None:
-        found = [max(phase) for phase in measure(transformer(described), tokens, how, host=host)]
+        peaks = [max(phase) for phase in measure(transformer(described), tokens, how, host=host)]
     else:
         few, more = (measure(transformer(size), tokens, how, host=host) for size in sizes)
         times = (config.num_layers - _MORE_LAYERS) / (_MORE_LAYERS - _FEW_LAYERS)
-        found = [beyond(*phases, times) for phases in zip(few, more)]
-    return max(found[:-1]), found[-1]
+        peaks = [beyond(*phases, times) for phases in zip(few, more)]
+    return max(peaks[:-1]), peaks[-1]
 
 
 @lru_cache
 def forward_bytes(described: Described, tokens: int) -> int:
-    """Return the bytes of a rollout's forward of so many tokens."""
+    """Return the bytes of a rollout's forward of `tokens`."""
     # a layer's tensors are freed when it ends
     _, more = _fewer_layers(described) or (described, described)
     return measure_forward(transformer(more), tokens)
 
 
 def _of_all(few: WeightBytes, more: WeightBytes, described: Described) -> WeightBytes:
-    """Return the bytes of all layers from those of few and of more."""
+    """Extrapolate the bytes of all layers from two models with fewer."""
     layers, step = described.config.num_layers - _MORE_LAYERS, _MORE_LAYERS - _FEW_LAYERS
     return WeightBytes(*(b + (b - a) // step * layers for a, b in zip(astuple(few), astuple(more))))
 
