@@ -13,6 +13,7 @@ share this machine's cores.
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -52,6 +53,7 @@ def run(rounds: int) -> Result:
         job = job_of(load_config(config), this_machine(get_ops()), _PROMPT)
         for size in SIZES:
             peak = max(_ranks(folder, size, "train", str(config)))
+            shutil.rmtree(folder / f"run-{size}")  # gigabytes of checkpoints
             planned = _beyond_python(plan(job.on(size).together(size)))
             what = (
                 f"{size} together: {planned >> 20} MiB planned, {peak >> 20} MiB measured, the "
