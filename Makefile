@@ -155,7 +155,7 @@ floor ceiling:
 	rm -rf build/$@
 	$(PYTHON) -m venv build/$@
 	sed -n -e '/^requires = /p' -e '/^dependencies = /,/^]/p' -e '/^track = /,/^]/p' -e '/^tinker = /,/^]/p' \
-		-e '/^\(data\|math\|text\|trackio\|serve\) = /p' pyproject.toml \
+		-e '/^\(data\|images\|math\|text\|trackio\|serve\) = /p' pyproject.toml \
 		| grep -o '[A-Za-z0-9_-]*>=[0-9.]*' | sed 's/>=/$(TAKE)/' > build/$@/requirements.txt
 	$(PIP) $(TORCH_OPTIONS) --requirement build/$@/requirements.txt pytest pytest-xdist hypothesis httpx "openai>=2"
 	$(PIP) --no-build-isolation --editable .

@@ -404,7 +404,7 @@ def test_dependencies_are_declared() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     declared = {
         name.replace("-", "_") for name in re.findall(r'"([\w-]+)(?:\[\w+\])?[>=]', text)
-    } | {"yaml", "mlflow", "google"}  # google.protobuf, which tinker's messages are of
+    } | {"yaml", "mlflow", "google", "PIL"}  # google.protobuf, which tinker's messages are of
     names = set()
     for path in MODULES:
         for node in ast.walk(parsed(path)):

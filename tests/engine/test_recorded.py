@@ -93,7 +93,7 @@ def test_states_are_recorded_and_experts_computed_anew(
     assert set(replays) == {refused}
 
 
-@pytest.mark.parametrize("what", ["position", "page table"])
+@pytest.mark.parametrize("what", ["turn", "page table"])
 def test_negative_control_an_argument_that_is_stale(
     what: str,
     make_engine: MakeEngine,
@@ -105,8 +105,8 @@ def test_negative_control_an_argument_that_is_stale(
 
     def stale(self: DecodeGraphs, count: int, context: int):  # type: ignore[no-untyped-def]
         layout = layout_of(self, count, context)
-        if what == "position":
-            return replace(layout, positions=layout.positions.clone())
+        if what == "turn":
+            return replace(layout, turns=layout.rotated.clone())
         return replace(layout, page_table=layout.page_table.clone())
 
     monkeypatch.setattr(DecodeGraphs, "_layout", stale)

@@ -147,9 +147,9 @@ def test_recurrent_layers_do_not_share(monkeypatch: pytest.MonkeyPatch) -> None:
     shares = list[bool]()
     real = pack
 
-    def noted(data: Any, share: bool = True) -> Any:
+    def noted(data: Any, share: bool = True, images: Any = None) -> Any:
         shares.append(share)
-        return real(data, share)
+        return real(data, share, images)
 
     monkeypatch.setattr("isobit.rl.stepwise.learner.pack", noted)
     for family in ("qwen3", "qwen3_5_text"):

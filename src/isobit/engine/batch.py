@@ -20,6 +20,7 @@ from isobit.engine.shaping import Forbidden, Shaped, Shaping, full
 from isobit.errors import IsobitError
 from isobit.kernels import Layout
 from isobit.model.adapters.multi_lora import MultiLora
+from isobit.model.images.bank import joined
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +47,7 @@ class Batch:
             page_table=stage(self.layout.page_table, device),
             positions=stage(self.layout.positions, device),
             slots=stage(self.layout.slots, device),
+            turns=None if self.layout.turns is None else stage(self.layout.turns, device),
         )
         take, source = (None if x is None else stage(x, device) for x in (self.take, self.source))
         keys, settings = stage(self.draws.keys, device), stage(self.draws.settings, device)
@@ -75,6 +77,7 @@ def build(plan: StepPlan, scheduler: Scheduler, vocabulary: int = 0) -> Batch:
             rows.page_size,
             position,
             slots,
+            rows.turn[:count],
         )
         draws = Draws(
             torch.from_numpy(rows.key[:count]), torch.from_numpy(rows.settings[:count]), rows.kinds
@@ -84,7 +87,7 @@ def build(plan: StepPlan, scheduler: Scheduler, vocabulary: int = 0) -> Batch:
     all_tokens, contexts, positions, all_slots = [tokens], [position], [position], [slots]
     tables, keys, settings = [rows.table[:count]], [rows.key[:count]], [rows.settings[:count]]
     lengths, take, repeats = [1] * count, list(range(count)), [1] * count
-    total = count
+    total, turns = count, [rows.turn[:count]]
     for chunk in plan.chunks:
         sequence = chunk.sequence
         table = np.zeros(rows.table.shape[1], np.int32)
@@ -93,6 +96,7 @@ def build(plan: StepPlan, scheduler: Scheduler, vocabulary: int = 0) -> Batch:
         all_tokens.append(scheduler.tokens(sequence, chunk.start, chunk.stop))
         contexts.append(at[:1])
         positions.append(at)
+        turns.append(scheduler.turns(sequence, chunk.start, chunk.stop))
         all_slots.append(
             table[at // rows.page_size] * np.int64(rows.page_size) + at % rows.page_size
         )
@@ -119,6 +123,7 @@ def build(plan: StepPlan, scheduler: Scheduler, vocabulary: int = 0) -> Batch:
         rows.page_size,
         np.concatenate(positions),
         np.concatenate(all_slots),
+        joined(turns),
     )
     all_settings = np.concatenate(settings)
     draws = Draws(
@@ -233,6 +238,7 @@ def _layout(
     page_size: int,
     positions: NDArray[np.int64],
     slots: NDArray[np.int64],
+    turns: NDArray[np.int64],
 ) -> Layout:
     from_numpy = torch.from_numpy
     table = from_numpy(page_table)
@@ -246,4 +252,5 @@ def _layout(
         max_rows=int(np.diff(row_start).max(initial=0)),
         max_keys=int(positions.max(initial=-1)) + 1,
         num_slots=0,  # the engine's store is there
+        turns=from_numpy(turns),
     )

@@ -138,7 +138,7 @@ class Engine:
         of a GPU's free memory, allow; or has `size.kv_pages`. `reserved`: bytes of the GPU that are
         free now and will be held by others, a learner's moments and gradients. Raises IsobitError
         for a prompt that leaves no room for an answer."""
-        lengths = [len(ids) for ids in encode(prompts, model.tokenizer, model.config.vocab_size)]
+        lengths = [len(ids) for ids in encode(prompts, model.tokenizer, model.num_ids)]
         longest, positions = max(lengths, default=1), model.config.max_positions
         for index, length in enumerate(lengths):
             check_context(f"prompt {index}", length, positions)
@@ -337,7 +337,7 @@ class Engine:
                 f"Engine.generate: {self.num_open} requests are open; finish or cancel them first"
             )
         check_sampling(sampling)
-        token_ids = encode(prompts, self.model.tokenizer, self.model.config.vocab_size)
+        token_ids = encode(prompts, self.model.tokenizer, self.model.num_ids)
         ids = check_ids(prompt_ids, len(token_ids))
         if adapters is not None and len(adapters) != len(token_ids):
             raise IsobitError(
@@ -410,10 +410,16 @@ class Engine:
 
     def _encoded(self, prompt: Prompt) -> list[int]:
         model = self.model
-        return encode_prompt("the prompt", prompt, model.tokenizer, model.config.vocab_size)
+        return encode_prompt("the prompt", prompt, model.tokenizer, model.num_ids)
 
     def _submit(self, request: Request, where: str = "the prompt") -> Request:
         sampling, positions = request.sampling, self.model.config.max_positions
+        if (images := self.model.transformer.images) is not None:
+            images.check(where, request.prompt_token_ids)
+            if sampling.repetition_penalty != 1 and images.are_in(request.prompt_token_ids):
+                raise IsobitError(
+                    f"{where}: repetition_penalty is not supported with images; expected 1"
+                )
         limit = new_token_limit(
             where, len(request.prompt_token_ids), sampling.max_new_tokens, positions, self.pages
         )
@@ -427,6 +433,7 @@ class Engine:
         self.model.transformer.check_scales()
         self.wake()
         self.scheduler.begin(self._root())
+        self.scheduler.images = self.model.transformer.images
         self._runner = Runner(
             self.model, self.scheduler, self.stores, self._ready_graphs(), self._ready_routes()
         )

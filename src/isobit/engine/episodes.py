@@ -211,13 +211,13 @@ class Episodes:
     def _begin(self, episodes: Sequence[_Open]) -> None:
         """Submit the prompts of a group whose environments have all begun: episodes next to one
         another with equal prompts share a request, as all do where environments add nothing."""
-        group, vocab_size = episodes[0].group, self._engine.model.config.vocab_size
+        group, num_ids = episodes[0].group, self._engine.model.num_ids
         prompts: list[list[int]] = []
         for episode, previous in zip(episodes, (None, *episodes)):
             if previous is not None and _alike(previous, episode):
                 prompts.append(prompts[-1])
             else:
-                prompts.append(self._said.prompt(episode.prompt, episode.tools, vocab_size))
+                prompts.append(self._said.prompt(episode.prompt, episode.tools, num_ids))
         for tokens, run in groupby(zip(prompts, episodes), key=lambda pair: pair[0]):
             members = [episode for _, episode in run]
             sampling = replace(group.sampling, n=len(members), max_new_tokens=self._room(group, 0))
@@ -281,7 +281,7 @@ class Episodes:
         if reply.context is not None:
             whole = list(reply.context)
         else:
-            size = self._engine.model.config.vocab_size
+            size = self._engine.model.num_ids
             whole = dialogue.rendered(episode.prompt, episode.messages, episode.tools, size)
         return whole, whole[: len(tokens_so_far)] != tokens_so_far or len(whole) == len(
             tokens_so_far

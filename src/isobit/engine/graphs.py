@@ -37,8 +37,9 @@ SMALLEST_CONTEXT = 1024
 MOST_KEPT = 512
 """Captured steps; beyond these, all are dropped."""
 Rows = NDArray[np.int64]
-# of a row, eight bytes each: token, position, slot, the sampling key's four, and the four settings
-_INTS = 11
+# of a row, eight bytes each: token, position, slot, the sampling key's four, the four settings, and
+# the turn
+_INTS = 12
 
 
 def ladder(most: int) -> list[int]:
@@ -49,14 +50,15 @@ def ladder(most: int) -> list[int]:
 
 
 class _Inputs(NamedTuple):
-    """The inputs of a step of R rows over P pages, as the host writes them: `tokens`, `positions`
-    and `slots` [R], `keys` [R, 4], `settings` [R, 4] float64, `table` [R, P] int32."""
+    """The inputs of a step of R rows over P pages, as the host writes them: `tokens`, `positions`,
+    `slots` and `turns` [R], `keys` [R, 4], `settings` [R, 4] float64, `table` [R, P] int32."""
 
     tokens: Rows
     positions: Rows
     slots: Rows
     keys: Rows
     settings: NDArray[np.float64]
+    turns: Rows
     table: NDArray[np.int32]
 
 
@@ -83,7 +85,8 @@ class _Host:
                 ints[rows : 2 * rows],
                 ints[2 * rows : 3 * rows],
                 ints[3 * rows : 7 * rows].reshape(rows, 4),
-                ints[7 * rows :].view(np.float64).reshape(rows, 4),
+                ints[7 * rows : 11 * rows].view(np.float64).reshape(rows, 4),
+                ints[11 * rows :],
                 self.table.numpy()[: rows * pages].reshape(rows, pages),
             )
         return views
@@ -245,12 +248,12 @@ class DecodeGraphs:
         """Capture a step over the present buffers and return its graph."""
         layout, weight = self._layout(count, context), self._transformer.head_weight("rollout")
         tokens, keys = self._ints[:count], self._ints[3 * count : 7 * count].view(count, 4)
-        settings = self._ints[7 * count : _INTS * count].view(torch.float64).view(count, 4)
+        settings = self._ints[7 * count : 11 * count].view(torch.float64).view(count, 4)
         draws = Draws(keys, settings, kinds)
 
         def step() -> None:
             hidden = self._transformer.hidden(
-                tokens, layout, self._stores, use="rollout", adapters=self._assignment
+                tokens, layout, self._stores, use="rollout", adapters=self._assignment, images=False
             )
             cap = self._transformer.config.logit_cap
             drawn, logprobs = draw(hidden, weight, draws, self._ops, cap=cap)
@@ -288,8 +291,9 @@ class DecodeGraphs:
         slots = self._ints[2 * count : 3 * count]
         pages = self._pages(context)
         table = self._table[: count * pages].view(count, pages)
-        row_start = self._row_start[: count + 1]
-        return Layout(row_start, positions, table, self.page_size, positions, slots, 1, context, 0)
+        row_start, turns = self._row_start[: count + 1], self._ints[11 * count : _INTS * count]
+        sizes = self.page_size, positions, slots, 1, context, 0
+        return Layout(row_start, positions, table, *sizes, turns=turns)
 
     def _pages(self, context: int) -> int:
         return -(-context // self.page_size)
@@ -317,6 +321,7 @@ class DecodeGraphs:
         to = host.inputs(count, pages)
         to.tokens[:real] = rows.token[which] if source is None else source
         to.positions[:real] = positions
+        to.turns[:real] = rows.turn[which] + more
         to.slots[:real] = rows.slots_at(which, positions)
         to.keys[:real] = rows.key[which]
         to.keys[:real, 3] += more
@@ -326,6 +331,7 @@ class DecodeGraphs:
         if real < count:
             to.tokens[real:] = self.max_rows if more else 0
             to.positions[real:], to.keys[real:], to.settings[real:] = 0, 0, NEUTRAL
+            to.turns[real:] = 0
             to.slots[real:] = self.spare_page * self.page_size
             to.table[real:] = self.spare_page
         if self.asynchronous:

@@ -17,8 +17,9 @@ from isobit.engine.sampler import NEUTRAL, Kinds, kinds_of
 
 
 class DecodeRows:
-    """The table of decoding rows: each row's sequence by its slot, its next input token and
-    position, its page table, and the key and the settings of its next sample."""
+    """The table of decoding rows: each row's sequence by its slot, its next input token, its
+    position and the `turn` of it, which images before it make smaller, its page table, and the key
+    and the settings of its next sample."""
 
     def __init__(self, capacity: int, page_size: int) -> None:
         self.capacity = capacity
@@ -27,6 +28,7 @@ class DecodeRows:
         self.slot = np.zeros(capacity, np.int64)
         self.token = np.zeros(capacity, np.int64)
         self.position = np.zeros(capacity, np.int64)
+        self.turn = np.zeros(capacity, np.int64)
         self.num_slots = np.zeros(capacity, np.int64)  # that the row's pages hold
         self.table = np.zeros((capacity, 1), np.int32)
         self.key = np.zeros(
@@ -59,6 +61,7 @@ class DecodeRows:
         pages: list[int],
         key: tuple[int, int, int],
         settings: tuple[float, float, float, float],
+        turn: int,
     ) -> None:
         """Append a row whose next input is `token` at `position`; `key` is (seed, prompt id, sample
         index)."""
@@ -68,6 +71,7 @@ class DecodeRows:
         self.slot[row] = slot
         self.token[row] = token
         self.position[row] = position
+        self.turn[row] = turn
         self.num_slots[row] = len(pages) * self.page_size
         self.table[row, : len(pages)] = pages
         self.key[row] = (*key, position + 1)
@@ -103,10 +107,11 @@ class DecodeRows:
         which = np.concatenate([np.arange(count), of])
         table = DecodeRows(which.size, self.page_size)
         table.count = which.size
-        for name in ("slot", "position", "num_slots", "table", "key", "settings", "token"):
+        for name in ("slot", "position", "turn", "num_slots", "table", "key", "settings", "token"):
             setattr(table, name, getattr(self, name)[which])
         table.token[count:] = np.concatenate([*drafts.values()])
         table.position[count:] += np.concatenate(further)
+        table.turn[count:] += np.concatenate(further)
         table.key[count:, 3] += np.concatenate(further)
         return table
 
@@ -115,6 +120,7 @@ class DecodeRows:
             self.slot,
             self.token,
             self.position,
+            self.turn,
             self.num_slots,
             self.table,
             self.key,
@@ -149,4 +155,5 @@ class DecodeRows:
         """Set the next inputs of the first rows to `tokens` [R], one position further."""
         self.token[: tokens.size] = tokens
         self.position[: tokens.size] += 1
+        self.turn[: tokens.size] += 1
         self.key[: tokens.size, 3] += 1

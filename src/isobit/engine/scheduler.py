@@ -20,6 +20,7 @@ than first come, first served.
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,7 @@ from isobit.engine.sequences import Chunk, RunningRequest, Sequence, Stats, Step
 from isobit.engine.speculation import Speculation
 from isobit.engine.stopping import StopStrings
 from isobit.engine.types import Request
+from isobit.model.images.bank import Bank, joined
 
 HEADROOM_STEPS = 8
 """A sequence is admitted if the running ones can then go on for about this many steps without a
@@ -68,6 +70,7 @@ class Scheduler:
         self.waiting: list[tuple[int, Sequence]] = []
         self.copies: list[tuple[int, int]] = []  # pages (from, to) to copy before the next step
         self.stats = Stats()
+        self.images: Bank | None = None
         self.num_changed = 0  # open requests whose logits are changed: penalties, shaping
         self.num_with_top = 0  # open requests that ask for the likeliest tokens
         self._next_number = 0
@@ -101,8 +104,9 @@ class Scheduler:
     ) -> None:
         """Queue a request, whose sequences sample at most `limit` tokens each."""
         prompt, number = np.array(request.prompt_token_ids, np.int64), self._next_number
+        turns = np.arange(prompt.size) if self.images is None else self.images.turns(prompt)
         most_pages = pages_needed(prompt.size, limit, self.page_size)
-        running = RunningRequest(request, where, number, limit, most_pages, stop, prompt)
+        running = RunningRequest(request, where, number, limit, most_pages, stop, prompt, turns)
         running.members = [
             Sequence(number + sample, running) for sample in range(request.sampling.n)
         ]
@@ -136,6 +140,15 @@ class Scheduler:
             sequence.slot, max(start - prompt.size, 0) : stop - prompt.size
         ]
         return np.concatenate([prompt[start:], sampled])
+
+    def turns(self, sequence: Sequence, start: int, stop: int) -> NDArray[np.int64]:
+        """Return the turns of tokens [start, stop) of a sequence, [L] or [L, 3]: those behind its
+        prompt go on from the largest there."""
+        turns, size = sequence.owner.turns, sequence.owner.prompt.size
+        if stop <= size:
+            return turns[start:stop]
+        behind = np.arange(max(start, size), stop) - size + int(turns.max()) + 1
+        return joined([turns[start:], behind]) if start < size else behind
 
     def key(self, sequence: Sequence) -> tuple[int, int, int]:
         """Return the part of a sequence's sampling key that does not change: (seed, prompt id,
@@ -256,7 +269,7 @@ class Scheduler:
             sampling = sequence.owner.request.sampling
             if room < 1 or sampling.top_logprobs or sampling.shaping is not None:
                 continue
-            drafted = speculation.draft(sequence, self.record, room, rows)
+            drafted = self._of_text(speculation.draft(sequence, self.record, room, rows))
             if not drafted:
                 continue
             drafts[row] = drafted
@@ -269,6 +282,13 @@ class Scheduler:
         self.stats.decode_tokens += drafted_tokens
         self.stats.peak_pages = self.pages.peak_used
         return drafts
+
+    def _of_text(self, drafted: list[int]) -> list[int]:
+        """Return the drafted tokens before the first that names an image: none is ever sampled."""
+        images = self.images
+        if images is None:
+            return drafted
+        return list(takewhile(lambda token: token < images.vocabulary, drafted))
 
     def _slots_behind(self, row: int) -> int:
         """Return the number of positions behind a row's next one that may have a slot."""
@@ -471,4 +491,6 @@ class Scheduler:
     def _decode(self, sequence: Sequence, token: int) -> None:
         settings = sequence.owner.request.sampling.settings
         position = self.length(sequence) - 1
-        self.rows.add(sequence.slot, token, position, sequence.pages, self.key(sequence), settings)
+        (turn,) = self.turns(sequence, position, position + 1).tolist()
+        key = self.key(sequence)
+        self.rows.add(sequence.slot, token, position, sequence.pages, key, settings, turn)

@@ -67,7 +67,8 @@ def clamped_fraction(clamped: int, written: int) -> dict[str, float]:
 @dataclass(eq=False)
 class RunningRequest:
     """An open request: a prompt, and those of its samples that have not ended, each of at most
-    `limit` new tokens. `number`: that of its first sequence; `where`: its name in messages."""
+    `limit` new tokens. `number`: that of its first sequence; `where`: its name in messages;
+    `turns`: of the prompt's tokens, as `Layout.turns`."""
 
     request: Request
     where: str
@@ -76,6 +77,7 @@ class RunningRequest:
     most_pages: int
     stop: StopStrings | None
     prompt: NDArray[np.int64]
+    turns: NDArray[np.int64]
     members: "list[Sequence]" = field(default_factory=list)
 
 

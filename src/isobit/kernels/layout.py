@@ -111,7 +111,9 @@ class Layout:
     positions, slots [T] int64: of every row. max_rows, max_keys: the most rows of a sequence, and
     the most keys that one of its rows sees. num_slots: slots that a store must have to hold every
     page of the table. These three are on the host, so reading them never waits for a GPU. `keys`:
-    of a learner's sequences that share rows; None where each has its own.
+    of a learner's sequences that share rows; None where each has its own. `turns` [T] or [T, 3]:
+    the rows of rotary tables that turn the rows, if these are not the positions; three where
+    positions have axes, of which a forward makes a table of one row each.
     """
 
     row_start: Tensor
@@ -124,6 +126,7 @@ class Layout:
     max_keys: int
     num_slots: int
     keys: Keys | None = None
+    turns: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -133,9 +136,15 @@ class Layout:
         """Return the same with its tensors on `device`; itself, if they are there."""
         if self.positions.device == device:
             return self
-        names = ("row_start", "context", "page_table", "positions", "slots")
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        names = ("row_start", "context", "page_table", "positions", "slots", "turns")
+        tensors = {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         return replace(self, **moved, keys=None if self.keys is None else self.keys.to(device))
+
+    @property
+    def rotated(self) -> Tensor:
+        """The row of rotary tables that turns each row, [T] int64."""
+        return self.positions if self.turns is None else self.turns
 
     @property
     def key_start(self) -> Tensor:

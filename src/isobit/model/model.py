@@ -43,6 +43,7 @@ from isobit.model.hub.config import ModelConfig
 from isobit.model.hub.linear_attention import initial
 from isobit.model.hub.shapes import parameter_shapes
 from isobit.model.hub.whole import Whole
+from isobit.model.images.bank import turns_of
 from isobit.model.text.tokenizer import DEFAULT_RULES, TextRules, Tokenizer
 from isobit.model.transformer import USES, Transformer
 from isobit.model.weights.masters import MASTERS, kept_rows
@@ -245,6 +246,12 @@ class Model:
         return read_peft(folder, self.config)
 
     @property
+    def num_ids(self) -> int:
+        """The number of token ids: those of the vocabulary, and of rows of images."""
+        images = self.transformer.images
+        return self.config.vocab_size if images is None else images.num_ids
+
+    @property
     def ranks(self) -> Ranks:
         """The processes that share the masters."""
         return self.transformer.masters.shards.ranks
@@ -276,7 +283,8 @@ class Model:
         adapter: str | None = None,
     ) -> list[Tensor]:
         """For each sequence of n tokens, float32 [n - 1] on the CPU: entry t is log p(token t+1 |
-        tokens up to t). By an `adapter` that this model serves they are the rollout's.
+        tokens up to t), 0 for a row of an image. By an `adapter` that this model serves they are the
+        rollout's.
 
         The probabilities are softmax(logits / temperature). Raises IsobitError for a token outside
         the vocabulary, for a sequence longer than the model's context, for a temperature that is
@@ -290,7 +298,7 @@ class Model:
             raise IsobitError(
                 f"temperature: log-probabilities need one above 0, got {temperature!r}"
             )
-        sequences = token_sequences(sequences, self.config.vocab_size, self.config.max_positions)
+        sequences = token_sequences(sequences, self.num_ids, self.config.max_positions)
         use = use if adapter is None else "rollout"
         return [
             row
@@ -312,7 +320,7 @@ class Model:
         self, sequence: Sequence[int], count: int, rows: int, first: int, adapter: str | None
     ) -> Iterator[list[list[tuple[int, float]]]]:
         """Yield `top_logprobs`, `rows` places at a time, each in `count` passes."""
-        (tokens,) = token_sequences([sequence], self.config.vocab_size, self.config.max_positions)
+        (tokens,) = token_sequences([sequence], self.num_ids, self.config.max_positions)
         hidden = self._packed_hidden([list(tokens[:-1])], "rollout", adapter)[first - 1 :]
         ops = self.transformer.ops["rollout"]
         for chunk in hidden.split(rows):
@@ -406,7 +414,9 @@ class Model:
         hidden = self._packed_hidden(filled, use, adapter)
         ops = self.transformer.ops[use]
         wanted = torch.tensor(targets, dtype=torch.int64, device=ops.device)
-        logprobs = self.transformer.head_logprobs(hidden, wanted, temperature, use)[0].cpu()
+        of_text = wanted < self.config.vocab_size  # a row of an image is given, and never sampled
+        logprobs = self.transformer.head_logprobs(hidden, wanted * of_text, temperature, use)[0]
+        logprobs = torch.where(of_text, logprobs, 0.0).cpu()
         ops.raise_faults()
         return list(logprobs.split([len(row) for row in inputs]))
 
@@ -418,6 +428,7 @@ class Model:
             served = self._multi_lora()
             adapters = served.assignment(np.full(len(tokens), served.number(adapter)))
         layout = Layout.packed([len(row) for row in rows])
+        layout = replace(layout, turns=turns_of(self.transformer.images, rows))
         return self.transformer.hidden(tokens, layout, use=use, adapters=adapters)
 
 

@@ -8,6 +8,7 @@ process rewards, several labels.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from isobit.model.hub import names
 from isobit.model.hub.checkpoint import Shapes, model_folder, open_weights, read_json
 from isobit.model.hub.config import ModelConfig
 from isobit.model.hub.wrapped import architectures
+from isobit.model.images.bank import turns_of
 from isobit.model.text.tokenizer import DEFAULT_RULES, TextRules, Tokenizer
 from isobit.model.transformer import Transformer
 from isobit.precision import Precision, precision_from
@@ -129,7 +131,8 @@ class RewardModel:
         tokens = torch.tensor(
             [token for sequence in batch for token in sequence], dtype=torch.int64
         )
-        hidden = self.transformer.hidden(tokens, Layout.packed(lengths), use="learner")
+        layout = replace(Layout.packed(lengths), turns=turns_of(self.transformer.images, batch))
+        hidden = self.transformer.hidden(tokens, layout, use="learner")
         ops = self.transformer.ops["learner"]
         last = hidden[(torch.tensor(lengths).cumsum(0) - 1).to(ops.device)].float()
         scores = ops.product(last, self.score_weight, None, torch.float32)[:, 0].tolist()

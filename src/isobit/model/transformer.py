@@ -44,6 +44,7 @@ from isobit.model.forward.moe import RouteTape
 from isobit.model.forward.recompute import Recompute
 from isobit.model.hub.config import ModelConfig
 from isobit.model.hub.shapes import parameter_shapes
+from isobit.model.images.bank import Bank
 from isobit.model.weights.checksums import Checksums
 from isobit.model.weights.divided import opened, reopened
 from isobit.model.weights.layout import Working, map_parts, nbytes, remake
@@ -100,8 +101,8 @@ class Transformer:
         self.group, self.divided = group, divided_weights(config, precision, group)
         self.by_rows: Transformer | None = None
         self.shares: Sequence[Callable[[], None]] = ()  # copy a share (`divided/by_rows.py`)
-        self.served: MultiLora | None = None
-        """The adapters that rollouts name, in a model that serves several (`serving`)."""
+        self.served: MultiLora | None = None  # the adapters that rollouts name (`serving`)
+        self.images: Bank | None = None  # those that token ids above the vocabulary name
         self._kv_scales: KVScales | None = None
         self._watches: dict[str, Watch] = {}
         layers = range(config.num_layers)
@@ -302,8 +303,10 @@ class Transformer:
         recompute: Recompute = False,
         calibrating: bool = False,
         adapters: Assignment | None = None,
+        images: bool = True,
     ) -> Tensor:
-        """Hidden states [T, hidden] after the final norm, for tokens [T] int64.
+        """Hidden states [T, hidden] after the final norm, for tokens [T] int64, which may name rows of
+        `images`, but in a captured step.
 
         `stores` hold the keys and values, or states, of earlier rows and receive the new ones, one
         per layer; without them the rows are whole packed sequences, stored for this forward only.
@@ -325,6 +328,7 @@ class Transformer:
             recompute=recompute if stores is None and torch.is_grad_enabled() else False,
             calibrating=calibrating,
             divided=self.divided,
+            images=self.images if images else None,
         )
         served = self.served if use == "rollout" else None
         with nullcontext() if served is None else served.forward(len(tokens), adapters):
@@ -435,19 +439,13 @@ class Transformer:
         rollout, learner = (
             {id(t): nbytes(t) for _, t, _ in self._working[use].tensors()} for use in USES
         )
-        return sum(rollout.values()), sum(
-            size for key, size in learner.items() if key not in rollout
-        )
+        return sum(rollout.values()), sum(learner[key] for key in learner.keys() - rollout.keys())
 
     def packed_bytes(self) -> int:
         """Return the bytes of the backend's packs, which come on top of the working weights."""
         if self.by_rows is not None:
             return self.by_rows.packed_bytes()
-        packs = {
-            key: packed
-            for working in self._working.values()
-            for key, packed in working.packs().items()
-        }
+        packs = dict(pack for working in self._working.values() for pack in working.packs().items())
         return sum(packed.nbytes for packed in packs.values())
 
     def _written_by_sync(self) -> dict[str, Tensor]:

@@ -60,7 +60,7 @@ def attention_inputs(
     if heads.norms is not None:
         pairs = zip((q, k), heads.norms)
         q, k = (ops.rms_norm(x.reshape(-1, dim), w, heads.eps)[0].view(x.shape) for x, w in pairs)
-    q, k = (ops.rotary(x, *heads.tables, layout.positions) for x in (q, k))
+    q, k = (ops.rotary(x, *heads.tables, layout.rotated) for x in (q, k))
     ops.kv_write(store, k, v, layout)
     return q, k, v
 

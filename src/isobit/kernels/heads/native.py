@@ -71,7 +71,7 @@ def attention_inputs(
         k_stride,
         v_stride, *((None, None, 0) if norms is None else (*(w.data_ptr() for w in norms),
             PLAIN[norms[0].dtype])),
-        heads.eps, ops.single, cos.data_ptr(), sin.data_ptr(), layout.positions.data_ptr(),
+        heads.eps, ops.single, cos.data_ptr(), sin.data_ptr(), layout.rotated.data_ptr(),
         layout.slots.data_ptr(), store.k.data_ptr(), store.v.data_ptr(), pointer(store.k_scale),
         pointer(store.v_scale),
         *_coding(store), rotated_q.data_ptr(), rotated_k.data_ptr(), torch.get_num_threads(),

@@ -137,7 +137,7 @@ class _Attend(Function):
             dq, dk, dv = gradients
             gradients = dq, keys.copies.added(dk, ops), keys.copies.added(dv, ops)
         gradients_of = ops.attention_inputs_backward(
-            gradients, qkv, attended.heads, attended.layout.positions
+            gradients, qkv, attended.heads, attended.layout.rotated
         )
         dsinks = None
         if ctx.needs_input_grad[3] and attended.sinks is not None:

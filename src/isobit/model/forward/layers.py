@@ -29,6 +29,8 @@ from isobit.model.forward.storage import new_store
 from isobit.model.hub.config import ModelConfig
 from isobit.model.hub.layer_heads import LayerHeads
 from isobit.model.hub.mamba import Mamba
+from isobit.model.images.bank import Bank
+from isobit.model.images.given_rows import with_added, with_embeddings
 from isobit.model.weights.divided import DividedWeights, opened, reopened
 from isobit.model.weights.layout import (
     Attention,
@@ -58,7 +60,8 @@ class Pass:
     cache. `embedded` are the layers' own embeddings of the tokens, `keys` the keys and values that
     other layers read; both come up in the forward. `tape` follows the routers of a mixture of
     experts, `watch` the operators. With `recompute` the backward computes each layer's activations
-    again, or those of its MLP, and the forward keeps none (`recompute.py`). While `calibrating`,
+    again, or those of its MLP, and the forward keeps none (`recompute.py`). `images`: those that
+    tokens may name. While `calibrating`,
     queries with calibrated scales stay in the compute format. Weights that ranks keep `divided` are
     opened before they are used.
     """
@@ -77,6 +80,7 @@ class Pass:
     divided: DividedWeights | None = None
     embedded: Mapping[int, Tensor] = field(default_factory=dict)
     keys: dict[int, Keys] = field(default_factory=dict)
+    images: Bank | None = None
 
     def ops_of(self, layer: int | None) -> Ops:
         """Return the operators of a layer, or outside the layers."""
@@ -117,13 +121,20 @@ def forward(tokens: Tensor, working: Working, ctx: Pass) -> Tensor:
     device."""
     ops, outside, divided = ctx.ops_of(None), working.outside, ctx.divided
     opened(divided, outside.embed.name)
+    given = None
+    if ctx.images is not None:
+        given, tokens = ctx.images.given(tokens), ctx.images.text(tokens)
+        tables, layout = ctx.images.turned(ctx.tables, ctx.layout)
+        ctx = replace(ctx, tables=tables, layout=layout)
     x, residual = autograd.embedding(tokens, outside.embed, ctx.config.embedding_scale, ops), None
+    x = with_embeddings(x, given)
     if outside.layers is not None:
         ctx = replace(ctx, embedded=layer_embeddings(tokens, x, outside.layers, ctx.config, ops))
     compute = _recomputed_layer if ctx.recompute is True else _layer
     for index, layer in enumerate(working.layers):
         opened(divided, part := f"layers.{index}")
         x, residual = reopened(divided, part, *compute(x, residual, index, layer, ctx))
+        x = with_added(x, given, index)
     normed = autograd.rms_norm(x, residual, outside.final_norm, ctx.config.rms_eps, ops)[0]
     multipliers = ctx.config.multipliers
     return normed if multipliers is None else normed * (1 / multipliers.logits)

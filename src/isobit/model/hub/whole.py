@@ -28,7 +28,7 @@ _OF_WEIGHTS = ("dtype", "torch_dtype", "quantization_config")
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """What is written back of a model around a language model. `values`: its config.json; `texts`:
+    """A model around a language model, as far as it is written back. `values`: its config.json; `texts`:
     its processor's files; `shapes`: the language model's tensors; `prefixes`: how their names begin
     alone, and in the files; `outside`: the other tensors."""
 
@@ -76,7 +76,7 @@ class Whole:
         """Return the language model's tensors by their names in the files, and all others, which
         the first rank writes."""
         outside = {
-            name: part if ranks.first else Part(part.dtype, part.shape)
-            for name, part in self.outside.items()
+            name: piece if ranks.first else Part(piece.dtype, piece.shape)
+            for name, piece in self.outside.items()
         }
         return {self.name(name): tensor for name, tensor in tensors.items()} | outside

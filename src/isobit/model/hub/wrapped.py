@@ -33,11 +33,18 @@ def text_of(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     if text is None or (isinstance(name, str) and name in FAMILIES):
         return values
     inner = text.get("model_type")
-    known, own = _kind_of(inner)
+    known, inside = _kind_of(inner)
     family = FAMILIES.get(known)
     if family is not None and name in family.wrappers:
         outside = {key: values[key] for key in _OUTSIDE if key in values}
-        text = {**family.sizes, **own.defaults, **outside, **text, **own.fixed, "model_type": known}
+        text = {
+            **family.sizes,
+            **inside.defaults,
+            **outside,
+            **text,
+            **inside.fixed,
+            "model_type": known,
+        }
         return _with_one_axis(text) | _tied(values, text, str(name))
     seen = dict.fromkeys(word for key, word in _SENSES.items() if isinstance(values.get(key), dict))
     kind = f"a model for {' and '.join(seen)} that wraps" if seen else "a model around"

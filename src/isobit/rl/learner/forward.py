@@ -46,7 +46,8 @@ class Teacher:
         read = [
             s if s.teacher_ids is None else replace(s, prompt_ids=s.teacher_ids) for s in samples
         ]
-        packed, transformer = pack(read, share_prompts), self.model.transformer
+        transformer = self.model.transformer
+        packed = pack(read, share_prompts, images=transformer.images)
         hidden = transformer.hidden(packed.tokens, packed.layout, use="learner")
         hidden = rows_of(self.model, hidden, packed.rows)
         weight, cap = transformer.head_weight("learner"), self.model.config.logit_cap
@@ -178,7 +179,7 @@ class PolicyForward:
 
     def __call__(self, samples: Sequence[Sample]) -> Computed:
         model, objective, tape, recorded = self.model, self.objective, None, None
-        packed = pack(samples, self.share_prompts, self.observes)
+        packed = pack(samples, self.share_prompts, self.observes, model.transformer.images)
         compared = self._at_half(packed) if self.halves else self._compared(samples)
         filtering = None if self.plain else objective.filtering
         experts = None if self.plain else model.config.routed

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from isobit.kernels import Copies, Keys, Layout
 from isobit.kernels.sampling.filtering import Context
+from isobit.model.images.bank import Bank, turns_of
 from isobit.rl.algorithm.samples import Sample, given_behind
 
 MOST_KEYS = 4
@@ -81,10 +82,13 @@ class PackedBatch:
 
 
 def pack(
-    samples: Sequence[Sample], share_prompts: bool = False, observes: bool = False
+    samples: Sequence[Sample],
+    share_prompts: bool = False,
+    observes: bool = False,
+    images: Bank | None = None,
 ) -> PackedBatch:
     """Pack samples with a prompt of at least one token; empty completions contribute no rows to
-    predict. Where it `observes`, with the rows of what environments said."""
+    predict. Where it `observes`, with the rows of what environments said, but `images`."""
     owners, contexts = list[int](), list[_Context]()
     for number, sample in enumerate(samples):
         forks = list(_contexts(sample))
@@ -107,6 +111,8 @@ def pack(
     first = _first_of_prompt(contexts) if share_prompts else np.arange(len(contexts))
     shared = np.where(first == np.arange(len(contexts)), 0, prompts)
     row, whole, layout = shared_rows(lengths, first, shared)
+    turns = turns_of(images, np.split(tokens, np.cumsum(lengths)[:-1]))
+    layout = replace(layout, turns=None if turns is None else turns[torch.from_numpy(whole)])
     of_sample = np.array(owners, np.int64)[sequence]
 
     def chosen(which: NDArray[np.bool_]) -> list[Tensor]:
@@ -115,6 +121,8 @@ def pack(
 
     rows, ids, numbers = chosen(trained)
     written = _said(contexts) if observes else np.zeros(0, bool)
+    if images is not None and observes:
+        written &= targets < images.vocabulary
     return PackedBatch(
         tokens=torch.from_numpy(tokens[whole]),
         layout=layout,

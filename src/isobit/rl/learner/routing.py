@@ -147,7 +147,8 @@ def batch_load(
     def compute(number: int) -> None:
         nonlocal mine
         samples = micro_batches[number]
-        tape, packed = tape_of(model, samples, replay)[0], pack(samples)
+        tape = tape_of(model, samples, replay)[0]
+        packed = pack(samples, images=model.transformer.images)
         model.transformer.hidden(packed.tokens, packed.layout, use="learner", tape=tape)
         mine = mine + load_of(tape, experts.count)
 

@@ -10,7 +10,7 @@ travel.
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from isobit.errors import IsobitError, brief, listed
 from isobit.kernels.sampling.filtering import Context
+from isobit.model.images.bank import Bank, turns_of
 from isobit.rl.learner.packing import PackedBatch, shared_rows
 from isobit.rl.stepwise.losses import LOSSES, SummedLoss
 
@@ -49,8 +50,17 @@ class Datum:
         return torch.full((count,), default) if values is None else values.float().reshape(-1)
 
 
-def check(datum: Datum, place: int, loss: SummedLoss, vocab_size: int, longest: int) -> None:
-    """Raise IsobitError unless a loss can be computed of the datum number `place`."""
+def check(
+    datum: Datum,
+    place: int,
+    loss: SummedLoss,
+    vocab_size: int,
+    longest: int,
+    images: Bank | None = None,
+) -> None:
+    """Raise IsobitError unless a loss can be computed of the datum number `place`, whose tokens may
+    name `images`."""
+    num_ids = vocab_size if images is None else images.num_ids
     where, count = f"datum {place}", len(datum.tokens)
     if not count:
         raise IsobitError(f"{where}: it has no tokens")
@@ -59,7 +69,7 @@ def check(datum: Datum, place: int, loss: SummedLoss, vocab_size: int, longest: 
             f"{where}: it has {count:,} tokens, more than the model's context of {longest:,}"
         )
     for token in datum.tokens:
-        if type(token) is not int or not 0 <= token < vocab_size:
+        if type(token) is not int or not 0 <= token < num_ids:
             raise IsobitError(
                 f"{where}: token {brief(repr(token))} is not in the vocabulary of {vocab_size:,}"
             )
@@ -119,9 +129,9 @@ def micro_batches(data: Sequence[Datum], budget: int) -> Iterator[range]:
         yield range(start, len(data))
 
 
-def pack(data: Sequence[Datum], share: bool = True) -> PackedBatch:
+def pack(data: Sequence[Datum], share: bool = True, images: Bank | None = None) -> PackedBatch:
     """Return the data as packed rows, with their targets in turn; with `share` those that begin
-    alike have these rows once."""
+    alike have these rows once. `images`: those that tokens may name."""
     lengths = torch.tensor([len(datum.tokens) for datum in data])
     widths = torch.tensor([datum.targets.numel() // len(datum.tokens) for datum in data])
     tokens = torch.tensor([token for datum in data for token in datum.tokens], dtype=torch.int64)
@@ -130,6 +140,8 @@ def pack(data: Sequence[Datum], share: bool = True) -> PackedBatch:
     starts = (lengths.cumsum(0) - lengths)[sequence]
     first, shared = begun_alike([datum.tokens for datum in data])
     row, whole, layout = shared_rows(lengths.numpy(), first, shared * share)
+    turns = turns_of(images, [datum.tokens for datum in data])
+    layout = replace(layout, turns=None if turns is None else turns[whole])
     return PackedBatch(
         tokens=tokens[whole],
         layout=layout,

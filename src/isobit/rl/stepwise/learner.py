@@ -199,11 +199,12 @@ class StepwiseLearner:
     ) -> tuple[SummedLoss, Mapping[str, float]]:
         """Return (the loss by this name, its options). Raises IsobitError for wrong arguments."""
         loss, config = loss_of(name), self.model.config
+        sizes = config.vocab_size, config.max_positions, self.model.transformer.images
         options = options_of(name, loss, settings)
         if not data:
             raise IsobitError("data: expected at least one datum")
         for index, datum in enumerate(data):
-            check(datum, index, loss, config.vocab_size, config.max_positions)
+            check(datum, index, loss, *sizes)
         return loss, options
 
     def _run(
@@ -226,7 +227,7 @@ class StepwiseLearner:
         """Return (the log-probabilities of each datum, the sum of the loss), and add the gradient
         of the loss to the masters' where gradients are enabled."""
         # recurrent layers' backward is of whole sequences
-        packed = pack(data, share=self.model.config.linear is None)
+        packed = pack(data, self.model.config.linear is None, self.model.transformer.images)
         wanted = {**dict.fromkeys(loss.needs, 0.0), **options}
         inputs = {
             name: torch.cat([datum.of_rows(name, default) for datum in data])

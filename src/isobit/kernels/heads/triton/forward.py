@@ -79,7 +79,7 @@ def attention_inputs(
     grid = (rows, num_groups(q_heads, tile) + 2 * num_groups(kv_heads, tile))
     q_norm, k_norm = how.norms if how.norms is not None else (None, None)
     launch(
-        _attention_inputs, grid, qkv, q, k, q_norm, k_norm, *how.tables, layout.positions,
+        _attention_inputs, grid, qkv, q, k, q_norm, k_norm, *how.tables, layout.rotated,
         *_stored(store),
         layout.slots, flag, rows, how.eps, num_warps=2, Q_HEADS=q_heads, KV_HEADS=kv_heads, DIM=dim,
         TILE=tile,
