@@ -251,8 +251,9 @@ def check_result(world: World, case: Case, asked: str) -> None:
 
 
 def check_again(server: Running, case: Case, response: httpx.Response) -> None:
-    """What is sampled for a hostile request is sampled for it again."""
-    if "json" not in response.headers["content-type"]:
+    """What is sampled for a hostile request is sampled for it again; /generate, whose answers have
+    other forms, is compared with the token route in test_generating.py."""
+    if "json" not in response.headers["content-type"] or case.valid.route == "/generate":
         return
     first, asked = response.json(), json.loads(case.content)
     of_samples = case.valid.route.endswith("generate")
