@@ -16,6 +16,7 @@ NAMES = (
     "fits",
     "frozen_base",
     "memory_plan",
+    "divided",
     "ranks",
     "optimizers",
     "serve",

@@ -1,5 +1,5 @@
 """On how many GPUs of a memory a model trains, and which models one GPU trains, as `isobit plan`
-counts bytes: two tables for the documentation.
+counts bytes, and models that GPUs hold together: three tables for the documentation.
 
     python -m benchmarks fits
 
@@ -10,9 +10,10 @@ run fits where a tenth of the memory is left. Nothing is measured here.
 
 from benchmarks.common import Result
 from benchmarks.plan_jobs import job
-from isobit.training.plan import plan
+from isobit.training.plan import Job, MemoryPlan, plan
 from isobit.training.plan.advice import fits_well
 from isobit.training.plan.cards import GIB
+from isobit.training.plan.divided import resolved
 
 ONE_GPU = {
     "24 GB": "rtx4090",
@@ -33,7 +34,9 @@ TRAINED = {
     "all weights, BF16 masters, 8-bit moments": ("optimizer.masters=bf16", "optimizer.state=8bit"),
     "an adapter of rank 32": ("adapter.rank=32",),
 }
-ADAPTED = tuple(TRAINED)[-1]
+ALL, *_, ALL_SMALL, ADAPTED = TRAINED
+TOGETHER = ("Qwen3-8B", "Qwen3-32B", "Llama-3.1-70B", "Qwen3-30B-A3B", "Qwen3-235B-A22B")
+_MANY_RANKS = (8, 16, 32, 64, 128)
 _RANKS = (1, 2, 4, 8, 16, 32, 64)
 RECIPES = (
     ("all weights", "fp8", ()),
@@ -49,7 +52,7 @@ SIZES = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3
 
 
 def run(rounds: int) -> Result:
-    print("\n".join([*table(), "", *largest()]))
+    print("\n".join([*table(), "", *largest(), "", *together()]))
     return Result("fits")
 
 
@@ -74,6 +77,40 @@ def largest() -> list[str]:
     return lines
 
 
+def together() -> list[str]:
+    """In Markdown: of models that several GPUs hold together the bytes of one of eight GPUs, and
+    the fewest GPUs that train them."""
+    cards = {name: card for name, card in MEMORIES.items() if name in ("80 GB", "141 GB")}
+    columns = [*(f"8 x {name}" for name in cards), *(f"fewest of {name}" for name in cards)]
+    lines = [f"| model | trained | {' | '.join(columns)} |", f"|---|---|{'---|' * len(columns)}"]
+    for name in TOGETHER:
+        for what in (ALL, ALL_SMALL):
+            given = [_job(name, "fp8", TRAINED[what], card, 8) for card in cards.values()]
+            eight = [_cell(one) for one in given]
+            fewest = [_fewest_together(one) for one in given]
+            lines.append(f"| {name} | {what} | {' | '.join([*eight, *fewest])} |")
+    return lines
+
+
+def _cell(given: Job) -> str:
+    given = resolved(given)
+    planned = plan(given)
+    size = f"{planned.total / GIB:.0f} GiB, `divided={given.divided}`"
+    return size if _fits(given, planned) else f"no: {size}"
+
+
+def _fewest_together(given: Job) -> str:
+    for ranks in _MANY_RANKS:
+        if _fits(one := resolved(given.on(ranks)), planned := plan(one)):
+            return f"{ranks}: {planned.total / GIB:.0f} GiB, `divided={one.divided}`"
+    return "none"
+
+
+def _fits(given: Job, planned: MemoryPlan) -> bool:
+    """Whether a tenth of the memory is left, and a completion finds room in the cache."""
+    return fits_well(given, planned) and planned.cache_tokens >= given.longest
+
+
 def _largest(preset: str, changes: tuple[str, ...], card: str) -> str:
     for name in reversed(SIZES):
         if (total := _fitting(name, preset, changes, card, 1)) is not None:
@@ -93,7 +130,13 @@ def _fitting(
 ) -> float | None:
     """Bytes of a GPU, or None where they are too many or a completion finds no room in the
     cache."""
-    given = job(
+    given = _job(name, preset, changes, card, ranks)  # each GPU with whole weights
+    planned = plan(given)
+    return planned.total if _fits(given, planned) else None
+
+
+def _job(name: str, preset: str, changes: tuple[str, ...], card: str, ranks: int) -> Job:
+    return job(
         name,
         *changes,
         f"precision={preset}",
@@ -103,10 +146,4 @@ def _fitting(
         "engine.sleep=always",
         card=card,
         ranks=ranks,
-    )
-    planned = plan(given)
-    return (
-        planned.total
-        if fits_well(given, planned) and planned.cache_tokens >= given.longest
-        else None
     )

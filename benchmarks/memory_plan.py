@@ -57,7 +57,7 @@ def run(rounds: int) -> Result:
 def compare(folder: Path, name: str) -> tuple[int, int]:
     """(planned, measured) bytes."""
     _child(folder, "save", name)
-    config = _config(folder, SIZES[name][-1], 0.01 if "entropy" in name else 0.0)
+    config = written(folder, SIZES[name][-1], 0.01 if "entropy" in name else 0.0)
     return _planned(config), _child(folder, "train", str(config))[1]
 
 
@@ -67,7 +67,7 @@ def _planned(path: Path) -> int:
     return plan(job_of(config, this_machine(get_ops()), _PROMPT)).total
 
 
-def _config(folder: Path, new: int, entropy: float) -> Path:
+def written(folder: Path, new: int, entropy: float = 0.0) -> Path:
     (folder / "reward.py").write_text(
         "def digits(prompts, completions, **columns):\n"
         "    return [float(sum(c in '56789' for c in text)) for text in completions]\n"

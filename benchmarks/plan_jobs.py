@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from benchmarks.gpu.shapes import SHAPES
 from isobit.config import load_config
-from isobit.model import ModelConfig
+from isobit.model import Experts, ModelConfig
 from isobit.training.plan import Job, Machine, card_named
 from isobit.training.plan.job import job_with
 
@@ -31,6 +31,14 @@ MODELS = {
         SHAPES["Qwen3-8B"], hidden_size=5120, intermediate_size=25600, num_layers=64, num_heads=64
     ),
     "Qwen3-30B-A3B": SHAPES["Qwen3-30B-A3B"],
+    "Qwen3-235B-A22B": replace(
+        SHAPES["Qwen3-30B-A3B"],
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_layers=94,
+        num_heads=64,
+        experts=Experts(128, 8, 1536),
+    ),
     "Llama-3.1-8B": _LLAMA,
     "Llama-3.1-70B": replace(
         _LLAMA, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64

@@ -25,6 +25,20 @@ def test_the_page_has_what_fits() -> None:
 
 
 @pytest.mark.slow
+def test_the_page_has_what_gpus_hold_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of one dense model, and one of a mixture, without the fewest GPUs, which take
+    minutes. The control has less memory to leave."""
+    page = (ROOT / "docs/how-to/cluster.md").read_text()
+    monkeypatch.setattr(fits, "TOGETHER", ("Qwen3-32B", "Qwen3-30B-A3B"))
+    monkeypatch.setattr(fits, "_MANY_RANKS", (8,))
+    rows = [line.rsplit(" | ", 2)[0] for line in fits.together()[2:]]
+    assert len(rows) == 4
+    assert all(row in page for row in rows)
+    monkeypatch.setattr(advice, "HEAD_ROOM", 0.5)
+    assert not all(line.rsplit(" | ", 2)[0] in page for line in fits.together()[2:])
+
+
+@pytest.mark.slow
 def test_the_page_by_hardware_has_what_one_gpu_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/how-to/hardware.md").read_text()
     lines = fits.largest()

@@ -15,9 +15,9 @@ from isobit.distributed import Ranks
 from isobit.errors import IsobitError, RunFailed
 from isobit.model import Model, Tokenizer
 from isobit.training.loop import training_loop
-from isobit.training.parts import divided
-from isobit.training.parts.divided import together
+from isobit.training.plan import divided
 from isobit.training.plan.cards import Machine
+from isobit.training.plan.divided import together
 from isobit.training.plan.job import Job, architecture, job_with
 from isobit.training.plan.memory import MemoryPlan
 from isobit.training.train import open_run
@@ -113,6 +113,17 @@ RUNS = {
         "adapter={rank: 8, alpha: 32}",
         "optimizer.learning_rate=0.02",
         "algorithm.kl_coefficient=0.1",
+    ],
+    "adapter's reference that follows": [
+        "adapter={rank: 8, alpha: 32}",
+        "optimizer.learning_rate=0.02",
+        "algorithm.kl_coefficient=0.1",
+        "reference={sync_every: 1, sync_alpha: 0.5}",
+    ],
+    "teacher's whole distribution": [
+        "algorithm={advantage: distillation, kl_coefficient: 1, kl_in_reward: true}",
+        "algorithm.loss=divergence",
+        "reference.path=TEACHER",
     ],
     "reward model": ["rewards.models=[{path: JUDGE, weight: 0.5}]", "evaluation.every=1"],
     "reward model alone": [
@@ -230,14 +241,14 @@ def test_a_key_below_1_is_refused_where_it_is_read(models: Models) -> None:
 def test_auto_takes_the_fewest_with_which_the_plan_fits(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a card; on a CPU 1. Where nothing fits it takes as many as can hold the model."""
+    """Into nine tenths of a card; on a CPU 1. Where nothing fits it takes as many as can hold the model."""
 
     def planned_on(job: Job) -> MemoryPlan:
         return MemoryPlan((("working weights", 600 // job.divided),), (("learning", 0),), 1, 1)
 
     monkeypatch.setattr(divided, "plan", planned_on)
     planned = job(models.policy)
-    for memory, size in ((600, 1), (599, 2), (300, 2), (1, 2)):
+    for memory, size in ((667, 1), (666, 2), (334, 2), (1, 2)):
         for host in (False, True):
             machine = Machine("a card", memory, host=host)
             assert together(replace(planned, machine=machine)) == (1 if host else size)

@@ -1,11 +1,12 @@
 """What ranks send is what a model of it says, and the page has the ratios that were kept."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from benchmarks import ranks
+from benchmarks import divided, ranks
 from benchmarks.models import save_model
 from tests.distributed.threads import ThreadRanks, run
 
@@ -42,3 +43,16 @@ def test_the_kept_ratios_are_on_the_page() -> None:
     bytes_sent = [claim for claim in kept["claims"] if claim["what"].startswith("bytes")]
     assert len(bytes_sent) == 2 * len(ranks.SIZES)
     assert all(claim["value"] == 0 for claim in bytes_sent)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_that_hold_a_model_together_receive_the_bytes_of_the_formula(
+    tmp_path: Path, size: int
+) -> None:
+    """In a forward of the rollout; the control: a model of more layers, and its formula."""
+    few, more = (
+        run(size, partial(divided.counted, path=str(save_model(tmp_path / str(n), 512, n, 512))))
+        for n in (1, 2)
+    )
+    assert all(received == formula > 0 for received, formula in (*few, *more))
+    assert all(a[1] < b[1] for a, b in zip(few, more))

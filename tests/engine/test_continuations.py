@@ -68,9 +68,8 @@ def test_several_continuations_are_drawn_from_with_the_samplers_numbers() -> Non
 
 def sequence_of(prompt: list[int], record: Record, extends: object = None) -> Sequence:
     request = Request(prompt, Sampling(), 0, 0, extends)  # type: ignore[arg-type]
-    running = RunningRequest(
-        request, "", 0, 50, 9, None, np.array(prompt, np.int64), np.arange(len(prompt))
-    )
+    ids = np.array(prompt, np.int64)
+    running = RunningRequest(request, "", 0, 50, 9, None, ids, np.arange(ids.size))
     sequence = Sequence(0, running, record.take(50, True, False))
     return sequence
 

@@ -10,7 +10,15 @@ import yaml
 from benchmarks.plan_jobs import MODELS, job
 from isobit import cli
 from isobit.training.plan import card_of, plan
-from isobit.training.plan.advice import HEAD_ROOM, advice, changes, fits_well, together, verdict
+from isobit.training.plan.advice import (
+    HEAD_ROOM,
+    advice,
+    cannot_fit,
+    changes,
+    fits_well,
+    together,
+    verdict,
+)
 from tests.plan.shapes import model_folder
 
 
@@ -91,3 +99,19 @@ def test_a_mixture_is_advised_to_adapt_its_attention() -> None:
     """Factors of all its experts would take several times as much."""
     keys = [key for change in changes(job("Qwen3-30B-A3B", card="h100")) for key in change.keys]
     assert "adapter={rank: 32, targets: [q_proj, k_proj, v_proj, o_proj]}" in keys
+
+
+@pytest.mark.slow
+def test_a_model_that_is_too_large_for_a_gpu_is_advised_to_be_divided() -> None:
+    """Before it is read, and among the keys; the controls divide it already, or cannot."""
+    small = "optimizer.masters=bf16", "optimizer.state=8bit"
+    given = job("Llama-3.1-70B", *small, "divided=1", ranks=8, card="h100")
+    line = cannot_fit(given)
+    assert line is not None
+    assert "set divided=8, which divides the weights, or isobit train --dry-run" in line
+    assert cannot_fit(given.together(8)) is None
+    other = cannot_fit(given.changed("precision=fp8-e2e"))
+    assert other is not None
+    assert "divided" not in other
+    keys = {change.keys[0]: change.total for change in changes(given)}
+    assert keys["divided=8"] == plan(given.together(8)).total < plan(given).total

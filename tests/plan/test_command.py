@@ -182,11 +182,34 @@ def test_models_that_are_not_trained_yet_are_planned(
     assert re.search(r"^1 GPU: fits: 0\.\d GiB", capsys.readouterr().out, re.M)
 
 
+@pytest.mark.slow
+def test_gpus_that_hold_a_model_together(plan: Plan, config: Path, refused: Refused) -> None:
+    """By the config's number, or as many as are needed; the control is whole on each."""
+    whole, four = (
+        json.loads(plan("--gpus", 8, f"divided={size}", "--json"))["plans"][0] for size in (1, 4)
+    )
+    assert (whole["divided"], four["divided"]) == (1, 4)
+    kept, all_of_it = (each["held"]["working weights, rollout"] for each in (four, whole))
+    assert all_of_it / 4 < kept < 1.01 * all_of_it / 4
+    assert "8 GPUs, divided=4: fits" in plan("--gpus", 8, "divided=4")
+    auto = plan(
+        "--gpus", 8, "optimizer.state=8bit", "--memory", "30GiB", "--device", "h100", code=2
+    )
+    assert "8 GPUs, divided=8: does not fit" in auto
+    assert "8 GPUs: fits" in plan("--gpus", 8)
+    line = refused("plan", config, "--gpus", "8", "divided=3")
+    assert "divided: 3 is no divisor of 8 ranks: choose 1, 2, 4 or 8" in line
+    assert "precision fp8-e2e, which has a second engine" in refused(
+        "plan", config, "--gpus", "8", "divided=2", "precision=fp8-e2e"
+    )
+
+
 def test_what_fits_barely_or_not_is_given_advice(plan: Plan) -> None:
     """A tenth of the memory is asked for: allocators and drivers take some."""
-    total = json.loads(plan("--gpus", "8", "--json"))["plans"][0]["bytes"] / 2**30
-    assert "optimizer.state=8bit" in plan("--gpus", "8", "--memory", f"{1.02 * total:.1f}GiB")
-    assert "optimizer.state=8bit" not in plan("--gpus", "8", "--memory", f"{1.2 * total:.1f}GiB")
+    whole = "--gpus", "8", "divided=1"
+    total = json.loads(plan(*whole, "--json"))["plans"][0]["bytes"] / 2**30
+    assert "optimizer.state=8bit" in plan(*whole, "--memory", f"{1.02 * total:.1f}GiB")
+    assert "optimizer.state=8bit" not in plan(*whole, "--memory", f"{1.2 * total:.1f}GiB")
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 design's table."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import transformers
 
 from benchmarks.plan_jobs import MODELS, job
 from isobit.config.sections import AdapterConfig
+from isobit.distributed import Ranks
 from isobit.distributed.shards import ownership
 from isobit.engine.engine import Engine
-from isobit.model import Experts, ModelConfig
+from isobit.model import Experts, Model, ModelConfig
 from isobit.model.hub.shapes import parameter_shapes
 from isobit.precision import PRESETS
 from isobit.rl.optim.schedule import OptimizerSettings
@@ -25,7 +27,14 @@ from isobit.training.plan.memory import (
     num_parameters,
     state_bytes,
 )
-from isobit.training.plan.meta import Described, _fewer_layers, page_bytes, weight_bytes
+from isobit.training.plan.meta import (
+    Described,
+    _fewer_layers,
+    divided_bytes,
+    page_bytes,
+    weight_bytes,
+)
+from tests.distributed.threads import run
 from tests.models import tiny_model
 
 FLOWS = (
@@ -68,6 +77,60 @@ def test_what_is_held_and_a_layers_gradient_are_the_designs(
         assert found / 1e9 == pytest.approx(gigabytes, rel=0.03)
         # the control: with BF16 working weights it is another number
         assert (found + wide - weights) / 1e9 != pytest.approx(gigabytes, rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ranks", "gigabytes", "saved"),
+    [
+        ("Qwen3-8B", 8, 19.2, 6.8),
+        ("Qwen3-32B", 8, 72.6, 28.3),
+        ("Qwen3-32B", 64, 15.1, 28.3),
+        ("Llama-3.1-70B", 8, 154.4, 61.6),
+        ("Llama-3.1-70B", 64, 30.8, 61.6),
+    ],
+)
+def test_what_eight_ranks_hold_together_is_the_designs(
+    name: str, ranks: int, gigabytes: float, saved: float
+) -> None:
+    """In GB, to 10 %: masters, moments, gradients, rows of the working weights, and what is open in
+    the learner; and what is saved of all. The control holds them by two ranks."""
+    changes = "optimizer.micro_batch_tokens=16384", "optimizer.activation_checkpointing=true"
+    whole = job(name, *changes, "engine.sleep=always", ranks=ranks)
+    opened = divided_bytes(Described(whole.model, whole.precision), 8)[1]
+    gradients = 4 * largest_share(whole.model, ranks)
+    given = whole.together(8)
+    planned = sum(size for _, size in plan(given).held) + gradients + opened
+    assert planned / 1e9 == pytest.approx(gigabytes, rel=0.1)
+
+    def learning(size: int) -> int:
+        found = plan(whole.together(size))
+        return sum(size for _, size in found.held) + found.parts[0][1]
+
+    less = {size: learning(1) - learning(size) for size in (2, 8)}
+    assert less[8] / 1e9 == pytest.approx(saved, rel=0.1)
+    assert less[2] / 1e9 != pytest.approx(saved, rel=0.1), "the control"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_rank_that_holds_a_model_with_others_has_these_bytes(family: str, tmp_path: Path) -> None:
+    """Those of the rank with the most, to 2 %, of layers of which not all are made; of the cache
+    half. The control is a model that is whole."""
+    sizes = {"num_layers": 12, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    letters = "".join(chr(0x20000 + i) for i in range(500))  # embedding and head of several blocks
+    heads = {"num_heads": 8, "num_kv_heads": 4}
+    tiny_model("fp8", family, alphabet=letters, **heads, **sizes).save(tmp_path / "model")
+
+    def held(ranks: Ranks) -> int:
+        model = Model.load(tmp_path / "model", "fp8", ranks=ranks, divided=2)
+        return model.memory()["rollout"]
+
+    config = Model.load(tmp_path / "model", "fp8").config
+    given = Described(config, PRESETS["fp8"], host=True, packs=True)
+    planned, most = divided_bytes(given, 2)[0].rollout, max(run(2, held))
+    assert planned == pytest.approx(most, rel=0.02)
+    assert weight_bytes(given).rollout > 1.5 * most
+    assert page_bytes(given, 16, 2) == page_bytes(given, 16) // 2
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,8 @@ def check_again(server: Running, case: Case, response: httpx.Response) -> None:
 
 def essence(answer: dict[str, Any]) -> Any:
     """Without what is another each time: the ids of calls."""
-    return json.loads(json.dumps(answer["choices"]).replace("call_", ""), object_hook=_without_id)
+    told = answer["output"] if "output" in answer else answer["choices"]
+    return json.loads(json.dumps(told).replace("call_", ""), object_hook=_without_id)
 
 
 def _without_id(value: dict[str, Any]) -> dict[str, Any]:

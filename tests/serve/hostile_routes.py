@@ -118,6 +118,21 @@ SAMPLING = [
     ),
     Valid(
         "POST",
+        "/generate",
+        {
+            "input_ids": [[5, 6], [7]],
+            "sampling_params": {"max_new_tokens": 3, "n": 2, "temperature": 0.7},
+            "return_logprob": True,
+            "top_logprobs_num": 2,
+        },
+    ),
+    Valid(
+        "POST",
+        "/generate",
+        {"prompt": {"prompt_token_ids": [5, 6]}, "logprobs": 0, "max_tokens": 3, "seed": 3},
+    ),
+    Valid(
+        "POST",
         "/v1/responses",
         {
             "input": [

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable
 
 from isobit.options.declare import options_of
+from isobit.serve.generating import SGLangRequest, SGLangSampling, VLLMRequest
 from isobit.serve.neutral import IGNORED, NOT_SERVED
 from isobit.serve.protocol import (
     ChatRequest,
@@ -26,6 +27,9 @@ REQUESTS: dict[str, type[Declared]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/v1/responses": ResponsesRequest,
+    "/generate": SGLangRequest,
+    "its `sampling_params`": SGLangSampling,
+    "/generate with a `prompt`": VLLMRequest,
     "/inference/v1/generate": GenerateRequest,
     "its sampling_params": TokenSampling,
     "/tokenize": TokenizeRequest,

@@ -30,7 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def client(server: Running) -> openai.OpenAI:
+def client(server: Running) -> Any:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=server.token, max_retries=0)
 
 
@@ -39,9 +39,7 @@ def chat(server: Running, messages: list[dict[str, Any]], **keys: Any) -> Any:
     return server.post("/v1/chat/completions", given).json()["choices"][0]["message"]["content"]
 
 
-def test_a_response_is_the_message_of_a_conversation(
-    client: openai.OpenAI, server: Running
-) -> None:
+def test_a_response_is_the_message_of_a_conversation(client: Any, server: Running) -> None:
     """Of a text, of items, and with instructions; the sampling keys are those of messages."""
     user = {"role": "user", "content": "go"}
     made = client.responses.create(
@@ -67,7 +65,7 @@ def test_a_response_is_the_message_of_a_conversation(
     assert made.output_text != chat(server, messages[1:], seed=5, temperature=0.7), "the control"
 
 
-def test_a_conversation_goes_on_from_a_response(client: openai.OpenAI, server: Running) -> None:
+def test_a_conversation_goes_on_from_a_response(client: Any, server: Running) -> None:
     """As with all its items, but for earlier instructions; of another tenant it is not known."""
     more: Any = {"model": "tiny", "max_output_tokens": 8, "extra_body": {"seed": 2}}
     first = client.responses.create(input="go", instructions="be brief", **more)
@@ -91,7 +89,7 @@ def test_a_conversation_goes_on_from_a_response(client: openai.OpenAI, server: R
             asked.responses.create(input="on", previous_response_id=name, **more)
 
 
-def test_a_stream_ends_with_the_response(client: openai.OpenAI) -> None:
+def test_a_stream_ends_with_the_response(client: Any) -> None:
     given: Any = {"model": "tiny", "input": "go", "max_output_tokens": 12}
     whole = client.responses.create(**given, extra_body={"seed": 4}, top_logprobs=2)
     with client.responses.stream(**given, extra_body={"seed": 4}, top_logprobs=2) as stream:
@@ -118,7 +116,7 @@ def test_a_stream_ends_with_the_response(client: openai.OpenAI) -> None:
     assert len(shown) == whole.usage.output_tokens
 
 
-def test_a_function_is_called_and_its_output_read(client: openai.OpenAI) -> None:
+def test_a_function_is_called_and_its_output_read(client: Any) -> None:
     pytest.importorskip("llguidance")
     asked: Any = {"model": "tiny", "tools": [TOOL], "max_output_tokens": 400}
     forced: Any = {"tool_choice": {"type": "function", "name": "rain"}, "extra_body": {"seed": 3}}
@@ -139,7 +137,7 @@ def test_a_function_is_called_and_its_output_read(client: openai.OpenAI) -> None
     assert again.usage.input_tokens < on.usage.input_tokens, "and white space is written anew"
 
 
-def test_a_text_has_the_form_that_is_asked_for(client: openai.OpenAI) -> None:
+def test_a_text_has_the_form_that_is_asked_for(client: Any) -> None:
     pytest.importorskip("llguidance")
     form: Any = {"type": "json_schema", "name": "a", "schema": TOOL["parameters"]}
     made = client.responses.create(

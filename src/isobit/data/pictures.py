@@ -2,7 +2,7 @@
 
 PNG, JPEG or WebP, one frame, 8 bits a channel. What is read is RGB: turned as EXIF says, and on
 white where it is transparent, as processors of `transformers` put it; `transformers`' own loader
-shows the colour that transparency hides. Pillow reads them, which is part of `isobit[images]`.
+shows the colour that transparency hides. Pillow reads them, of the extra images.
 Left out: fetching: an address is no picture.
 """
 
@@ -28,7 +28,7 @@ _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 def require_pillow() -> None:
     """Raise IsobitError where Pillow is not installed."""
     if find_spec("PIL") is None:
-        raise IsobitError("images are read by Pillow: pip install 'isobit[images]'")
+        raise IsobitError("images are read by Pillow, which is not installed: pip install pillow")
 
 
 def read_picture(picture: Any, where: str = "the image") -> "Image.Image":

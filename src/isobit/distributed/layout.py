@@ -1,4 +1,4 @@
-"""Which rank of a group keeps which output rows of each working weight.
+"""Output rows of each working weight by the rank of a group that keeps them.
 
 The ranks of a group hold one copy of a model together. Each multiplies by whole rows of a weight, so
 no sum crosses ranks: what travels are copies. Rows are cut by role: attention by heads of keys and
@@ -46,7 +46,7 @@ class HeadRows:
 
     @staticmethod
     def of(queries: int, kv: int, dim: int) -> "HeadRows":
-        """Return those of an attention with so many heads of queries, and of keys and values."""
+        """Return those of an attention with these heads of queries, and of keys and values."""
         wide = queries // kv * dim
         return HeadRows(kv, {"qkv": (wide, dim, dim), "sinks": (queries // kv,)}, wide)
 
@@ -139,7 +139,7 @@ class Layout:
         )
 
     def check(self, precision: Precision) -> None:
-        """Raise IsobitError, one line, for a model or a precision that so many ranks cannot hold
+        """Raise IsobitError, one line, for a model or a precision that `size` ranks cannot hold
         together."""
         where = f"{self.size} ranks cannot hold a model together"
         rollout = precision.rollout
@@ -153,16 +153,17 @@ class Layout:
         for role in (role for role in LINEAR_LAYERS if role in roles):
             flow = precision.linear_flow(precision.rollout, role)
             spec, across = flow.activation, role in ("o", "down")
+            grouped = self.experts > 0 and role in ("gate_up", "down")
             if across and spec is not None and not spec.columns_independent:
-                what = f"activations in {spec} have a scale beyond {BLOCK} columns"
-            elif self.experts and spec is not None and spec.block((2, 1))[0] > 1:
-                what = f"activations in {spec} have a scale of several rows of an expert"
+                fault = f"activations in {spec} have a scale beyond {BLOCK} columns"
+            elif grouped and spec is not None and spec.block((2, 1))[0] > 1:
+                fault = f"activations in {spec} have a scale of several rows of an expert"
             elif flow.weight is not None and not flow.weight.rows_independent:
-                what = f"weights in {flow.weight} have a scale of all rows"
+                fault = f"weights in {flow.weight} have a scale of all rows"
             else:
                 continue
             raise IsobitError(
-                f"{where} under precision {precision.name}: {role}'s {what}; choose fp8, "
+                f"{where} under precision {precision.name}: {role}'s {fault}; choose fp8, "
                 "fp8-unified, mxfp8 or bf16"
             )
         for name in self.shapes:

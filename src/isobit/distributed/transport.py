@@ -157,7 +157,7 @@ class TorchRanks(Ranks):
             )
 
         def wait() -> Tensor:
-            with self._failures("exchange gradients"):
+            with self._failures("exchange gradients", among):
                 work.wait()
             return received
 
@@ -176,7 +176,7 @@ class TorchRanks(Ranks):
             ]
 
         def wait() -> None:
-            with self._failures("share weights"):
+            with self._failures("share weights", among):
                 for work in works:
                     work.wait()
 
@@ -228,9 +228,10 @@ class TorchRanks(Ranks):
         dist.destroy_process_group()
 
     @contextmanager
-    def _failures(self, verb: str) -> Iterator[None]:
+    def _failures(self, verb: str, among: range | None = None) -> Iterator[None]:
         """Turn what torch raises where another rank is gone or late into a RankLost that says which
-        rank and why."""
+        rank and why. `among`: the set whose meeting this is, by default that of the last one."""
+        self._waits = among or self._waits
         started = time.monotonic()
         try:
             yield

@@ -1,7 +1,7 @@
 """The changes that the requests of a step make in the logits of its rows, as tensors."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class Changes:
     def each(self, change: Callable[[Tensor], Tensor]) -> "Changes":
         """Return the same with each tensor changed."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Changes(**{n: None if t is None else change(t) for n, t in tensors.items()})
+        return replace(self, **{n: change(t) for n, t in tensors.items() if t is not None})
 
     def apply(self, logits: Tensor) -> Tensor:
         """Return the logits [R, V] float32, changed."""

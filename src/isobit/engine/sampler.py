@@ -92,17 +92,17 @@ class Draws:
         return torch.where(self.greedy, 1.0, self.settings[:, 0]).float()
 
     def split(self, rows: int) -> "list[Draws]":
-        def of(place: int, tensor: Tensor) -> Tensor:
-            return tensor[place : place + rows]
+        def of(start: int, tensor: Tensor) -> Tensor:
+            return tensor[start : start + rows]
 
         return [
             Draws(
-                of(place, self.keys),
-                of(place, self.settings),
+                of(start, self.keys),
+                of(start, self.settings),
                 self.kinds,
-                None if self.changes is None else self.changes.each(partial(of, place)),
+                None if self.changes is None else self.changes.each(partial(of, start)),
             )
-            for place in range(0, self.keys.shape[0], rows)
+            for start in range(0, self.keys.shape[0], rows)
         ]
 
 

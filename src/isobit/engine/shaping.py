@@ -113,9 +113,9 @@ class Shaped:
 
 def full(rows: int, vocabulary: int) -> Bits:
     """Return the bits [rows, B] of a vocabulary of which every token is allowed."""
-    ones = np.zeros((rows, -(-vocabulary // 32) * 32), np.uint8)
-    ones[:, :vocabulary] = 1
-    return np.packbits(ones, axis=1, bitorder="little")
+    unpacked = np.zeros((rows, -(-vocabulary // 32) * 32), np.uint8)
+    unpacked[:, :vocabulary] = 1
+    return np.packbits(unpacked, axis=1, bitorder="little")
 
 
 def _set(bits: Bits, tokens: Sequence[int]) -> None:

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from isobit.data.dataset import Example, Prompt
+from isobit.data.dataset import Example
 from isobit.distributed import ALONE, Ranks
 from isobit.engine.dialogue import Dialogue
 from isobit.engine.engine import Engine
 from isobit.evaluation.measure import EvaluationPlan, Scorer, measure, tags_of
 from isobit.evaluation.result import Question, Result
 from isobit.evaluation.summary import ALL, summarize, unscored
-from isobit.tasks.rewards.pool import Reward, Said
+from isobit.tasks.rewards.pool import Reward
 
 SEED_OFFSET = 0x5EED_E7A1
 """Added to a run's seed: an evaluation draws other random numbers than the rollouts."""
@@ -35,16 +35,9 @@ class _During:
     def wants_answers(self) -> bool:
         return self.scorer.wants_answers
 
-    def score(
-        self,
-        prompts: Sequence[Prompt],
-        completions: Sequence[Said],
-        columns: Sequence[Mapping[str, Any]],
-        completion_ids: Sequence[Sequence[int]] | None = None,
-        trainer_state: Mapping[str, float] | None = None,
-    ) -> list[Reward]:
-        state = trainer_state or self.trainer_state
-        return self.scorer.score(prompts, completions, columns, completion_ids, state)
+    def score(self, *batch: Any, **more: Any) -> list[Reward]:
+        """Return `Scorer.score` of the same arguments."""
+        return self.scorer.score(*batch, **{"trainer_state": self.trainer_state, **more})
 
 
 @dataclass(frozen=True, eq=False)

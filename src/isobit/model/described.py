@@ -72,8 +72,8 @@ def read_directory(
     vocabulary: int | None,
     divided: int = 1,
 ) -> Contents:
-    """Read a directory. `files`: of a model whose adapter is trained, they stay open in it, and of
-    its weights the rows are read that a rank keeps of those which are `divided`."""
+    """Read a directory. The `files` of a model whose adapter is trained stay open; if `divided`
+    ranks hold it together, only this rank's rows are read of it."""
     if is_adapter(directory):
         if adapter is not None:
             raise IsobitError(

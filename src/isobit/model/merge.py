@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from isobit.kernels import plain
 from isobit.kernels.reference.sums import block_sum
@@ -66,11 +65,9 @@ def merged(folder: Path, precision: str | Mapping[str, Any] | Precision) -> tupl
         assert not isinstance(old, PackedFP4)  # nothing is frozen here
         new = made_like(old, masters[name], model.ops, name)
         error = plain(new, torch.float32).double() - plain(old, torch.float32).double() - update
-        sums += torch.stack([_square(matrix) for matrix in (previous, update, error)]).cpu()
+        sums += torch.stack(
+            [block_sum(matrix.square()) for matrix in (previous, update, error)]
+        ).cpu()
     model.sync()
     norms = [math.sqrt(square) for square in sums.tolist()]
     return model, Gap(norms[1] / norms[0], norms[2] / norms[1] if norms[1] else 0.0)
-
-
-def _square(x: Tensor) -> Tensor:
-    return block_sum(x.square())

@@ -25,7 +25,7 @@ Keep = Callable[[Completion], None]
 
 
 class Writer(Protocol):
-    """The form of a stream."""
+    """A form of streams."""
 
     def piece(self, value: Mapping[str, Any]) -> bytes:
         """Return what tells of a piece, as OpenAI's chunks have it."""
@@ -49,7 +49,7 @@ class Chunks:
         return event(error_value(error)[1])
 
     def end(self) -> bytes:
-        """Return `[DONE]`."""
+        """Return the event `[DONE]`."""
         return event("[DONE]")
 
 

@@ -30,6 +30,7 @@ from isobit.serve.connections import REFUSED, Connection, most_connections
 from isobit.serve.crowd import Crowd
 from isobit.serve.desk import SWITCH_SECONDS
 from isobit.serve.gateway import Gateway, Refused
+from isobit.serve.generating import Generating
 from isobit.serve.listening import Listener
 from isobit.serve.metrics import CONTENT_TYPE
 from isobit.serve.openai import OpenAI
@@ -76,6 +77,7 @@ def make_app(gateway: Gateway, tokens: tuple[str, ...]) -> Starlette:
         Route("/metrics", metrics, methods=["GET"]),
         *openai.routes(),
         *Responses(openai).routes(),
+        *Generating(openai).routes(),
         *(() if gateway.device.weights_change else Tinker(gateway).routes()),
     ]
     handlers: Any = dict.fromkeys((IsobitError, Refused, HTTPException, Exception), error_response)

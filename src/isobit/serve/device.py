@@ -318,7 +318,7 @@ class Device:
             self._isolate(error)
             return
         except Forbidden as error:  # nothing of the step was computed
-            opened = self._by_request[error.request]
+            opened = next(o for request, o in self._by_request.items() if request is error.request)
             self._close(opened)
             self._post(opened.job.post, Failed(400, str(error)))
             return

@@ -44,7 +44,7 @@ class OpenAI:
     """OpenAI's routes of a gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self.gateway, self._encoder = gateway, Encoder(gateway.model)
+        self.gateway, self.encoder = gateway, Encoder(gateway.model)
 
     def routes(self) -> list[Route]:
         """Return OpenAI's and vLLM's routes."""
@@ -71,9 +71,9 @@ class OpenAI:
         fewest = 0 if keys.echo or keys.prompt_logprobs is not None else 1
         sampling = sampling_of(keys, gateway.limits, LEGACY_TOKENS, top, fewest)
         arguments = keys.prompt, keys.add_special_tokens, gateway.limits.samples
-        prompts = await at_desk(gateway, request, self._encoder.prompts, *arguments)
-        check_length(keys, prompts, self._encoder.positions)
-        sampling = await self._shaped(request, sampling, keys)
+        prompts = await at_desk(gateway, request, self.encoder.prompts, *arguments)
+        check_length(keys, prompts, self.encoder.positions)
+        sampling = await self.shaped(request, sampling, keys)
         texts = keys.prompt if isinstance(keys.prompt, list) else [keys.prompt]
         asked = Asked(
             *(keys.model or gateway.name, gateway.tokenizer, prompts, sampling),
@@ -110,16 +110,16 @@ class OpenAI:
         """Return the request for the next message of a conversation, which may go on from its last
         turn, and what makes a turn of its answer."""
         gateway = self.gateway
-        adapter, positions = gateway.adapter_of(keys.model), self._encoder.positions
+        adapter, positions = gateway.adapter_of(keys.model), self.encoder.positions
         sampling = sampling_of(keys, gateway.limits, positions, keys.top_logprobs)
         if keys.top_logprobs and not keys.logprobs:
             raise BadRequest("top_logprobs: set logprobs to true beside it", "top_logprobs")
-        conversation = self._encoder.conversation, keys, last_turn
+        conversation = self.encoder.conversation, keys, last_turn
         messages, variables, prompt = await at_desk(gateway, request, *conversation)
         check_length(keys, [prompt], positions)
         tools = variables.get("tools", ())
         held = partial(gateway.grammars.of_chat, keys, gateway.tools, prompt, tools)
-        sampling = await self._shaped(request, sampling, keys, held)
+        sampling = await self.shaped(request, sampling, keys, held)
         asked = Asked(
             *(keys.model or gateway.name, gateway.tokenizer, [prompt], sampling),
             chat=True,
@@ -150,10 +150,10 @@ class OpenAI:
             )
         inner, adapter = keys.sampling_params, gateway.adapter_of(keys.model)
         sampling = sampling_of(inner, gateway.limits, LEGACY_TOKENS, inner.logprobs)
-        arguments = self._encoder.tokens, "token_ids", keys.token_ids
+        arguments = self.encoder.tokens, "token_ids", keys.token_ids
         prompt = await at_desk(gateway, request, *arguments)
-        check_length(inner, [prompt], self._encoder.positions)
-        sampling = await self._shaped(request, sampling, inner)
+        check_length(inner, [prompt], self.encoder.positions)
+        sampling = await self.shaped(request, sampling, inner)
         asked = Asked(
             *(keys.model or gateway.name, gateway.tokenizer, [prompt], sampling),
             chat=True,
@@ -184,7 +184,7 @@ class OpenAI:
 
     async def tokenize(self, request: Request) -> Response:
         """Answer with the token ids that a request with a text or a conversation would have."""
-        gateway, encoder = self.gateway, self._encoder
+        gateway, encoder = self.gateway, self.encoder
         keys = await read_request(request, TokenizeRequest, gateway.limits)
         gateway.adapter_of(keys.model)
         if (keys.messages is None) == (keys.prompt is None):
@@ -201,14 +201,14 @@ class OpenAI:
 
     async def detokenize(self, request: Request) -> Response:
         """Answer with the text of token ids, special tokens included."""
-        gateway, encoder = self.gateway, self._encoder
+        gateway, encoder = self.gateway, self.encoder
         keys = await read_request(request, DetokenizeRequest, gateway.limits)
         gateway.adapter_of(keys.model)
         tokens = await at_desk(gateway, request, encoder.tokens, "tokens", keys.tokens)
         decode = partial(encoder.tokenizer.decode, tokens, special=True)
         return await in_json(gateway, request, lambda: {"prompt": decode()})
 
-    async def _shaped(
+    async def shaped(
         self,
         request: Request,
         sampling: Sampling,
@@ -221,8 +221,8 @@ class OpenAI:
         size = gateway.model.config.vocab_size
 
         def shaping() -> Shaping | None:
-            found = gateway.grammars.of_text(keys) if held is None else held()
-            return shaping_of(keys, gateway.tokenizer, size, found)
+            grammar = gateway.grammars.of_text(keys) if held is None else held()
+            return shaping_of(keys, gateway.tokenizer, size, grammar)
 
         return replace(sampling, shaping=await at_desk(gateway, request, shaping))
 

@@ -18,6 +18,7 @@ _OWN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ignore_
 """The keys that `Sampling` declares, with their types and bounds."""
 Tokens = Annotated[int, at_least(0), at_most(_MOST_TOKENS)]
 Top = Annotated[int, at_least(0), at_most(MOST_TOP_LOGPROBS)]
+Seed = Annotated[int, at_least(-1), at_most(2**63 - 1), "-1: a random one"]
 TopOrFalse = Annotated[Top | None, Preprocess(lambda value: None if value is False else value)]
 
 
@@ -46,7 +47,7 @@ class SamplingKeys(Declared):
     n: Annotated[int, at_least(1), Most("samples")] = 1
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
-    seed: Annotated[int, at_least(-1), at_most(2**63 - 1), "-1: a random one"] | None = None
+    seed: Seed | None = None
     temperature: Any = None
     top_p: Any = None
     top_k: Annotated[Any, Preprocess(lambda value: 0 if value == -1 else value)] = None

@@ -38,7 +38,7 @@ _SAME = (
 
 
 class TextKeys(Declared):
-    """The form of an answer."""
+    """A form of answers."""
 
     neutral = {"verbosity": Neutral("", None)}
     format: Any = None
@@ -179,29 +179,29 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         where = f"input[{index}]"
         if not isinstance(item, dict):
             raise BadRequest(f"{where}: expected an object, got {kind(item)}", "input")
-        what = item.get("type") or "message"
-        if what == "message":
+        item_type = item.get("type") or "message"
+        if item_type == "message":
             content = _text(f"{where}.content", item.get("content"))
             if item.get("role") == "assistant":
                 _own(messages)["content"] += content
             else:
                 messages.append({"role": item.get("role"), "content": content})
-        elif what == "function_call":
+        elif item_type == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             _own(messages).setdefault("tool_calls", []).append(call)
-        elif what == "function_call_output":
+        elif item_type == "function_call_output":
             output = _text(f"{where}.output", item.get("output"))
             result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
             messages.append(result)
-        elif what == "reasoning":
-            parts = item.get("content") or item.get("summary") or []
-            thought = _text(f"{where}.content", parts)
+        elif item_type == "reasoning":
+            blocks = item.get("content") or item.get("summary") or []
+            thought = _text(f"{where}.content", blocks)
             messages.append({"role": "assistant", "content": "", REASONING: thought})
         else:
             raise BadRequest(
                 f"{where}.type: expected message, function_call, function_call_output or reasoning, "
-                f"got {what!r:.80}",
+                f"got {item_type!r:.80}",
                 "input",
             )
     return messages
@@ -219,8 +219,8 @@ def _text(where: str, value: Any) -> str:
     if isinstance(value, str):
         return value
     texts = list[str]()
-    for part in value if isinstance(value, list) else [None]:
-        block = part if isinstance(part, dict) else {}
+    for entry in value if isinstance(value, list) else [None]:
+        block = entry if isinstance(entry, dict) else {}
         text = block.get("text", block.get("refusal"))
         if not isinstance(text, str) or block.get("type") not in _TEXTS:
             raise BadRequest(f"{where}: expected text, or a list of parts that are text", "input")
@@ -342,7 +342,7 @@ class _Events:
         return begun + self._event("response.failed", response=value)
 
     def end(self) -> bytes:
-        """Return the last events."""
+        """Return the events at the end of a stream."""
         status = _status(self._reason)
         written = b""
         if not self._items and not self._open:
@@ -370,13 +370,13 @@ class _Events:
             item = (
                 _message("", "in_progress") if key == "content" else _reasoning("", "in_progress")
             )
-            item["content"], part = [], item["content"][0]
+            item["content"], block = [], item["content"][0]
             self._items.append(item)
             written += self._of_item("output_item.added", item=item)
-            written += self._of_item("content_part.added", content_index=0, part=part)
-            item["content"] = [part]
-        part = self._items[-1]["content"][0]
-        part["text"] += text
+            written += self._of_item("content_part.added", content_index=0, part=block)
+            item["content"] = [block]
+        block = self._items[-1]["content"][0]
+        block["text"] += text
         if not text:
             return written
         self._logprobs += shown
@@ -389,14 +389,14 @@ class _Events:
         if not self._open:
             return b""
         item, key, self._open = self._items[-1], self._open, ""
-        part, item["status"] = item["content"][0], status
+        block, item["status"] = item["content"][0], status
         name = "output_text" if key == "content" else "reasoning_text"
         more = {"logprobs": self._logprobs} if key == "content" else {}
         if key == "content":
-            part["logprobs"] = self._logprobs
+            block["logprobs"] = self._logprobs
         return (
-            self._of_item(f"{name}.done", content_index=0, text=part["text"], **more)
-            + self._of_item("content_part.done", content_index=0, part=part)
+            self._of_item(f"{name}.done", content_index=0, text=block["text"], **more)
+            + self._of_item("content_part.done", content_index=0, part=block)
             + self._of_item("output_item.done", item=item)
         )
 
@@ -426,13 +426,13 @@ def _status(reason: str) -> str:
 
 
 def _message(text: str, status: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
-    return {**_item("message", "msg", status), "role": "assistant", "content": [part]}
+    block = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+    return {**_item("message", "msg", status), "role": "assistant", "content": [block]}
 
 
 def _reasoning(text: str, status: str) -> dict[str, Any]:
-    part = {"type": "reasoning_text", "text": text}
-    return {**_item("reasoning", "rs", status), "summary": [], "content": [part]}
+    block = {"type": "reasoning_text", "text": text}
+    return {**_item("reasoning", "rs", status), "summary": [], "content": [block]}
 
 
 def _call(call: Mapping[str, Any], status: str) -> dict[str, Any]:

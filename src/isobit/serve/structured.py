@@ -1,4 +1,4 @@
-"""Answers that are held to what a client asks for: a schema, a pattern, a choice, a grammar, a call.
+"""Grammars, to which answers are held: a schema, a pattern, a choice, a grammar, a call.
 
 llguidance compiles these and says which tokens may come next; the mask is one more filter of the
 distribution that is sampled (`engine/shaping.py`). What a stranger sends is bounded: its bytes here,
@@ -42,7 +42,7 @@ _INNER = ("properties", "$defs", "definitions", "patternProperties", "anyOf", "o
 
 @dataclass(frozen=True)
 class Body:
-    """What a request asks an answer to be: a `grammar` of llguidance's, by a `key` of the request.
+    """A form that a request asks for: a `grammar` of llguidance's, by a `key` of the request.
     `schema`: the JSON schema that it is, None: it is none."""
 
     key: str

@@ -99,7 +99,9 @@ class Learning:
                 self._saver.learning(unchanged=Disagreement),
             ):
                 learned = self._learner.learn(samples, advantages, self._state.step)
-                self._reference_follows(step)
+                if self._reference is not None:
+                    with self._saver.broken_weights_end_the_run():
+                        self._reference.after(step)
         self._calibrator.learned_from([tokens for s in samples for tokens in s.contexts])
         tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for s in samples)
         took["throughput/learn_tokens_per_s"] = tokens / max(took["time/learn"], 1e-9)
@@ -112,11 +114,6 @@ class Learning:
         metrics = _with_those_ahead(learned, compared)
         self._warn(metrics, step)
         return Lesson(metrics, {**took, **settled}, learned.compared, activations)
-
-    def _reference_follows(self, step: int) -> None:
-        if self._reference is not None:
-            with self._saver.broken_weights_end_the_run():
-                self._reference.after(step)
 
     def _put_to_sleep(self, engine: Engine) -> None:
         """Free the memory of its cache, where `engine.sleep` says so."""

@@ -93,8 +93,8 @@ class RewardScorer:
     ) -> list[Reward]:
         """Return the reward of each completion. Raises RunFailed for the first failure, unless
         failures are skipped."""
-        given = prompts, completions, columns, completion_ids, trainer_state
-        rewards = self.group.run_on_all(lambda: self.pool.score(*given))
+        arguments = prompts, completions, columns, completion_ids, trainer_state
+        rewards = self.group.run_on_all(lambda: self.pool.score(*arguments))
         return self.judged(rewards, prompts, completions)
 
     def begin(

@@ -68,8 +68,8 @@ class RowOps:
         return y if b.result is None else self.side_by_side(y, b.result)
 
     def embedding(self, tokens: Tensor, table: Tensor) -> Tensor:
-        own = table.index_select(0, (tokens - self.first).clamp(0, len(table) - 1))
-        rows = torch.stack([x.view(own.shape) for x in self.gathered(own)])
+        local = table.index_select(0, (tokens - self.first).clamp(0, len(table) - 1))
+        rows = torch.stack([x.view(local.shape) for x in self.gathered(local)])
         holders = torch.bucketize(tokens, self._ends, right=True)
         return rows[holders, torch.arange(len(tokens), device=tokens.device)]
 
@@ -131,9 +131,9 @@ class RowOps:
         counts = [x.numel()] * self.ranks.size if counts is None else counts
         if not sum(counts):
             return [x.new_empty(0) for _ in counts]
-        size, own = x.element_size(), self.ranks.rank
+        size, rank = x.element_size(), self.ranks.rank
         buffers = [torch.empty(n * size, dtype=torch.uint8, device=x.device) for n in counts]
-        buffers[own] = as_bytes(x.contiguous())
+        buffers[rank] = as_bytes(x.contiguous())
         self.ranks.share(buffers)()
-        self.bytes_received += sum(map(len, buffers)) - len(buffers[own])
+        self.bytes_received += sum(map(len, buffers)) - len(buffers[rank])
         return [buffer.view(x.dtype) for buffer in buffers]

@@ -1,5 +1,5 @@
-"""Adapters of weights that ranks hold together: A is whole on each rank, and of B each multiplies by
-its rows of the weight.
+"""Adapters of weights that ranks hold together: every rank has A whole, and multiplies by the rows of
+B that belong to its rows of the weight.
 
 Where every rank needs the whole result, it is what travels, with what adapters add, rounded.
 Left out: their products (`model/adapters/low_rank.py`, `kernels/low_rank/experts.py`).
@@ -21,10 +21,10 @@ from isobit.model.weights.stored import LowRank, Weight
 
 @dataclass(frozen=True, eq=False)
 class JoinedRows:
-    """The product of a weight with adapters of which each rank has rows; `own` is the weight as a
+    """The product of a weight with adapters of which each rank has rows; `local` is the weight as a
     product of the rank's rows takes it."""
 
-    own: Weight
+    local: Weight
 
     @staticmethod
     def of(weight: Weight, prepared: Divided) -> Weight:
@@ -34,7 +34,7 @@ class JoinedRows:
 
     def product(self, x: Operand, weight: Weight, ops: Ops, dtype: torch.dtype) -> Tensor:
         over, divided = cast(RowOps, ops), cast(Divided, weight.prepared)
-        y, _ = low_rank.product(over.operand(x, divided), self.own, ops, dtype)
+        y, _ = low_rank.product(over.operand(x, divided), self.local, ops, dtype)
         return over.result(y, divided)
 
 

@@ -133,8 +133,8 @@ class _OwnRows:
     layout: Layout
     rank: int
     ops: Ops
-    kept: Kept
-    kept_stack: KeptStack
+    rows_of: Kept
+    stack_of: KeptStack
     shares: list[Callable[[], None]] = field(default_factory=list)
     _tables: dict[str, Tensor] = field(default_factory=dict)
 
@@ -145,7 +145,7 @@ class _OwnRows:
         rows, divided = self.layout.used(name, self.rank), self.layout.divided(name)
         if rows == ((0, shapes[name][0]),) and not divided:
             return piece
-        take = self.kept if divided else self.copied
+        take = self.rows_of if divided else self.copied
         if isinstance(piece, Vector):
             if name not in self._tables:
                 self._tables[name] = cast(Tensor, take(piece.working, rows))
@@ -203,7 +203,7 @@ class _OwnRows:
         weights = weights[local.start : local.stop]
         rows = self.layout.used(weights[0].name, self.rank)
         operand, count = self.layout.columns(name), self.layout.shapes[name][0]
-        matrices = self.kept_stack(stack, local, rows)
+        matrices = self.stack_of(stack, local, rows)
         prepared = tuple(self.prepared(cast(Operand, m), count, operand) for m in matrices.experts)
         factors = self.factors(weights, rows, operand)
         biases = [None] * len(weights) if matrices.bias is None else matrices.bias.unbind(0)

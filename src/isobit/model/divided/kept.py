@@ -23,7 +23,7 @@ def kept_bytes(working: Working, layout: Layout, rank: int) -> int:
 
 def largest_part(working: Working) -> int:
     """Return the bytes of what opens together: a layer, the embedding, or the head."""
-    parts = Counter[str]()
+    sizes = Counter[str]()
     for name, operand, _ in working.tensors():
-        parts[part_of(name)] += nbytes(operand)
-    return max(parts.values())
+        sizes[part_of(name)] += nbytes(operand)
+    return max(sizes.values())

@@ -5,17 +5,9 @@ Every other layer has a window, the first among them. A router's gates are the s
 logits of those that it chose, which is that over all logits, divided by the sum of the chosen.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from isobit.kernels.norms.definition import CLAMPED
 from isobit.model.families.family import LLAMA_MODULES, Family, Mixtures
 from isobit.model.families.windows import Windows
-
-
-def _every_other(values: Mapping[str, Any], where: str, layers: int) -> list[bool]:
-    return [layer % 2 == 0 for layer in range(layers)]
-
 
 FAMILIES = {
     "gpt_oss": Family(
@@ -33,7 +25,11 @@ FAMILIES = {
         activation="swiglu_clamped",
         activation_name="silu",
         fixed={"swiglu_alpha": CLAMPED[0], "swiglu_limit": CLAMPED[1]},
-        windows=Windows(128, slides=_every_other, nullable=False),
+        windows=Windows(
+            128,
+            slides=lambda values, where, layers: [i % 2 == 0 for i in range(layers)],
+            nullable=False,
+        ),
         max_positions=131072,
         rope_theta=150000.0,
         rope_section={

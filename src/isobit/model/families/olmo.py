@@ -5,9 +5,7 @@ Three of four layers of an OLMo 3 have a window, and their own rotary embedding,
 scaled.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from isobit.model.families.family import LLAMA_MODULES, Family
 from isobit.model.families.ropes import by_layer_type
@@ -23,10 +21,6 @@ _MODULES = {
     "attention_out_norm": ("post_attention_layernorm",),
     "mlp_out_norm": ("post_feedforward_layernorm",),
 }
-
-
-def _three_of_four(values: Mapping[str, Any], where: str, layers: int) -> list[bool]:
-    return [(layer + 1) % 4 != 0 for layer in range(layers)]
 
 
 _OLMO2 = Family(
@@ -46,7 +40,11 @@ FAMILIES = {
     "olmo3": replace(
         _OLMO2,
         architecture="Olmo3ForCausalLM",
-        windows=Windows(4096, slides=_three_of_four, nullable=False),
+        windows=Windows(
+            4096,
+            slides=lambda values, where, layers: [i % 4 != 3 for i in range(layers)],
+            nullable=False,
+        ),
         ropes=by_layer_type(_THETA, _THETA),
     ),
 }

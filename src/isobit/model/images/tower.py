@@ -75,7 +75,9 @@ class Tower:
         self.marks = _marks_of(self.values, where)
         require_pillow()
         if find_spec("transformers") is None:
-            raise IsobitError("towers are those of transformers: pip install 'isobit[images]'")
+            raise IsobitError(
+                "towers are those of transformers, which is not installed: pip install transformers pillow"
+            )
         from transformers import AutoImageProcessor
 
         settings = folder / "preprocessor_config.json"

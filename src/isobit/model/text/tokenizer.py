@@ -407,10 +407,6 @@ def _check_ids(vocabulary: Mapping[str, int], path: Path) -> None:
         seen[number] = token
 
 
-def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if exists(path) else {}
-
-
 def _eos_ids(
     directory: Path, fast: FastTokenizer, settings: Mapping[str, Any]
 ) -> tuple[tuple[int, ...], str | None]:
@@ -421,7 +417,7 @@ def _eos_ids(
     for name in ("generation_config.json", "config.json"):
         path = directory / name
         try:
-            ids = token_ids(_optional_json(path).get("eos_token_id"))
+            ids = token_ids(read_json(path).get("eos_token_id") if exists(path) else None)
             if outside := [token for token in ids if not 0 <= token < _ID_LIMIT]:
                 raise ValueError(f"{outside[0]} is not a token id")
         except ValueError as error:

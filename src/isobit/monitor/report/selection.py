@@ -82,9 +82,10 @@ def _places(rollouts: RolloutIndex, budget: int) -> list[int]:
     steps = list(coarse_to_fine(sorted(rollouts.steps)))
     share = max(_STEP_ROWS, fitting // len(steps))
     return [
-        offset
+        offsets[i]
         for step in steps[: fitting // _STEP_ROWS + 1]
-        for offset in _of_step(*rollouts.steps[step], share)
+        for offsets, rewards in (rollouts.steps[step],)
+        for i in best_worst_and_between(rewards, share)
     ]
 
 
@@ -98,10 +99,6 @@ def best_worst_and_between(rewards: Sequence[float], count: int) -> list[int]:
         else []
     )
     return list(dict.fromkeys([*order, *coarse_to_fine(range(len(rewards)))]))[:count]
-
-
-def _of_step(indices: Sequence[int], rewards: Sequence[float], count: int) -> list[int]:
-    return [indices[i] for i in best_worst_and_between(rewards, count)]
 
 
 def _row(row: Mapping[str, Any], prompts: "_Numbered", tokens: "_Pieces") -> Data:

@@ -47,7 +47,7 @@ class Kind:
 
     name: str | None
     factory: Callable[[], Any] | None
-    what: str
+    label: str
     file: str
     shared: Sequence[Tool]
     idle: list[Instance] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Kind:
         if instance.answers_turns:
             if self.shared:
                 raise IsobitError(
-                    f"{self.what}: its step(turn) answers calls itself; give no tools beside it"
+                    f"{self.label}: its step(turn) answers calls itself; give no tools beside it"
                 )
             self.schemas = tuple(getattr(value, "tools", ()))
         if instance.answers_turns or callable(getattr(value, "get_reward", None)):
@@ -86,7 +86,7 @@ class Kind:
             return Instance(None, home, by_name(self.shared, "environment.tools"))
         outcome = await home.run(self.factory, until)
         if outcome.error is not None:
-            raise IsobitError(f"{self.what}: {last_line(outcome.error, self.file)}")
+            raise IsobitError(f"{self.label}: {last_line(outcome.error, self.file)}")
         value = outcome.result
         own_tools: Sequence[Tool] = ()
         if openenv.is_client(value):
@@ -94,16 +94,16 @@ class Kind:
             if isinstance(outcome.error, IsobitError):
                 raise outcome.error
             if outcome.error is not None:
-                raise IsobitError(f"{self.what}: {last_line(outcome.error, self.file)}")
+                raise IsobitError(f"{self.label}: {last_line(outcome.error, self.file)}")
             value, own_tools = outcome.result
         elif not callable(getattr(value, "reset", None)):
             raise IsobitError(
-                f"{self.what}: {type(value).__name__} has no method reset; it begins an episode, "
+                f"{self.label}: {type(value).__name__} has no method reset; it begins an episode, "
                 "as reset(self, **columns)"
             )
         elif not answers_turns(value):
-            own_tools = method_tools(value, RESERVED, f"{self.what}: {type(value).__name__}")
-        return Instance(value, home, by_name([*self.shared, *own_tools], self.what))
+            own_tools = method_tools(value, RESERVED, f"{self.label}: {type(value).__name__}")
+        return Instance(value, home, by_name([*self.shared, *own_tools], self.label))
 
 
 def _client(value: Any) -> tuple[openenv.Client, list[Tool]]:

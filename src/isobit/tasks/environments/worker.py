@@ -103,7 +103,7 @@ class Worker:
                 await kind.probe(until)
             except Late:
                 limit = f"within {request['start_deadline_s']:g} s"
-                raise IsobitError(f"{kind.what}: it was not made {limit}") from None
+                raise IsobitError(f"{kind.label}: it was not made {limit}") from None
         called_here = []
         for label, reference in request["rewards"]:
             self._say({"loading": f"reward function {brief(label)}"})

@@ -21,7 +21,6 @@ from isobit.run.directory import refuse_existing
 from isobit.tasks.builtin import Task
 from isobit.training.parts.assembly import open_parts
 from isobit.training.parts.cautions import cautions, supervised_cautions
-from isobit.training.parts.divided import together
 from isobit.training.parts.given import (
     check_evaluation,
     lessons_of,
@@ -32,6 +31,7 @@ from isobit.training.parts.given import (
 from isobit.training.parts.model import described_model, described_policy, model_warning
 from isobit.training.parts.sampled import SampledParts
 from isobit.training.plan.advice import advice, not_loaded
+from isobit.training.plan.divided import resolved
 from isobit.training.plan.host import this_machine
 from isobit.training.plan.job import Job, job_with
 from isobit.training.plan.memory import num_parameters, plan
@@ -92,7 +92,7 @@ def supervised_dry_run(config: SftConfig, say: Say) -> None:
             say(line)
     say(f"\n{precision.table(model.config.num_layers, trained)}")
     job = lessons.job(config, model.config, this_machine(ops, config.ranks))
-    job = job.together(together(job))
+    job = resolved(job)
     say(f"\n{_memory(job)}")
     first = f"\n{lessons.first(model)}"
     if (reason := not_loaded(job)) is not None:
@@ -123,7 +123,7 @@ def _say_without_weights(
     say(precision.table(model.config.num_layers, trained))
     longest = len(encode_prompt(fitted.longest, model, tools))
     job = job_with(config, model.config, longest, this_machine(ops, config.ranks))
-    job = job.together(together(job))
+    job = resolved(job)
     say(_memory(job))
     first = fitted.task.train.at(0)
     stop = config.rewards.on_error == "stop"

@@ -146,7 +146,10 @@ def _evaluate(sides: Sequence[Path], request: Request) -> list[Result]:
         path for path in sides if not is_saved(path)
     ):  # before what is asked of it, which may be a run's
         model_folder(path)
-    run = next((path for path in (*sides, *request.adapters.values()) if _is_run(path)), None)
+    run = next(
+        (path for path in (*sides, *request.adapters.values()) if (path / runs.CONFIG).is_file()),
+        None,
+    )
     if request.best and run is None:
         raise IsobitError("--best: there is no run whose best model could be taken")
     config = evaluation_config(run, request.overrides)
@@ -321,7 +324,3 @@ def _require_rewards(results: Sequence[Result], out: Path | None) -> None:
         f"{results[0].model}: none of {len(graded):,} completions was scored, so there is no "
         f"accuracy: {graded[0].error or 'every reward function returned None'}"
     )
-
-
-def _is_run(path: Path) -> bool:
-    return (path / runs.CONFIG).is_file()

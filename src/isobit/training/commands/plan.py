@@ -27,6 +27,7 @@ from isobit.training.plan.advice import (
     warnings,
 )
 from isobit.training.plan.cards import GIB, MIB
+from isobit.training.plan.divided import resolved
 from isobit.training.plan.job import architecture, supervised_job_of
 from isobit.training.plan.memory import num_parameters
 
@@ -45,8 +46,8 @@ def plan_command(
     tokens: tuple[int | None, int | None],
     as_json: bool,
 ) -> None:
-    """Print the plan. `tokens`: of a prompt, and of a completion of a supervised run, if they are
-    given. Raises IsobitError for what cannot be planned, and, after the table, where nothing
+    """Print the plan. `tokens`: the lengths of a prompt and of a supervised run's completion, if
+    they are given. Raises IsobitError for what cannot be planned, and, after the table, where nothing
     fits."""
     for option, number in zip(("--prompt-tokens", "--completion-tokens"), tokens):
         if number is not None and number < 1:
@@ -62,7 +63,7 @@ def plan_command(
     else:
         job = job_of(config, machine, tokens[0], model=_architecture(config))
     try:
-        plans = [(job_, plan(job_)) for job_ in map(job.on, counts)]
+        plans = [(job_, plan(job_)) for job_ in (resolved(job.on(count)) for count in counts)]
         text = json.dumps(_plain(plans), indent=1) if as_json else _text(plans)
     except OverflowError:
         raise IsobitError("a number of the config is too large to be planned with") from None
@@ -137,7 +138,8 @@ def _memory_table(plans: Planned, unit: int) -> str:
 
 
 def _gpus(job: Job) -> str:
-    return f"{job.ranks} GPU{'s' * (job.ranks > 1)}"
+    together = f", divided={job.divided}" if job.divided > 1 else ""
+    return f"{job.ranks} GPU{'s' * (job.ranks > 1)}{together}"
 
 
 def _plain(plans: Planned) -> dict[str, Any]:
@@ -155,6 +157,7 @@ def _plain(plans: Planned) -> dict[str, Any]:
         "plans": [
             {
                 "gpus": candidate.ranks,
+                "divided": candidate.divided,
                 "held": dict(planned.held),
                 "parts": dict(planned.parts),
                 "bytes": planned.total,

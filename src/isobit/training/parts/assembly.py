@@ -261,19 +261,14 @@ def _reference(config: Config, base: Path, model: Model, task: Task) -> Model:
         ids = model.config.vocab_size
         divided = model.transformer.group.size
         reference = Model.load(path, *flow, masters=masters, vocabulary=ids, divided=divided)
-        if teacher is not None:
-            _check_teacher(teacher, reference, model)
+        longest, needed = reference.config.max_positions, model.config.max_positions
+        if teacher is not None and longest < needed:
+            raise IsobitError(
+                f"reference.path: {teacher} has a context of {longest} tokens, and the policy one "
+                f"of {needed}, which the teacher cannot read"
+            )
         reference.tokenizer = model.tokenizer  # with its chat template
     return frozen_reference(reference, task)
-
-
-def _check_teacher(path: str, teacher: Model, policy: Model) -> None:
-    """Raise IsobitError unless the teacher has a context at least as long."""
-    if teacher.config.max_positions < policy.config.max_positions:
-        raise IsobitError(
-            f"reference.path: {path} has a context of {teacher.config.max_positions} tokens, and the "
-            f"policy one of {policy.config.max_positions}, which the teacher cannot read"
-        )
 
 
 def _held_out(

@@ -39,7 +39,7 @@ from isobit.training.parts.model import (
 )
 from isobit.training.plan.cards import Machine
 from isobit.training.plan.host import this_machine
-from isobit.training.plan.job import Given, Job, supervised_job
+from isobit.training.plan.job import Given, Job, supervised_job, supervised_job_of
 from isobit.training.recording.evaluating import require_held_out
 from isobit.training.recording.rollouts import LearnedAnswers
 from isobit.training.rollouts.given import GivenAnswers, given
@@ -208,10 +208,11 @@ def open_given(
 
 
 def _job(config: SftConfig, task: Task) -> Job:
-    """Return the job of a run whose examples are not measured yet, as if each had two tokens."""
-    model = described_model(config, task).config
+    """Return the job of a run whose examples are not measured yet."""
+    model, prompt = described_model(config, task).config, config.task.max_prompt_tokens
     machine = this_machine(get_ops(config.backend, config.consistency), config.ranks)
-    return supervised_job(config, model, 1, Given(1), machine)
+    prompt = None if prompt is None else min(prompt, model.max_positions // 2)
+    return supervised_job_of(config, machine, model, prompt)
 
 
 def _reference(config: SftConfig, model: Model, task: Task) -> Model:

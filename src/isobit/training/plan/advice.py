@@ -10,6 +10,7 @@ from isobit.kernels.backends.formats import refused
 from isobit.model.adapters.targets import beyond_use
 from isobit.options.projections import ALL_LINEAR
 from isobit.training.plan.cards import gib
+from isobit.training.plan.divided import more_together, resolved
 from isobit.training.plan.job import Job
 from isobit.training.plan.memory import MemoryPlan, least, plan, weights_alone
 
@@ -58,7 +59,7 @@ def changes(job: Job) -> list[Change]:
     candidates = []
     for key in _keys(job):
         try:
-            total = plan(job.changed(key)).total
+            total = plan(resolved(job.changed(key))).total
         except IsobitError:  # it goes with nothing else that the config has
             continue
         if total < _TELLING * now:
@@ -75,7 +76,7 @@ def together(job: Job, single: Sequence[Change]) -> Change | None:
         (key,) = change.keys
         keys[key.partition("=")[0]] = key
         try:
-            planned = plan(job.changed(*keys.values()))
+            planned = plan(resolved(job.changed(*keys.values())))
         except IsobitError:
             del keys[key.partition("=")[0]]
             continue
@@ -133,6 +134,8 @@ def _keys(job: Job) -> Iterator[str]:
         yield "optimizer.masters=bf16"
     if not job.machine.host and job.ranks < _MOST_RANKS:
         yield f"ranks={max(fewest_ranks(job) or 0, 2 * job.ranks)}"
+    if (together := _fitting_together(job)) is not None:
+        yield f"divided={together}"
     if config.adapter is None:
         targets = ALL_LINEAR if job.model.experts is None else _ATTENTION
         yield (
@@ -144,10 +147,32 @@ def _keys(job: Job) -> Iterator[str]:
         yield f"sampling.max_new_tokens={job.completion // 2}"
 
 
+def _fitting_together(job: Job) -> int | None:
+    """Return how many more ranks should hold each model together: the fewest with which it fits,
+    or the most that can; None if no more can."""
+    most = None
+    for more in more_together(job):
+        most = more.divided
+        if plan(more).total <= job.machine.memory:
+            break
+    return most
+
+
 def fewest_ranks(job: Job) -> int | None:
-    """Return the fewest ranks, a power of two, on which a job fits; None if 64 are too few."""
-    counts = (1 << power for power in range(_MOST_RANKS.bit_length()))
-    return next((n for n in counts if plan(job.on(n)).total <= job.machine.memory), None)
+    """Return the fewest ranks on which a job fits, as `_counts` has them; None if 64 are too
+    few."""
+    return next((ranks for ranks in _counts(job) if _fits_on(job, ranks)), None)
+
+
+def _counts(job: Job) -> list[int]:
+    """Return the powers of two up to 64, times the ranks that hold a model together by the
+    config."""
+    fewest = 1 if job.config.divided == "auto" else job.config.divided
+    return [fewest << power for power in range(7) if fewest << power <= max(_MOST_RANKS, fewest)]
+
+
+def _fits_on(job: Job, ranks: int) -> bool:
+    return plan(resolved(job.on(ranks))).total <= job.machine.memory
 
 
 def does_not_fit(job: Job, memory: MemoryPlan) -> str:
@@ -155,9 +180,10 @@ def does_not_fit(job: Job, memory: MemoryPlan) -> str:
     fewest = fewest_ranks(job)
     more = f"it fits on {fewest}"
     if fewest is None:
-        on_many = plan(job.on(_MOST_RANKS))
+        most = _counts(job)[-1]
+        on_many = plan(resolved(job.on(most)))
         label, size = max((*on_many.held, *on_many.parts), key=lambda item: item[1])
-        more = f"not on {_MOST_RANKS} either: {label}: {gib(size)} on each"
+        more = f"not on {most} either: {label}: {gib(size)} on each"
     return (
         f"{job.precision.name} on {job.ranks} x {job.machine.name}: {verdict(job, memory)}; {more}"
     )
@@ -167,10 +193,13 @@ def cannot_fit(job: Job) -> str | None:
     """Return a line where no micro-batch is small enough."""
     if (needed := least(job)) <= job.machine.memory:
         return None
+    larger = (more for more in more_together(job) if least(more) <= job.machine.memory)
+    more = next(larger, None)
+    right = "" if more is None else f"set divided={more.divided}, which divides the weights, or "
     return (
         f"warning: weights, gradients and moments alone are {gib(needed)}, of "
-        f"{gib(job.machine.memory)} ({job.machine.name}): this run will not fit; {job.command} "
-        "--dry-run names the keys that lower it"
+        f"{gib(job.machine.memory)} ({job.machine.name}): this run will not fit; {right}"
+        f"{job.command} --dry-run names the keys that lower it"
     )
 
 

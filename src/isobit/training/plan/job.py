@@ -63,7 +63,7 @@ class Job:
         return replace(self, ranks=ranks)
 
     def together(self, divided: int) -> "Job":
-        """Return the job with so many ranks that hold each model together."""
+        """Return the job with each model held together by `divided` ranks."""
         return replace(self, divided=divided)
 
     def changed(self, *keys: str) -> "Job":
@@ -138,11 +138,16 @@ class Job:
         return self.prompts * self.group
 
     @property
+    def engines(self) -> int:
+        """The number of engines that sample: ranks that hold the model together are one."""
+        return max(1, self.ranks // self.divided)
+
+    @property
     def completions_of_a_rank(self) -> int:
         """The most that a rank samples in a step: groups are not split."""
         if self.sampled is None:
             return 0
-        return -(-self.sampled.prompts_under_way // self.ranks) * self.group
+        return -(-self.sampled.prompts_under_way // self.engines) * self.group
 
     @property
     def evaluated(self) -> int:
@@ -151,7 +156,7 @@ class Job:
             return 0 if self.given is None else self.given.asked
         evaluation = self.config.evaluation
         samples = max(1, evaluation.num_samples)
-        return -(-evaluation.samples * samples // self.ranks) if evaluation.every else 0
+        return -(-evaluation.samples * samples // self.engines) if evaluation.every else 0
 
     @property
     def sampled_lengths(self) -> tuple[int, int]:
@@ -304,6 +309,6 @@ def supervised_job_of(
         )
     samples = config.evaluation.samples
     held_out = samples if task.held_out_size is None else min(samples, task.held_out_size)
-    asked = 0 if task.path or task.files or config.compares else held_out
-    shape = Given(completion, 2 if config.of_pairs else 1, asked, min(prompt, context - 1))
+    questions = 0 if task.path or task.files or config.compares else held_out
+    shape = Given(completion, 2 if config.of_pairs else 1, questions, min(prompt, context - 1))
     return supervised_job(config, model, prompt, shape, machine)

@@ -27,7 +27,7 @@ from isobit.training.plan.live_bytes import LiveTrace
 
 @dataclass(frozen=True)
 class Backward:
-    """How gradients are computed, as far as it takes memory.
+    """The way in which gradients are computed, as far as it takes memory.
 
     `gradients`: those of earlier micro-batches are `added` to; there are none, and they are `kept`;
     or they leave for their owners, and are not counted. `entropy`: the loss has the entropies.
@@ -50,9 +50,9 @@ def measure(
     config, ops, moments = transformer.config, transformer.ops["learner"], list[list[int]]()
     ids, layout = torch.arange(tokens) % config.vocab_size, Layout.packed([tokens])
     transformer.rope_tables(layout)  # which are there in a run
-    kept = most_kept(tokens, config.hidden_size) if host else 0
+    held = most_kept(tokens, config.hidden_size) if host else 0
     # the most rows of logits at once: those that are kept, if any are
-    rows = torch.arange(kept or tokens)
+    rows = torch.arange(held or tokens)
     context, targets = _AnyContext(ids, ids, ids), ids[rows].to(ops.device)
 
     def take() -> None:
@@ -71,7 +71,7 @@ def measure(
             chunk=head_rows(config.vocab_size, host),
             filtering=how.filtering,
             context=context,
-            keep=kept > 0,
+            keep=held > 0,
         )
         loss = logprobs.sum() + entropies.sum() if how.entropy else logprobs.sum()
         loss.backward()

@@ -1,11 +1,11 @@
 """Bytes that a rank of a run takes: what it holds all the time, and what each part of a step takes.
 
 Ranks share masters, the optimizer's state and gradients by blocks of 128 rows (ZeRO-2); the
-busiest counts. Working weights are whole on each. The parts of a step follow each other, so the
-total is what is held and the largest of them. Tests hold it to a tenth of what runs on a CPU
-take (`tests/plan/test_against_runs.py`, `benchmarks/memory_plan.py`). Left out: what an
-allocator keeps of freed memory, the buffers of drivers and collectives, and processes of reward
-functions; `advice.py` asks for a tenth of the memory for these.
+busiest counts. Working weights are whole on each, or neighbours hold them together. The parts of a
+step follow each other, so the total is what is held and the largest of them. Tests hold it to a
+tenth of what runs on a CPU take (`tests/plan/test_against_runs.py`, `benchmarks/memory_plan.py`).
+Left out: what an allocator keeps of freed memory, the buffers of drivers and collectives, and
+processes of reward functions; `advice.py` asks for a tenth of the memory for these.
 """
 
 import math
@@ -39,6 +39,8 @@ from isobit.training.plan.job import Job
 from isobit.training.plan.learning import Backward
 from isobit.training.plan.meta import (
     Described,
+    WeightBytes,
+    divided_bytes,
     forward_bytes,
     learning_bytes,
     page_bytes,
@@ -50,7 +52,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 PYTHON = "Python and its libraries"
 _PYTHON_BYTES = 240 * MIB  # of a process that has imported PyTorch, before any model
 _STEP = 128  # tokens; `auto` gives a multiple
-_USABLE = 0.9  # of the memory, for `auto`: allocators, libraries and other processes have the rest
+USABLE = 0.9
+"""Of the memory, for an `auto`: allocators, libraries and other processes have the rest."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def fitting_tokens(job: Job) -> int:
     """Return the number of tokens for `optimizer.micro_batch_tokens: auto`: the most, in steps of
     128, that fit into 90 % of the memory, up to the whole batch; the same for the same config on
     the same machine. Raises IsobitError if the longest sequence does not fit."""
-    budget = int(_USABLE * job.machine.memory)
+    budget = int(USABLE * job.machine.memory)
 
     def total(steps: int) -> int:
         return _planned(job, steps * _STEP).total
@@ -136,7 +139,7 @@ def _planned(job: Job, tokens: int) -> MemoryPlan:
     """Return the memory plan for micro-batches of `tokens` tokens."""
     model, weights = _described(job, job.model, job.precision, job.config.adapter), _weights(job)
     gradients = 4 * largest_share(job.model, job.ranks, job.config.adapter)
-    page = page_bytes(model, job.page_size)
+    page = page_bytes(model, job.page_size, job.divided)
     free = job.machine.memory - sum(size for _, size in weights) - gradients
     pages, evaluated = _caches(job, page, free)
     cache_label = "keys and values" if job.model.linear is None else "keys, values and states"
@@ -168,7 +171,7 @@ def _weights(job: Job) -> list[Item]:
     """Return the items of masters, the optimizer's state and working weights, those of the policy
     and those of frozen models."""
     config, trains = job.config.optimizer, job.config.adapter
-    sizes = weight_bytes(_described(job, job.model, job.precision, trains))
+    sizes, _ = _held(job, _described(job, job.model, job.precision, trains))
     rows, count = largest_share(job.model, job.ranks, trains), num_parameters(job.model, trains)
     whose = "" if trains is None else ", of the adapter"
     return [
@@ -179,6 +182,14 @@ def _weights(job: Job) -> list[Item]:
         ("working weights, packed by the backend", sizes.packs),
         *_frozen(job),
     ]
+
+
+def _held(job: Job, model: Described, frozen: bool = False) -> tuple[WeightBytes, int]:
+    """Return the bytes of a model's working weights on a rank, then those that are whole there while
+    the learner has them open."""
+    if job.divided > 1:
+        return divided_bytes(model, job.divided)
+    return weight_bytes(model, frozen), 0
 
 
 def _updating(job: Job) -> Item:
@@ -197,8 +208,8 @@ def _described(
 
 
 def _frozen(job: Job) -> Iterator[Item]:
-    """Yield the items of frozen models, which are whole on every rank, then of a reference that
-    follows the policy."""
+    """Yield the items of frozen models, which ranks hold as they hold the policy, then of a
+    reference that follows it."""
     following, trains = job.config.reference.follows, job.config.adapter
     if following:  # which has masters of its own
         yield "reference, FP32 masters", 4 * largest_share(job.model, job.ranks, trains)
@@ -210,10 +221,9 @@ def _frozen(job: Job) -> Iterator[Item]:
     named = () if job.sampled is None else job.sampled.rewards.models
     models += [(reward.name, size) for reward, size in zip(named, job.rewards, strict=True)]
     for name, size in models:
-        yield (
-            f"{name}, working weights only",
-            weight_bytes(_described(job, *size), frozen=True).total,
-        )
+        sizes, opened = _held(job, _described(job, *size), frozen=True)
+        # a reward model multiplies by rows, and opens nothing
+        yield f"{name}, working weights only", sizes.total + opened * (name == "reference")
 
 
 def _caches(job: Job, page: int, free: int) -> tuple[int, int]:
@@ -268,7 +278,7 @@ def _learning(job: Job, model: Described, tokens: int, gradients: int) -> Item:
     taken, layers = learning_bytes(model, rows, how)
     if job.ranks > 1:  # besides a layer's gradients: the messages to their owners and from others
         layers += 2 * gradient_bucket(job.model, config.adapter)
-    taken = max(taken, layers)
+    taken = max(taken, layers) + _held(job, model)[1]
     if algorithm.loss == "divergence" and job.reference is not None:
         teacher = forward_bytes(_described(job, *job.reference), rows)
         taken = max(taken + _divergence(job, rows), teacher)

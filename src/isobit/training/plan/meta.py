@@ -5,6 +5,7 @@ operators compute nothing (`shape_ops.py`). So working weights, packs, and what 
 for its backward are those of the code that runs.
 """
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import astuple, dataclass, replace
@@ -14,16 +15,20 @@ import torch
 from torch import Tensor
 
 from isobit.config.sections import AdapterConfig
+from isobit.distributed.weights import part_of
 from isobit.model import ModelConfig
 from isobit.model.adapters.low_rank import Adapter, factor_shapes
 from isobit.model.adapters.targets import targeted
 from isobit.model.build import Sources
+from isobit.model.divided.by_rows import layout_of
+from isobit.model.divided.heads import local_config
+from isobit.model.divided.kept import kept_bytes
 from isobit.model.forward.kv_scales import KVScales
 from isobit.model.forward.storage import new_store
 from isobit.model.hub.layer_inputs import LayerInputs
 from isobit.model.hub.shapes import parameter_shapes
 from isobit.model.transformer import Transformer
-from isobit.model.weights.layout import Working
+from isobit.model.weights.layout import Working, nbytes
 from isobit.precision import Precision
 from isobit.training.plan.learning import Backward, beyond, measure, measure_forward
 from isobit.training.plan.shape_ops import META, ShapeOps, empty
@@ -101,13 +106,30 @@ def weight_bytes(described: Described, frozen: bool = False) -> WeightBytes:
     """Return the bytes of a model's weights; for a `frozen` model those of the learner alone."""
     if (sizes := _fewer_layers(described)) is not None:
         few, more = (weight_bytes(smaller, frozen) for smaller in sizes)
-        layers, step = described.config.num_layers - _MORE_LAYERS, _MORE_LAYERS - _FEW_LAYERS
-        pairs = zip(astuple(few), astuple(more))
-        return WeightBytes(*(b + (b - a) // step * layers for a, b in pairs))
+        return _of_all(few, more, described)
     model = copy(transformer(described))
     if frozen:
         model.freeze()
     return WeightBytes(*model.working_bytes(), model.packed_bytes())
+
+
+@lru_cache
+def divided_bytes(described: Described, size: int) -> tuple[WeightBytes, int]:
+    """Return the bytes on the busiest of `size` ranks that hold a model together: the rows that it
+    keeps; then what the learner has open at a time: a layer with the next one, the embedding or
+    the head."""
+    if (sizes := _fewer_layers(described)) is not None:
+        (few, _), (more, opened) = (divided_bytes(smaller, size) for smaller in sizes)
+        return _of_all(few, more, described), opened
+    working = transformer(described)._working["rollout"]
+    layout, whole = layout_of(described.config, size), weight_bytes(described)
+    rows = kept_bytes(working, layout, size - 1)  # the last rank's ranges are the largest
+    sizes_of_parts = Counter[str]()
+    for name, operand, _ in working.tensors():
+        sizes_of_parts[part_of(name)] += nbytes(operand)
+    layer = max(size for name, size in sizes_of_parts.items() if name.startswith("layers."))
+    packs = whole.packs * rows // whole.rollout
+    return WeightBytes(rows, 0, packs), layer + max(sizes_of_parts.values())
 
 
 @lru_cache
@@ -121,20 +143,26 @@ def learning_bytes(described: Described, tokens: int, how: Backward) -> tuple[in
         return forward, layers
     host, config = described.host, described.config
     if (sizes := _fewer_layers(described)) is None:
-        found = [max(phase) for phase in measure(transformer(described), tokens, how, host=host)]
+        peaks = [max(phase) for phase in measure(transformer(described), tokens, how, host=host)]
     else:
         few, more = (measure(transformer(size), tokens, how, host=host) for size in sizes)
         times = (config.num_layers - _MORE_LAYERS) / (_MORE_LAYERS - _FEW_LAYERS)
-        found = [beyond(*phases, times) for phases in zip(few, more)]
-    return max(found[:-1]), found[-1]
+        peaks = [beyond(*phases, times) for phases in zip(few, more)]
+    return max(peaks[:-1]), peaks[-1]
 
 
 @lru_cache
 def forward_bytes(described: Described, tokens: int) -> int:
-    """Return the bytes of a rollout's forward of so many tokens."""
+    """Return the bytes of a rollout's forward of `tokens`."""
     # a layer's tensors are freed when it ends
     _, more = _fewer_layers(described) or (described, described)
     return measure_forward(transformer(more), tokens)
+
+
+def _of_all(few: WeightBytes, more: WeightBytes, described: Described) -> WeightBytes:
+    """Extrapolate the bytes of all layers from two models with fewer."""
+    layers, step = described.config.num_layers - _MORE_LAYERS, _MORE_LAYERS - _FEW_LAYERS
+    return WeightBytes(*(b + (b - a) // step * layers for a, b in zip(astuple(few), astuple(more))))
 
 
 def _fewer_layers(described: Described) -> tuple[Described, Described] | None:
@@ -164,9 +192,12 @@ def _fewer_layers(described: Described) -> tuple[Described, Described] | None:
 
 
 @lru_cache
-def page_bytes(described: Described, page_size: int) -> int:
-    """Return the bytes of one page of keys and values, plus states, in all layers."""
+def page_bytes(described: Described, page_size: int, size: int = 1) -> int:
+    """Return the bytes of one page of keys and values, plus states, in all layers; of the heads
+    that one of `size` ranks has, which hold the model together."""
     config, total = described.config, 0
+    if size > 1:
+        config = local_config(config, layout_of(config, size), size - 1)
     for layer in range(config.num_stores):
         flow = described.precision.flow("rollout", layer, config.num_layers)
         total += new_store(config, layer, flow, 1, page_size, META, flow.kv).nbytes

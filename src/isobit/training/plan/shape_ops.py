@@ -153,7 +153,7 @@ class ShapeOps(ReferenceOps):
         one expert's rows are quantized and multiplied."""
         if (
             into
-            and all(each is not None for each in into)
+            and all(gradient is not None for gradient in into)
             and self._packs
             and dy.dtype != torch.float32
         ):
@@ -251,7 +251,7 @@ class ShapeOps(ReferenceOps):
         return dhidden, empty(*weight.shape) if into is None else into
 
     def _apart(self, hidden: Tensor, dentropy: Tensor | None) -> bool:
-        """Return whether the gradient of logits has memory of its own."""
+        """Return whether the gradient of logits has other memory than the logits."""
         return not self._packs or dentropy is not None or hidden.dtype != torch.bfloat16
 
 

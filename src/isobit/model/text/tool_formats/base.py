@@ -71,7 +71,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Frame:
-    """How a call is written, for grammars: its `head`, in which NAME stands for the tool's name, its
+    """The writing of a call, for grammars: its `head`, in which NAME stands for the tool's name, its
     arguments, and its `tail`; all calls between `opens` and `closes`, with `between` two of them,
     where `several` may be written. The arguments are a JSON object, or each stands between the two
     of `parameter`, in which KEY stands for its name. In channels `thought` stands around thoughts,
@@ -89,7 +89,7 @@ class Frame:
 
     @property
     def text(self) -> str:
-        """All of a call but its arguments."""
+        """The text of a call without its arguments."""
         return self.opens + self.head + self.tail + self.closes
 
 

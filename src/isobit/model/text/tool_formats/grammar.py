@@ -31,7 +31,7 @@ JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{1,40}", "coerce_one_of": True}
 
 @dataclass(frozen=True)
 class Asked:
-    """What an answer has to be. `body`: the client's own grammar, else any text. With `calls` it is
+    """The bounds of an answer. `body`: the client's own grammar, else any text. With `calls` it is
     a call of one of the `tools`, or of several, or else what `or_else` says: "", nothing; "body";
     or "text", behind which a call may stand. `strict`: the schemas of all tools hold, and not only of
     those that say so."""
@@ -148,13 +148,13 @@ class _Writer:
             self.rules.append(f"arguments_{index}: {_json(schema)}")
             return
         opens, closes = frame.parameter
-        before, after = map(self._text, opens.split("KEY"))
+        opening, closing = map(self._text, opens.split("KEY"))
         required = schema.get("required")
         required = required if isinstance(required, list) else []
         written = []
         if not isinstance(schema.get("properties"), Mapping):
             key = self._until(f"value_{index}", closes)
-            written = [f'({before} /[^<>"\\s]+/ {after} {key})*']
+            written = [f'({opening} /[^<>"\\s]+/ {closing} {key})*']
         types = properties_of([tool], function["name"]) if not written else {}
         for number, (key, kind) in enumerate(types.items()):
             rule, value = f"value_{index}_{number}", schema["properties"][key]

@@ -9,8 +9,8 @@ definitions, and calls of modules or builtins alone (`random.seed(0)`).
 
 `tests: stdin`: pairs of a text on stdin and the text expected on stdout, as in APPS (Hendrycks et
 al. 2021) and verl's prime_code. They are compared here, outside the cage, which never sees the
-expected text, by LiveCodeBench's rule (Jain et al. 2024): without white space at the ends of the
-text and of its lines, each line is the same text, or the same decimal numbers.
+expected text, by LiveCodeBench's rule (Jain et al. 2024): without white space at the ends of
+text and lines, each line is the same text, or the same decimal numbers.
 
 A program that fails, hangs, is killed, takes too much or breaks its cage fails its tests: that is a
 reward, not an error. Asserts run in a separate process and cage, which the program answers with

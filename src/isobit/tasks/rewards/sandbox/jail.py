@@ -3,7 +3,7 @@ run on stdout.
 
 Under isolation `namespaces` the cage is a set of new Linux namespaces, which need no root: user,
 mount, PID, network, IPC and host name. The file system is an empty one with little in it
-(`root.py`); there is no /proc, no home, no network device. The first process of the PID namespace
+(`root.py`), without /proc, home and network device. The first process of the PID namespace
 runs the programs; when it ends, or anyone above it is killed, the kernel kills all that is left
 inside. A program has its own session, no capabilities, cannot gain privileges, is held to the
 system calls that the job's filter lets through (`seccomp.py`), and has limits on time, memory,

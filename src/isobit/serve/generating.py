@@ -1,0 +1,214 @@
+"""`/generate` as SGLang has it, and as vLLM's plain server has it (a `prompt`, and its settings beside
+it): texts or token ids in, token ids and log-probabilities out. Left out: streams, and scores of
+prompts in SGLang's form."""
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from isobit.engine.types import Completion
+from isobit.serve.answering import Results, at_desk, completed, in_json
+from isobit.serve.answers import Asked
+from isobit.serve.desk import written
+from isobit.serve.neutral import NEUTRAL
+from isobit.serve.openai import OpenAI
+from isobit.serve.protocol import (
+    LEGACY_TOKENS,
+    SamplingKeys,
+    Seed,
+    TextRequest,
+    Tokens,
+    Top,
+    TopOrFalse,
+    check_length,
+    sampling_of,
+)
+from isobit.serve.requests import BadRequest, Declared, Neutral, parse_body, read
+from isobit.serve.wire import read_request
+
+_SGLANG_TOKENS = 128
+_OFF, _NOTHING = (False,), TextRequest()
+_PLAIN = {**NEUTRAL, "stream": Neutral("a stream; /v1/completions has one", _OFF)}
+
+
+class SGLangSampling(SamplingKeys):
+    """SGLang's `sampling_params`."""
+
+    max_new_tokens: Tokens | None = None
+    min_new_tokens: Tokens | None = None
+    sampling_seed: Seed | None = None
+
+    @property
+    def own(self) -> "SGLangSampling":
+        """The same under the names of the other routes."""
+        pairs = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
+        pairs |= {"seed": "sampling_seed"}
+        values = {name: getattr(self, key) for name, key in pairs.items()}
+        return replace(self, **{n: value for n, value in values.items() if value is not None})
+
+
+class SGLangRequest(Declared):
+    """A request for what follows a text, or token ids, or several of either."""
+
+    neutral = {
+        **_PLAIN,
+        "logprob_start_len": Neutral("scores of prompts in this form", (-1,)),
+        "return_text_in_logprobs": Neutral("texts beside log-probabilities", _OFF),
+    }
+    model: str | None = None
+    text: Annotated[Any, "a text or a list of texts"] = None
+    input_ids: Annotated[Any, "token ids, or a list of them"] = None
+    sampling_params: SGLangSampling = SGLangSampling()
+    return_logprob: bool = False
+    top_logprobs_num: Top = 0
+
+
+class VLLMRequest(SamplingKeys):
+    """A request of vLLM's plain server, with token ids in `prompt_token_ids` of its prompt."""
+
+    neutral = _PLAIN
+    model: str | None = None
+    prompt: Annotated[Any, "a text, or an object with prompt_token_ids"] = None
+    logprobs: Top | None = None
+    prompt_logprobs: TopOrFalse = None
+
+
+class _AnyObject(Declared):
+    """An object of either kind."""
+
+    strict = False
+
+
+class Generating:
+    """The route, over those of OpenAI."""
+
+    def __init__(self, openai: OpenAI) -> None:
+        self._openai, self._gateway = openai, openai.gateway
+
+    def routes(self) -> list[Route]:
+        """Return the route."""
+        return [Route("/generate", self.generate, methods=["POST"])]
+
+    async def generate(self, request: Request) -> Response:
+        """Answer texts or token ids with token ids."""
+        limits = self._gateway.limits
+        await read_request(request, _AnyObject, limits)
+        body = parse_body(request.state.body)
+        if "prompt" in body:
+            return await self._as_vllm(request, read(VLLMRequest, body, limits))
+        return await self._as_sglang(request, read(SGLangRequest, body, limits))
+
+    async def _as_sglang(self, request: Request, keys: SGLangRequest) -> Response:
+        inner, token_ids = keys.sampling_params.own, keys.input_ids
+        if (keys.text is None) == (token_ids is None):
+            raise BadRequest("expected either text or input_ids", "input_ids")
+        prompts = keys.text if token_ids is None else token_ids
+        top = keys.top_logprobs_num if keys.return_logprob else 0
+        asked = await self._asked(request, inner, keys.model, prompts, _SGLANG_TOKENS, top)
+        results = await completed(self._gateway, request, asked)
+        if results is None:
+            return Response(status_code=499)
+        alone = asked.sampling.n == 1 and not _several(prompts)
+
+        def answers() -> bytes:
+            values = [written(self._told(keys, asked, results, *pair)) for pair in results.answers]
+            return values[0] if alone else b"[" + b",".join(values) + b"]"
+
+        content = await at_desk(self._gateway, request, answers)
+        return Response(content, media_type="application/json")
+
+    async def _as_vllm(self, request: Request, keys: VLLMRequest) -> Response:
+        prompt = keys.prompt
+        if isinstance(prompt, dict):
+            prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if _several(prompt):
+            raise BadRequest("prompt: expected one prompt", "prompt")
+        answered = TextRequest(prompt_logprobs=keys.prompt_logprobs)
+        asked = await self._asked(
+            *(request, keys, keys.model, prompt, LEGACY_TOKENS, keys.logprobs or 0),
+            answered=answered,
+        )
+        results = await completed(self._gateway, request, asked)
+        if results is None:
+            return Response(status_code=499)
+
+        def answers() -> dict[str, Any]:
+            text = asked.tokenizer.decode(asked.prompts[0])
+            completions = [completion for _, completion in results.answers]
+            value = {
+                "text": [text + completion.text for completion in completions],
+                "prompt": text,
+                "token_ids": [completion.token_ids for completion in completions],
+                "finish_reasons": [completion.finish_reason for completion in completions],
+                "weights_version": results.version,
+                "seed": asked.sampling.seed,
+                **results.fronts[0].beside,
+            }
+            if keys.logprobs is not None:
+                value["logprobs"] = [_by_place(completion) for completion in completions]
+            return value
+
+        return await in_json(self._gateway, request, answers)
+
+    async def _asked(
+        self,
+        request: Request,
+        keys: SamplingKeys,
+        model: str | None,
+        prompts: Any,
+        tokens: int,
+        top: int = 0,
+        answered: TextRequest = _NOTHING,
+    ) -> Asked:
+        """Return the request for answers to these prompts."""
+        gateway, encoder = self._gateway, self._openai.encoder
+        adapter = gateway.adapter_of(model)
+        sampling = sampling_of(keys, gateway.limits, tokens, top)
+        arguments = encoder.prompts, prompts, True, gateway.limits.samples
+        encoded = await at_desk(gateway, request, *arguments)
+        check_length(keys, encoded, encoder.positions)
+        sampling = await self._openai.shaped(request, sampling, keys)
+        head = model or gateway.name, gateway.tokenizer, encoded, sampling
+        return Asked(*head, keys=answered, adapter=adapter)
+
+    def _told(
+        self, keys: SGLangRequest, asked: Asked, results: Results, prompt: int, answer: Completion
+    ) -> dict[str, Any]:
+        """Return one answer as SGLang tells it."""
+        reason: dict[str, Any] = {"type": answer.finish_reason}
+        if answer.finish_reason == "length":
+            reason["length"] = len(answer.token_ids)
+        about = {
+            "id": f"{asked.id}-{asked.index(prompt, answer.sample_index)}",
+            "finish_reason": reason,
+            "prompt_tokens": len(asked.prompts[prompt]),
+            "completion_tokens": len(answer.token_ids),
+            "cached_tokens": results.cached[prompt],
+            "weight_version": str(results.version),
+            "seed": asked.sampling.seed,
+        }
+        if keys.return_logprob:
+            pairs = zip(answer.logprobs, answer.token_ids)
+            about["output_token_logprobs"] = [[value, token, None] for value, token in pairs]
+            if keys.top_logprobs_num:
+                about["output_top_logprobs"] = [
+                    [[value, token, None] for token, value in top]
+                    for top in answer.top_logprobs or ()
+                ]
+        return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": about}
+
+
+def _several(prompts: Any) -> bool:
+    return isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], list | str)
+
+
+def _by_place(answer: Completion) -> list[list[dict[str, float]]]:
+    """Return, for each token, its log-probability by its id, the likeliest ones behind it."""
+    tops = answer.top_logprobs or [[] for _ in answer.token_ids]
+    return [
+        [{str(token): value} | {str(likely): p for likely, p in top if likely != token}]
+        for token, value, top in zip(answer.token_ids, answer.logprobs, tops)
+    ]
