@@ -28,9 +28,9 @@ _OF_WEIGHTS = ("dtype", "torch_dtype", "quantization_config")
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """A model around a language model, as far as it is written back. `values`: its config.json; `texts`:
-    its processor's files; `shapes`: the language model's tensors; `prefixes`: how their names begin
-    alone, and in the files; `outside`: the other tensors."""
+    """Everything of a model around its language model, to be written back. `values`: its
+    config.json; `texts`: its processor's files; `shapes`: the language model's tensors;
+    `prefixes`: how their names begin alone, and in the files; `outside`: the other tensors."""
 
     values: Mapping[str, Any]
     texts: Mapping[str, str]
