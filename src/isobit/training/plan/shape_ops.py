@@ -151,12 +151,9 @@ class ShapeOps(ReferenceOps):
         """Allocate the gradients of all experts in one storage: a model of experts would take
         minutes else; as in C++ those are added to which there are. Left out: the memory in which
         one expert's rows are quantized and multiplied."""
-        if (
-            into
-            and all(gradient is not None for gradient in into)
-            and self._packs
-            and dy.dtype != torch.float32
-        ):
+        if into and self._packs and all(previous is not None for previous in into):
+            if dy.dtype == torch.float32:  # one expert's at a time, which is added
+                empty(dy.shape[1], x.shape[1])
             return list(into)
         return list(empty(len(offsets) - 1, dy.shape[1], x.shape[1]).unbind(0))
 
