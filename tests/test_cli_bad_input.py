@@ -623,7 +623,7 @@ def test_a_config_of_another_command_is_told_whose_it_is(
         "it has sampling; run isobit train train.yaml, or else: unknown key 'sampling'"
         in refused("sft", "train.yaml")
     )
-    assert "run isobit sft sft.yaml" in refused("plan", "sft.yaml")
+    assert "run isobit sft sft.yaml" in refused("play", "sft.yaml")
     (tmp_path / "base.yaml").write_text("model: {sft: train.yaml}\ntask: {name: arithmetic}\n")
     assert "train.yaml: a config of `isobit train`, and not of `isobit sft`" in refused(
         "train", "base.yaml"
