@@ -10,6 +10,7 @@ token that is forbidden has logit -inf: probability 0. Left out: grammars
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -75,15 +76,21 @@ class Shaping:
                 amounts[token] = amounts.get(token, 0.0) - less
         return amounts
 
+    @cached_property
+    def _only(self) -> Bits:
+        """The bits of the `allowed` tokens, up to the last one."""
+        only = np.zeros(max(self.allowed or (0,)) // 8 + 1, np.uint8)
+        _set(only, self.allowed or ())
+        return only
+
     def mask(self, bits: Bits, answer: Sequence[int], matcher: Matcher | None) -> None:
         """Write the tokens that may follow an `answer` so far into `bits`, which has all of the
         vocabulary's set. Raises IsobitError where its `matcher` does."""
         if matcher is not None:
             matcher.allow(bits)
         if self.allowed is not None:
-            only = np.zeros_like(bits)
-            _set(only, self.allowed)
-            bits &= only
+            bits[self._only.size :] = 0
+            bits[: self._only.size] &= self._only[: bits.size]
         forbidden = [
             words[-1]
             for words in self.banned
