@@ -11,7 +11,8 @@ import torch
 from isobit.engine.changes import Changes
 from isobit.engine.engine import Engine
 from isobit.engine.fleet import wire
-from isobit.engine.shaping import Bits, Forbidden, Matcher, Shaping, full
+from isobit.engine.shaping import Forbidden, Matcher, Shaping
+from isobit.engine.token_bits import Bits, full
 from isobit.engine.types import Completion, Sampling
 from isobit.errors import IsobitError
 from isobit.kernels import Layout
