@@ -60,6 +60,13 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         read_picture(tmp_path / "none.png")
 
 
+def test_the_first_picture_of_a_phones_file() -> None:
+    """Behind which there is a thumbnail."""
+    data = io.BytesIO()
+    NOISE.save(data, "MPO", save_all=True, append_images=[NOISE.resize((4, 4))])
+    assert read_picture(data.getvalue()).size == NOISE.size
+
+
 def test_turned_and_transparent() -> None:
     """As EXIF says; and on white, not the black that is below."""
     exif = Image.Exif()

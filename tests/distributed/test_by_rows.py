@@ -523,10 +523,10 @@ def test_kernels_of_a_gpu_have_the_bits_of_one(monkeypatch: pytest.MonkeyPatch) 
     the fused head, and a forward."""
     turn, everyone = threading.Lock(), ThreadRanks._all
 
-    def in_turns(ranks: ThreadRanks, what: str, given: Any) -> list[Any]:
+    def in_turns(ranks: ThreadRanks, what: str, *given: Any) -> list[Any]:
         turn.release()
         try:
-            return everyone(ranks, what, given)
+            return everyone(ranks, what, *given)
         finally:
             turn.acquire()
 

@@ -161,14 +161,18 @@ def test_a_run_goes_on_in_other_layouts(tmp_path: Path, one: tuple[Path, Bits]) 
     assert trained(config, tmp_path / "control", (2, 2), ["seed=1"]) != alone
 
 
-PLACES = ("forward", "loss", "backward")
+PLACES = ("forward", "loss", "backward", "check")
+QUIET = (
+    "run.quantization_every=0"  # which measures the micro-batches that other ranks have computed
+)
 
 
 @pytest.mark.parametrize("place", slow_where(list(PLACES), lambda place: place != "backward"))
 def test_a_rank_that_meets_nan_keeps_nobody_waiting(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the second micro-batch of each step, in the middle of a pass: the step is skipped as on one
+    """In the second micro-batch of each step, in the middle of a pass, or in the first where it is
+    computed twice: the step is skipped as on one
     process. The others have opened what it has not."""
     here, micro = threading.local(), Differentiation._micro_batch
 
@@ -189,18 +193,27 @@ def test_a_rank_that_meets_nan_keeps_nobody_waiting(
 
         return called
 
+    def tried(self: Differentiation, one: Any, index: int, *given: Any) -> Any:
+        if index == 0:
+            raise NonFiniteError("planted")
+        return first(self, one, index, *given)
+
+    first = Differentiation._try
     monkeypatch.setattr(Differentiation, "_micro_batch", marked)
     if place == "forward":
         monkeypatch.setattr(layers, "_mlp", breaking(1, layers._mlp))
     elif place == "loss":
         monkeypatch.setattr(Differentiation, "_loss", breaking(0, Differentiation._loss))
+    elif place == "check":
+        monkeypatch.setattr(Differentiation, "_try", tried)
     else:
         backward = staticmethod(breaking(1, autograd._GatedLinear.backward))
         monkeypatch.setattr(autograd._GatedLinear, "backward", backward)
     config = written(tmp_path, steps=1)
-    alone = trained(config, tmp_path / "alone", (0, 0))
+    overrides = [] if place != "check" else ["run.check_gradients_every=1", QUIET]
+    alone = trained(config, tmp_path / "alone", (0, 0), overrides)
     assert '"steps/skipped": 1' in repr(alone)
-    assert trained(config, tmp_path / "run", (4, 2)) == alone
+    assert trained(config, tmp_path / "run", (4, 2), overrides) == alone
 
 
 PROCESS = """

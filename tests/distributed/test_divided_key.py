@@ -15,6 +15,7 @@ from isobit.distributed import Ranks
 from isobit.errors import IsobitError, RunFailed
 from isobit.model import Model, Tokenizer
 from isobit.training.loop import training_loop
+from isobit.training.parts import assembly
 from isobit.training.plan import divided
 from isobit.training.plan.cards import Machine
 from isobit.training.plan.divided import together
@@ -128,6 +129,7 @@ RUNS = {
     "reward model": ["rewards.models=[{path: JUDGE, weight: 0.5}]", "evaluation.every=1"],
     "reward model alone": [
         "rewards={functions: [], models: [{path: JUDGE, precision: bf16}]}",
+        "task={path: ROWS, held_out_size: 3}",
         "evaluation.every=1",
     ],
 }
@@ -141,7 +143,10 @@ def test_models_that_ranks_hold_together_have_the_bits_of_one(
 ) -> None:
     """A run of a policy beside others, on one group of two ranks and on two."""
     places = {"TEACHER": str(models.teacher), "JUDGE": str(models.judge)}
-    overrides = [re.sub("TEACHER|JUDGE", lambda m: places[m[0]], text) for text in RUNS[name]]
+    places["ROWS"] = str(tmp_path / "rows.jsonl")  # without a reward of their own
+    rows = "".join(f'{{"prompt": "{number}+{number}="}}\n' for number in range(10, 20))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    overrides = [re.sub("TEACHER|JUDGE|ROWS", lambda m: places[m[0]], text) for text in RUNS[name]]
     config = written(tmp_path, models.policy)
     alone = trained(load_config, config, tmp_path / "alone", 1, overrides)
     assert trained(load_config, config, tmp_path / "together", ranks, overrides, 2) == alone
@@ -241,10 +246,13 @@ def test_a_key_below_1_is_refused_where_it_is_read(models: Models) -> None:
 def test_auto_takes_the_fewest_with_which_the_plan_fits(
     models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Into nine tenths of a card; on a CPU 1. Where nothing fits it takes as many as can hold the model."""
+    """Into nine tenths of a card; on a CPU 1. Where nothing fits it takes those with the least memory,
+    and the control is a model of which two ranks need more."""
+    more = 0
 
     def planned_on(job: Job) -> MemoryPlan:
-        return MemoryPlan((("working weights", 600 // job.divided),), (("learning", 0),), 1, 1)
+        bytes_ = 600 // job.divided + more * (job.divided > 1)
+        return MemoryPlan((("working weights", bytes_),), (("learning", 0),), 1, 1)
 
     monkeypatch.setattr(divided, "plan", planned_on)
     planned = job(models.policy)
@@ -252,8 +260,22 @@ def test_auto_takes_the_fewest_with_which_the_plan_fits(
         for host in (False, True):
             machine = Machine("a card", memory, host=host)
             assert together(replace(planned, machine=machine)) == (1 if host else size)
+    more = 301
+    assert together(replace(planned, machine=Machine("a card", 1))) == 1
     fleet = job(models.policy, "fleet.engines=1", machine=Machine("a card", 1))
     assert together(fleet) == 1
+
+
+def test_whether_a_run_fits_is_asked_of_it_as_it_is_divided(
+    tmp_path: Path, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, on the first rank."""
+    asked = list[int]()
+    monkeypatch.setattr(assembly, "cannot_fit", lambda job: asked.append(job.divided))
+    config = written(tmp_path, models.policy)
+    for ranks, size in ((2, 2), (1, 1)):
+        trained(load_config, config, tmp_path / f"{ranks}", ranks, ["steps=1"], size)
+    assert asked == [2, 1]
 
 
 @pytest.mark.parametrize("divided", [2, 0, -1])

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from isobit.engine import shaping as shaping_module
+from isobit.engine import token_bits
 from isobit.engine.changes import Changes
 from isobit.engine.engine import Engine
 from isobit.engine.fleet import wire
-from isobit.engine.shaping import Bits, Forbidden, Matcher, Shaping, full
+from isobit.engine.shaping import Forbidden, Matcher, Shaping
+from isobit.engine.token_bits import Bits, full
 from isobit.engine.types import Completion, Sampling
 from isobit.errors import IsobitError
 from isobit.kernels import Layout
@@ -209,13 +210,13 @@ def test_no_other_answer_is_computed_again_where_nothing_was_computed(
 
 def test_the_bits_of_allowed_tokens_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control is another request's."""
-    made = list[int]()
-    set_bits = shaping_module._set
-    monkeypatch.setattr(
-        shaping_module,
-        "_set",
-        lambda bits, tokens: (made.append(len(tokens)), set_bits(bits, tokens)),
-    )
+    made, bits_of = list[int](), token_bits.bits_of
+
+    def counted(tokens: Sequence[int]) -> Bits:
+        made.append(len(tokens))
+        return bits_of(tokens)
+
+    monkeypatch.setattr(token_bits, "bits_of", counted)
     for shaping in (Shaping(allowed=(0, 9, 50)), Shaping(allowed=(60,)), Shaping(allowed=())):
         for _ in range(3):
             bits = full(1, VOCABULARY)[0]

@@ -99,6 +99,20 @@ def test_a_row_that_is_played_is_what_a_run_samples_of_it(folder: Path, tmp_path
         play(config, 4, print)
 
 
+def test_a_row_is_played_with_a_calibrated_cache(folder: Path, tmp_path: Path) -> None:
+    """As the first step calibrates it."""
+    texts = list[str]()
+    rewards = written(
+        tmp_path, "r.py", "def r(completions, **c): return [1.0] * len(completions)\n"
+    )
+    play(
+        config_of(folder, tmp_path, precision="fp8-rollout-kv", rewards=f"{rewards}:r"),
+        0,
+        texts.append,
+    )
+    assert "reward 1 (r 1)" in texts[-1]
+
+
 def test_a_dry_run_shows_the_tools(folder: Path, tmp_path: Path) -> None:
     environment = {"tools": [f"{folder}/tools.py:multiply"], "mcp": [COMMAND]}
     rows = [json.dumps({"prompt": "a" * (i + 1), "answer": "1"}) for i in range(4)]

@@ -207,7 +207,7 @@ _NAMED = {
         _load_rows,
         "and 4,8",
     ),
-    "key": (_UNCHANGED, _load_settings(**{LONG: 1}), "prompts_per_step, ranks, seed"),
+    "key": (_UNCHANGED, _load_settings(**{LONG: 1}), "prompts_per_step, ranks, divided, seed"),
     "inner key": (_UNCHANGED, _load_settings(sampling={LONG: 1}), "stop"),
     "value": (_UNCHANGED, _load_settings(steps=LONG), "words '"),
     "precision": (

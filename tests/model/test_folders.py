@@ -70,6 +70,13 @@ def test_a_name_on_the_hub_is_the_snapshot_that_its_cache_calls_main(
             assert Model.load("Qwen/Tiny").directory == model / "snapshots" / "abc"
             assert _refusal(Path("Qwen/Other")).startswith("model Qwen/Other: no such directory; ")
     assert _refusal(Path(f"Qwen/{'a' * 300}")).startswith("model Qwen/aaa")
+    monkeypatch.setenv("HOME", str(tmp_path / "huggingface"))
+    monkeypatch.setenv("HF_HUB_CACHE", "~/hub")
+    assert Model.load("Qwen/Tiny").directory == model / "snapshots" / "abc"
+    for main in (None, "newer"):  # of a download with --revision, or in the middle of one
+        _cached(tmp_path / f"of {main}", base_model, ("abc",), main)
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / f"of {main}"))
+        assert _refusal(Path("Qwen/Tiny")).startswith("model Qwen/Tiny: no such directory; ")
 
 
 def test_a_cache_in_which_nothing_is_named_main(tmp_path: Path, base_model: Path) -> None:

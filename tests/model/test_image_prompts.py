@@ -132,6 +132,16 @@ def test_rows_are_those_of_an_image_alone(name: str, tmp_path: Path) -> None:
     assert len(rows) == (3 if name.startswith("qwen3_vl") else 1)
 
 
+def test_what_is_neither_a_prompt_nor_pictures(folder: Path) -> None:
+    images = Images(Model.load(folder, "float32"))
+    for pictures in ("cat.png", PIL.new("RGB", (8, 8)), 5):
+        with pytest.raises(IsobitError, match="expected a list of pictures"):
+            images.prompt("<image>", pictures)  # type: ignore[arg-type]
+    for prompt in (["hi"], 5, None):
+        with pytest.raises(IsobitError, match="expected a text, or messages"):
+            images.prompt(prompt)  # type: ignore[arg-type]
+
+
 def test_what_reads_no_images_is_refused(folder: Path, tmp_path: Path) -> None:
     """A language model alone, and a model around one whose images are not read."""
     _, text = directory(tmp_path / "text", "qwen3")

@@ -125,10 +125,11 @@ def _bytes(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
-def test_experts_are_written_in_the_form_that_was_read(tmp_path: Path) -> None:
-    """As Qwen3-VL-MoE was published: transposed, gates before ups. The control is the other form,
-    with the same log-probabilities."""
-    published(tmp_path / "base", "qwen3_vl_moe", moe_intermediate_size=40)
+@pytest.mark.parametrize("inner", [40, 24])
+def test_experts_are_written_in_the_form_that_was_read(tmp_path: Path, inner: int) -> None:
+    """As Qwen3-VL-MoE was published: transposed, gates before ups; also where these are square. The
+    control is the other form, with the same log-probabilities."""
+    published(tmp_path / "base", "qwen3_vl_moe", moe_intermediate_size=inner)
     rows = _tensors(tmp_path / "base")
     experts = [key for key in rows if ".experts." in key]
     assert experts
@@ -141,8 +142,9 @@ def test_experts_are_written_in_the_form_that_was_read(tmp_path: Path) -> None:
         read.save(tmp_path / "saved")
         saved = _tensors(tmp_path / "saved")
         assert all(torch.equal(saved[key], wanted[key]) for key in wanted)
-        theirs = _opened(tmp_path / "saved")
-        assert float((logits(model, ids) - oracle_logits(theirs, ids)).abs().max()) <= 1e-4
+        if inner == 40 or read is before:  # transformers takes a square as its own form
+            theirs = _opened(tmp_path / "saved")
+            assert float((logits(model, ids) - oracle_logits(theirs, ids)).abs().max()) <= 1e-4
 
 
 def test_a_flat_config_is_written_back_flat(tmp_path: Path) -> None:

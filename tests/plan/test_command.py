@@ -168,6 +168,9 @@ def test_supervised_configs_are_planned(plan: Plan, config: Path, refused: Refus
     assert "--completion-tokens 0: expected" in refused("plan", config, "--completion-tokens", "0")
     long = "--prompt-tokens", "40000", "--completion-tokens", "961"
     assert "longer than the model's context, 40960" in refused("plan", config, *long)
+    nearly = {"path": "nowhere.jsonl", "max_prompt_tokens": 40900}
+    short = planned(task=nearly, adapter={"rank": 8})
+    assert short["lengths"] == {"prompt": 40900, "completion": 60}
     config.write_text(yaml.safe_dump({**values, "lost": "dpo"}))
     assert "unknown key 'lost'" in refused("plan", config)
 

@@ -170,6 +170,21 @@ def test_what_is_not_a_reply_costs_its_process_and_is_told(file: str) -> None:
             assert pool.score(["p"], ["c"], [{"text": text}])[0].total == 1.0
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="finds pipes through /proc")
+@pytest.mark.parametrize(
+    ("values", "wrong"),
+    [("[]", "{}"), ('["a"]', "{}"), ("[1.0]", '{"7": "x"}'), ("[0.5]", "{}")],
+)
+def test_a_forged_result_is_no_result(file: str, values: str, wrong: str) -> None:
+    """Unless it has the form of one, as the last, which is the control."""
+    text = f'{{"key": 0, "values": {values}, "wrong": {wrong}, "unscored": {{}}}}\n'
+    with RewardPool([RewardSpec(f"{file}:writing")], on_error="skip") as pool:
+        (reward,) = pool.score(["p"], ["c"], [{"text": text}])
+    form = values == "[0.5]"
+    assert reward.total == (0.5 if form else None)
+    assert form or "what is no result" in str(reward.error)
+
+
 def test_a_column_that_is_not_there_breaks_the_batch_off(file: str) -> None:
     with RewardPool([RewardSpec("exact_match")]) as pool:
         with pytest.raises(IsobitError, match="no column 'answer'"):

@@ -25,6 +25,7 @@ OF_NOBODY = {
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("POST", "/inference/v1/generate"),
+    ("POST", "/generate"),
     ("GET", f"{API}/healthz"),
     ("GET", f"{API}/get_server_capabilities"),
     ("POST", f"{API}/client/config"),
@@ -46,6 +47,7 @@ class Owned:
     future: str
     sample: str
     path: str
+    response: str
     chat: str = "a conversation"
 
 
@@ -82,9 +84,11 @@ def owned(trainer: Running) -> Owned:
     sampler = post(trainer, "create_sampling_session", begin)["sampling_session_id"]
     sample = post(trainer, "asample", {**SAMPLE, "sampling_session_id": sampler, "seq_id": 0})
     talk(trainer)
+    asked = {"input": "a", "max_output_tokens": 1}
+    response = str(trainer.post("/v1/responses", asked).json()["id"])
     name = str(future.json()["request_id"])
     path = f"tinker://{run}/weights/one"
-    return Owned(session, run, sampler, name, sample["request_id"], path)
+    return Owned(session, run, sampler, name, sample["request_id"], path, response)
 
 
 Try = tuple[str, str, str, Any, int]
@@ -125,6 +129,8 @@ def tries(owned: Owned, own_session: str) -> Iterator[Try]:
     yield from kept(owned)
     chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
     yield "POST", "/v1/chat/completions", "/v1/chat/completions", chat, 200
+    on = {"input": "b", "max_output_tokens": 1, "previous_response_id": owned.response}
+    yield "POST", "/v1/responses", "/v1/responses", on, 404
 
 
 def kept(owned: Owned) -> Iterator[Try]:

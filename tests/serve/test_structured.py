@@ -15,7 +15,7 @@ import openai
 import pydantic
 import pytest
 
-from isobit.engine.shaping import full
+from isobit.engine.token_bits import full
 from isobit.model.text.tokenizer import Tokenizer
 from isobit.model.text.tool_formats.base import ToolFormat
 from isobit.model.text.tool_formats.table import FORMATS

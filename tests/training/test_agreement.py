@@ -3,12 +3,13 @@ and says where."""
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from isobit.config import load_compare_config, load_config
+from isobit.config import load_compare_config, load_config, load_run_config
 from isobit.errors import RunFailed
 from isobit.evaluation.inspection.locate import locate
 from isobit.kernels.backends.reference import ReferenceOps
@@ -18,6 +19,7 @@ from isobit.rl.learner.agreement import Disagreement, promises_bits
 from isobit.run import checkpoints
 from isobit.run.directory import read_jsonl
 from isobit.training.commands.compare import compare
+from isobit.training.measuring.agreement import unlike
 from isobit.training.train import replay, resume, train
 from tests.models import slow_where, tiny_model
 from tests.rl.helpers import alternating, make_learner, roll_out, same_bits, snapshot
@@ -181,6 +183,9 @@ def test_a_replay_stops_under_the_same_config_and_not_under_another(
     other = replay(first.run_dir, tmp_path / "other", ["optimizer.learning_rate=0.01"], quiet=False)
     assert other.metrics[-1]["mismatch/differing_tokens"] > 0
     assert "it had another optimizer" in capsys.readouterr().err
+    config = load_run_config(first.run_dir)
+    assert unlike(first.run_dir, replace(config, ranks=4, divided=2), {}) == []
+    assert unlike(first.run_dir, replace(config, seed=1), {}) == ["seed"]
     broken_operator()
     with pytest.raises(
         RunFailed, match=r"differ in .* --from-rollouts RECORDED --out DIR on_mismatch=warn"
@@ -203,7 +208,6 @@ def test_a_comparison_keeps_the_stop_as_a_result(
 def test_the_learner_changes_nothing_before_it_disagrees(recompute: bool) -> None:
     """Weights, optimizer and gradients; the first differing token is named. The control is an
     untouched batch."""
-    from dataclasses import replace
 
     model = tiny_model()
     samples = roll_out(model)

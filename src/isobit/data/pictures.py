@@ -1,8 +1,8 @@
 """Pictures of strangers, within limits that are checked before anything is decoded.
 
-PNG, JPEG or WebP, one frame, 8 bits a channel. What is read is RGB: turned as EXIF says, and on
-white where it is transparent, as processors of `transformers` put it; `transformers`' own loader
-shows the colour that transparency hides. Pillow reads them, of the extra images.
+PNG, JPEG or WebP, one frame, 8 bits a channel (colours of 16 are cut to 8). What is read is RGB:
+turned as EXIF says, and on white where it is transparent, as processors of `transformers` put it;
+`transformers`' own loader shows the colour that transparency hides. Pillow reads them, of the extra images.
 Left out: fetching: an address is no picture.
 """
 
@@ -77,7 +77,8 @@ def _within_limits(image: "Image.Image", where: str) -> "Image.Image":
             f"{where}: has {width} x {height} pixels; expected one side at most {MOST_ASPECT} times "
             "the other"
         )
-    if (frames := getattr(image, "n_frames", 1)) > 1:
+    # a JPEG of a phone may have a thumbnail behind its picture, and is an MPO for Pillow
+    if image.format != "MPO" and (frames := getattr(image, "n_frames", 1)) > 1:
         raise IsobitError(f"{where}: has {frames} frames; expected one")
     if image.mode not in _MODES:
         raise IsobitError(f"{where}: has pixels of mode {image.mode}; expected 8 bits a channel")

@@ -16,7 +16,8 @@ from isobit.engine.changes import Changes
 from isobit.engine.sampler import Draws, kinds_of
 from isobit.engine.scheduler import Scheduler
 from isobit.engine.sequences import Sequence, StepPlan
-from isobit.engine.shaping import Forbidden, Shaped, Shaping, full
+from isobit.engine.shaping import Forbidden, Shaped, Shaping
+from isobit.engine.token_bits import full
 from isobit.errors import IsobitError
 from isobit.kernels import Layout
 from isobit.model.adapters.multi_lora import MultiLora

@@ -68,8 +68,14 @@ class Images:
         a chat with a part {"type": "image"} for each, which may have its own as `image`. What a
         user wrote like a special token stays text. Raises IsobitError where there are more or fewer
         places than pictures, or a picture cannot be read."""
+        if not isinstance(pictures, (list, tuple)):
+            raise IsobitError("the prompt: expected a list of pictures, such as ['cat.png']")
         if isinstance(prompt, str):
             ids, rows = self._text(prompt)
+        elif not isinstance(prompt, (list, tuple)) or not all(
+            isinstance(message, Mapping) for message in prompt
+        ):
+            raise IsobitError(f"the prompt: expected a text, or messages, got {prompt!r:.80}")
         else:
             pictures = list(_pictures_of(prompt, pictures))
             ids = self._tokenizer.encode_chat([_without_pictures(message) for message in prompt])

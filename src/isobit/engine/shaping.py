@@ -11,15 +11,12 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Protocol
 
 from isobit.errors import IsobitError
 
-Bits = NDArray[np.uint8]
-"""A set of tokens, a bit each, the lowest first: [B], a multiple of 4 bytes."""
+if TYPE_CHECKING:
+    from isobit.engine.token_bits import Bits
 
 
 class Matcher(Protocol):
@@ -28,7 +25,7 @@ class Matcher(Protocol):
     def accept(self, tokens: Sequence[int]) -> None:
         """Go on by tokens that were sampled. Raises IsobitError."""
 
-    def allow(self, bits: Bits) -> None:
+    def allow(self, bits: "Bits") -> None:
         """Set the bits of the tokens that may come next, and clear all others. Raises
         IsobitError."""
 
@@ -76,21 +73,17 @@ class Shaping:
                 amounts[token] = amounts.get(token, 0.0) - less
         return amounts
 
-    @cached_property
-    def _only(self) -> Bits:
-        """The bits of the `allowed` tokens, up to the last one."""
-        only = np.zeros(max(self.allowed or (0,)) // 8 + 1, np.uint8)
-        _set(only, self.allowed or ())
-        return only
-
-    def mask(self, bits: Bits, answer: Sequence[int], matcher: Matcher | None) -> None:
+    def mask(self, bits: "Bits", answer: Sequence[int], matcher: Matcher | None) -> None:
         """Write the tokens that may follow an `answer` so far into `bits`, which has all of the
         vocabulary's set. Raises IsobitError where its `matcher` does."""
+        from isobit.engine.token_bits import bits_of
+
         if matcher is not None:
             matcher.allow(bits)
         if self.allowed is not None:
-            bits[self._only.size :] = 0
-            bits[: self._only.size] &= self._only[: bits.size]
+            only = self._only
+            bits[: len(only)] &= only[: len(bits)]
+            bits[len(only) :] = 0
         forbidden = [
             words[-1]
             for words in self.banned
@@ -98,9 +91,14 @@ class Shaping:
         ]
         if len(answer) < self.min_tokens:
             forbidden += self.ends
-        out = np.zeros_like(bits)
-        _set(out, forbidden)
-        bits &= ~out
+        out = bits_of(forbidden)
+        bits[: len(out)] &= ~out[: len(bits)]
+
+    @cached_property
+    def _only(self) -> "Bits":
+        from isobit.engine.token_bits import bits_of
+
+        return bits_of(self.allowed or ())
 
 
 @dataclass(eq=False)
@@ -116,16 +114,3 @@ class Shaped:
         self.matcher.accept(answer[self.accepted :])
         self.accepted = len(answer)
         return self.matcher
-
-
-def full(rows: int, vocabulary: int) -> Bits:
-    """Return the bits [rows, B] of a vocabulary of which every token is allowed."""
-    unpacked = np.zeros((rows, -(-vocabulary // 32) * 32), np.uint8)
-    unpacked[:, :vocabulary] = 1
-    return np.packbits(unpacked, axis=1, bitorder="little")
-
-
-def _set(bits: Bits, tokens: Sequence[int]) -> None:
-    """Set the bits of these tokens."""
-    ids = np.array(tokens, np.int64)
-    np.bitwise_or.at(bits, ids >> 3, (1 << (ids & 7)).astype(np.uint8))

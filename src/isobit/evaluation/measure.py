@@ -145,9 +145,9 @@ def measure_each(
             groups = [
                 [*first, *more] for first, more in zip(groups, ask("sampling", plan.sampling))
             ]
-        if not together.first:  # which speaks for those that hold a model together
-            return []
-        repeated = [example for example in mine for _ in range(size)]
+        if not together.first:  # others meet it where reward models are divided, and score nothing
+            groups = []
+        repeated = [example for example, _ in zip(mine, groups) for _ in range(size)]
         completions = [completion for group in groups for completion in group]
         return _grade(repeated, completions, scorer, plan, engine.model.tokenizer)
 

@@ -16,7 +16,8 @@ from threading import Lock
 from typing import Any
 
 from isobit.data.foreign import BadJson, parse_json
-from isobit.engine.shaping import Bits, Grammar, Matcher, full
+from isobit.engine.shaping import Grammar, Matcher
+from isobit.engine.token_bits import Bits, full
 from isobit.errors import IsobitError, brief
 from isobit.model.text.tokenizer import Tokenizer
 from isobit.model.text.tool_formats.base import ToolFormat, Tools

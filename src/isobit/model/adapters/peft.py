@@ -36,6 +36,7 @@ from isobit.model.hub.checkpoint import (
     write_json,
 )
 from isobit.model.hub.config import ModelConfig
+from isobit.model.hub.folders import from_hub_cache
 from isobit.model.hub.wrapped import ALONE, classes_of, prefix_of, renamed
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -80,8 +81,8 @@ def base_of(directory: Path) -> Path:
     """Return the directory of the model that an adapter's directory names. Raises IsobitError if it
     names none, or one that is not here."""
     base = read_json(directory / CONFIG).get("base_model_name_or_path")
-    if isinstance(base, str) and base and exists(Path(base)):
-        return model_folder(base)
+    if isinstance(base, str) and base and exists(folder := from_hub_cache(Path(base))):
+        return model_folder(folder)
     raise IsobitError(
         f"{directory}: its model {base or '(base_model_name_or_path is missing)'} is not here; "
         "give the model's "
@@ -100,9 +101,11 @@ def check_served(directory: Path, base: Path | None) -> None:
         )
     _require_config(directory)
     named = read_json(directory / CONFIG).get("base_model_name_or_path")
-    if base is None or not isinstance(named, str) or not named or not exists(Path(named)):
+    if base is None or not isinstance(named, str) or not named:
         return
-    named_base = Path(named)
+    named_base = from_hub_cache(Path(named))
+    if not exists(named_base):
+        return
     if named_base.resolve() != base.resolve() and not _same_weights(named_base, base):
         raise IsobitError(f"adapter {directory}: of the model {named_base}, whose weights are not "
             f"those of {base}; "

@@ -32,7 +32,8 @@ def from_hub_cache(path: Path) -> Path:
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     home = os.environ.get("HF_HOME") or os.path.join(home, "huggingface")
     cache = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
-    return _snapshot(Path(cache) / f"{_CACHED}{'--'.join(path.parts)}") or path
+    cache = os.path.expandvars(os.path.expanduser(cache))
+    return _main_snapshot(Path(cache) / f"{_CACHED}{'--'.join(path.parts)}") or path
 
 
 def instead(folder: Path) -> str:
@@ -74,14 +75,20 @@ def other_format(file: Path) -> str | None:
 def _snapshot(cached: Path) -> Path | None:
     """Return the snapshot that `refs/main` names, or the only one."""
     names = _names(cached / "snapshots")
+    only = cached / "snapshots" / names[0] if len(names) == 1 else None
+    return _main_snapshot(cached) or only
+
+
+def _main_snapshot(cached: Path) -> Path | None:
+    """Return the snapshot that `refs/main` names, if it is there."""
     try:
         named = (
             (cached / "refs" / "main").read_text(encoding="ascii", errors="replace").strip()[:100]
         )
     except OSError:
-        named = ""
-    chosen = named if named in names else names[0] if len(names) == 1 else None
-    return None if chosen is None else cached / "snapshots" / chosen
+        return None
+    snapshot = cached / "snapshots" / named
+    return snapshot if named in _names(cached / "snapshots") and snapshot.is_dir() else None
 
 
 def _newest(folder: Path, names: list[str]) -> Path | None:

@@ -179,8 +179,11 @@ def packing_of(config: ModelConfig, shapes: Shapes = MappingProxyType({})) -> Pa
     together = [shape for name, shape in shapes.items() if name.endswith(".experts.gate_up_proj")]
     if not together:
         return None
-    halves = config.hidden_size, 2 * config.experts.intermediate_size
-    return "rows" if halves[0] == halves[1] or together[0][1:] != halves else "halves"
+    hidden, inner = config.hidden_size, config.experts.intermediate_size
+    if hidden == 2 * inner:  # a square, of which the other matrix tells
+        down = (shape for name, shape in shapes.items() if name.endswith(".experts.down_proj"))
+        return "halves" if next(down, ())[1:] == (inner, hidden) else "rows"
+    return "halves" if together[0][1:] == (hidden, 2 * inner) else "rows"
 
 
 def _reader(read: Read, config: ModelConfig, shapes: Shapes) -> Read:

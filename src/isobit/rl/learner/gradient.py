@@ -220,9 +220,14 @@ class Differentiation:
             now = rank in trying and failed is None
             try:
                 first_sums = None
-                with policy.following(True) if trying else nullcontext():
-                    if now and index is not None:
-                        first_sums = self._try(one, index, policy, load)
+                try:
+                    with policy.following(True) if trying else nullcontext():
+                        if now and index is not None:
+                            first_sums = self._try(one, index, policy, load)
+                except RankLost:
+                    raise
+                except IsobitError as error:  # the others are in the round below
+                    failed = error
                 with (
                     self._checksums(now) as second_sums,
                     self._sum.round(first, min(size, len(dealt) - first)),

@@ -33,6 +33,20 @@ def result_of(message: Mapping[str, Any]) -> Result:
     return message
 
 
+def complete(reply: Reply, count: int) -> bool:
+    """Return whether a reply has a value, or None, for each of `count` samples, and lines about some
+    of them."""
+    if not isinstance(reply, dict):
+        return False
+    values, known = reply["values"], {*map(str, range(count))}
+    lines = {**reply["wrong"], **reply["unscored"]}
+    return (
+        len(values) == count
+        and all(value is None or type(value) in (int, float) for value in values)
+        and all(str(name) in known and isinstance(text, str) for name, text in lines.items())
+    )
+
+
 def failure_of(reply: Reply, variables: Sequence[str] | None) -> Failure | None:
     """Return the failure that a reply reports, or None for a reply with values. `variables`: those
     of the environment that a worker has in addition to the usual ones; None for a function of this

@@ -31,7 +31,15 @@ from isobit.data.dataset import Prompt
 from isobit.data.episodes import EpisodeRecord
 from isobit.errors import IsobitError, RunFailed, did_you_mean
 from isobit.tasks.rewards.built import built, check_rows
-from isobit.tasks.rewards.failures import Failure, Reply, Result, excerpt_of, failure_of, result_of
+from isobit.tasks.rewards.failures import (
+    Failure,
+    Reply,
+    Result,
+    complete,
+    excerpt_of,
+    failure_of,
+    result_of,
+)
 from isobit.tasks.rewards.functions import answer, loaded_object
 from isobit.tasks.rewards.spec import RewardSpec
 from isobit.tasks.workers.dispatch import Death, Dispatcher, Program, Request, Worker
@@ -382,6 +390,8 @@ class RewardBatch:
     def settle(self, function: int, samples: range, reply: Reply) -> None:
         """Record the values of a call, or score its samples one by one where it failed."""
         failure = self._failure(function, reply)
+        if failure is None and not complete(reply, len(samples)):
+            failure = Failure("its process wrote what is no result into the pipe of its replies")
         if failure is None:
             assert isinstance(reply, dict)
             self.values[function].update(zip(samples, reply["values"]))

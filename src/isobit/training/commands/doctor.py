@@ -31,6 +31,7 @@ from isobit.training.plan.host import cores
 _INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "fma")
 _EXTRAS = {
     "data": "datasets",
+    "images": "PIL",
     "math": "math_verify",
     "text": "rapidfuzz",
     "ray": "ray",

@@ -16,6 +16,7 @@ from isobit.model import Model
 from isobit.model.adapters.peft import is_adapter
 from isobit.model.fp8_blocks import block_checkpoint
 from isobit.model.hub.checkpoint import SHARD_BYTES, model_folder
+from isobit.model.hub.folders import from_hub_cache
 from isobit.model.merge import merged
 from isobit.run import durable
 from isobit.run.directory import CONFIG, model_directory
@@ -56,7 +57,7 @@ def export(
         )
     model, summary = _open(
         source,
-        model_directory(source, best),
+        from_hub_cache(model_directory(source, best)),
         precision or _own_precision(source, form, merge),
         merge,
     )

@@ -36,6 +36,9 @@ def _play(parts: SampledParts, row: int, say: Say) -> None:
     scoring = parts.scorer.begin(
         [example], 1, State().progress(parts.config.steps, len(parts.train))
     )
+    if parts.trained.calibrator.active:  # as before a first step
+        count = parts.model.precision.calibration.prompts
+        parts.trained.calibrator.calibrate([parts.train.at(i).prompt for i in range(count)])
     episodes = Episodes(parts.engine, parts.dialogue)
     ((completion,),) = episodes.generate([example], sampling, [row], on_group=scoring.add)
     for text in _blocks(completion, parts.model.tokenizer):

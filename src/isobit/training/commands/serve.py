@@ -15,6 +15,7 @@ from isobit.errors import IsobitError
 from isobit.model import Model, TextRules
 from isobit.model.adapters.peft import is_adapter
 from isobit.model.hub.checkpoint import model_folder
+from isobit.model.hub.folders import from_hub_cache
 from isobit.model.text.tool_formats.table import format_of
 from isobit.run.directory import model_directory
 from isobit.serve import INSTALLED_BY
@@ -127,7 +128,7 @@ def _opened(path: Path, flow: Flow, rules: TextRules, full: bool, serves: bool) 
 def _model_of(model_path: Path) -> Path:
     """Return the directory of a model, or of the model of a run. Raises IsobitError for an
     adapter."""
-    path = model_directory(model_path)
+    path = from_hub_cache(model_directory(model_path))
     if is_adapter(path):
         raise IsobitError(
             f"{model_path} is an adapter; give the model that it is for: isobit serve MODEL --adapter "

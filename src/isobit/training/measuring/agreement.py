@@ -115,6 +115,8 @@ def unlike(recorded: Path, config: Config, machine: Mapping[str, object]) -> lis
     original = load_run_config(recorded)
     free = {
         "run",
+        "ranks",
+        "divided",
         "tracking",
         "evaluation",
         "rewards",

@@ -98,12 +98,12 @@ def open_parts(
         base = base_of(config, began, quiet)
         if before_weights is not None:
             before_weights(task, base, processes)
-        elif checkpoint is None and ranks.first and not is_adapter(base):  # refused later
-            _say_what_cannot_fit(config, base)
         vocabulary = shared_vocabulary(config, base)
         divided = 1
         if not is_adapter(base):  # refused below
             divided = holding_together(config, ranks, lambda: _job(config, base))
+            if before_weights is None and checkpoint is None:
+                ranks.on_first(lambda: _say_what_cannot_fit(_job(config, base).together(divided)))
         model = load_trained(
             config, base, checkpoint, ranks, date_of(began, ranks), vocabulary, divided
         )
@@ -130,8 +130,8 @@ def task_of(config: Config, objects: Objects = NO_OBJECTS) -> Task:
     )
 
 
-def _say_what_cannot_fit(config: Config, base: Path) -> None:
-    if (line := cannot_fit(_job(config, base))) is not None:
+def _say_what_cannot_fit(job: Job) -> None:
+    if (line := cannot_fit(job)) is not None:
         print(line, file=sys.stderr)
 
 

@@ -25,8 +25,9 @@ def more_together(job: Job) -> Iterator[Job]:
 
 def together(job: Job) -> int:
     """Return how many of a job's ranks hold each model together: the config's number, or with
-    `auto` the fewest with which the job fits into 90 % of the memory, or the most that can. Raises
-    IsobitError for a number that does not divide the ranks, or that cannot hold the models."""
+    `auto` the fewest with which the job fits into 90 % of the memory, or those with which it takes
+    the least. Raises IsobitError for a number that does not divide the ranks, or that cannot hold
+    the models."""
     size, count = job.config.divided, job.ranks
     divisors = _divisors(job)
     if size != "auto":
@@ -38,14 +39,15 @@ def together(job: Job) -> int:
             )
         _check(job, size)
         return size
-    size, budget = 1, USABLE * job.machine.memory
-    if job.machine.host or plan(job.together(1)).total <= budget:
+    budget, whole = USABLE * job.machine.memory, job.together(1)
+    if job.machine.host:
         return 1
-    for more in more_together(job.together(1)):
-        size = more.divided
-        if plan(more).total <= budget:
-            break
-    return size
+    totals = dict[int, int]()
+    for one in (whole, *more_together(whole)):
+        totals[one.divided] = plan(one).total
+        if totals[one.divided] <= budget:
+            return one.divided
+    return min(totals, key=lambda size: totals[size])
 
 
 def _divisors(job: Job) -> list[int]:

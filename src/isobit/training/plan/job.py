@@ -299,9 +299,10 @@ def supervised_job_of(
     task.max_prompt_tokens. Held-out prompts are answered of a task that is built in, which has a
     reward. Raises IsobitError where both are longer than the context."""
     context, task = model.max_positions, config.task
-    completion = completion_tokens or min(_PROMPT_TOKENS, context // 2)
-    room = min(_PROMPT_TOKENS, context - completion)
-    prompt = prompt_tokens or task.max_prompt_tokens or max(1, room)
+    prompt = prompt_tokens or task.max_prompt_tokens
+    half = context // 2 if prompt is None else max(1, context - prompt)
+    completion = completion_tokens or min(_PROMPT_TOKENS, half)
+    prompt = prompt or max(1, min(_PROMPT_TOKENS, context - completion))
     if prompt + completion > context:
         raise IsobitError(
             f"a prompt of {prompt} tokens with a completion of {completion} is longer than the "
