@@ -146,6 +146,7 @@ def test_a_text_has_the_form_that_is_asked_for(client: Any) -> None:
     assert json.loads(made.output_text)["city"] in ("ulm", "bonn")
 
 
+MULTIPLE = {"properties": {"max_tokens": {"multipleOf": 1e6}}}
 CALL = {"type": "function_call", "call_id": "c", "name": "rain", "arguments": "{}"}
 
 
@@ -178,6 +179,10 @@ def test_items_behind_an_earlier_response_keep_their_numbers(server: Running) ->
         ({"max_output_token": 3}, "unknown key 'max_output_token'; did you mean"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type: expected text"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format: expected an object with a"),
+        (
+            {"text": {"format": {"type": "json_schema", "schema": MULTIPLE}}},
+            "text.format.schema.properties.max_tokens.multipleOf: expected at most 10,000",
+        ),
         ({"response_format": {"type": "xml"}}, "response_format.type: expected text"),
         ({"max_output_tokens": 0}, "max_output_tokens: expected a whole number from 1"),
         ({"max_output_tokens": 99999}, "'max_output_tokens' is too large: 99999"),
@@ -207,4 +212,6 @@ def test_items_behind_an_earlier_response_keep_their_numbers(server: Running) ->
 def test_what_is_not_served_is_refused(server: Running, keys: dict[str, Any], problem: str) -> None:
     response = server.post("/v1/responses", {"input": "go", "max_output_tokens": 3, **keys})
     assert response.status_code == 400, response.text
-    assert problem in response.json()["error"]["message"]
+    error = response.json()["error"]
+    assert problem in error["message"]
+    assert "response_format" in keys or not (error["param"] or "").startswith("response_format")

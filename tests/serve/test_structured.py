@@ -434,6 +434,17 @@ def test_what_is_wrong_is_refused_in_one_line_that_names_the_place(
     assert len(message) < 400
 
 
+def test_the_bounds_are_those_of_what_is_held(roomy: Running) -> None:
+    """The schema of a tool that is not strict may be larger, beside one that is."""
+    large = {"name": "a", "parameters": {"multipleOf": 1e6}}
+    tools = [STRICT[0], {"type": "function", "function": large}]
+    response = roomy.post("/v1/chat/completions", {**CHAT, "tools": tools, "max_tokens": 3})
+    assert response.status_code == 200, response.text
+    tools[1]["function"] = {**large, "strict": True}
+    response = roomy.post("/v1/chat/completions", {**CHAT, "tools": tools, "max_tokens": 3})
+    assert "tools: a.multipleOf: expected at most" in response.json()["error"]["message"]
+
+
 def test_without_the_library_one_line_says_what_is_missing(
     roomy: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

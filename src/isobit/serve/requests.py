@@ -71,7 +71,7 @@ def named_as_sent(
     them; `message` returns the name of what has this index among the messages."""
     keys = sorted(names, key=len, reverse=True)
     patterns = [r"^messages\[(\d+)\]"] if message is not None else []
-    patterns += [rf"\b{key}\b" if "_" in key else rf"^{key}(?=[:.\[ ])" for key in keys]
+    patterns += [rf"(?<![\w.]){key}\b" if "_" in key else rf"^{key}(?=[:.\[ ]|$)" for key in keys]
 
     def sent(match: re.Match[str]) -> str:
         return names[match[0]] if message is None or not match[1] else message(int(match[1]))
@@ -81,11 +81,13 @@ def named_as_sent(
     except IsobitError as error:
         if not names or type(error) not in (IsobitError, BadRequest):
             raise
-        text = re.sub("|".join(patterns), sent, str(error))
+        text, param = (
+            re.sub("|".join(patterns), sent, words)
+            for words in (str(error), getattr(error, "param", None) or "")
+        )
         if not isinstance(error, BadRequest):
             raise BadRequest(text) from None
-        param = None if error.param is None else names.get(error.param, error.param)
-        raise BadRequest(text, param, error.status, error.code) from None
+        raise BadRequest(text, param or None, error.status, error.code) from None
 
 
 @dataclass(frozen=True)

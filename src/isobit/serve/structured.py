@@ -106,7 +106,8 @@ class Grammars:
                 f"tools: at most {MOST_BYTES >> 10} KiB where calls are held to them", "tools"
             )
         if asked.calls:
-            functions = [tool["function"] for tool in asked.tools]
+            strict = [tool for tool in asked.tools if asked.strict or held(tool)]
+            functions = [tool["function"] for tool in strict]
             check_schemas(
                 "tools",
                 [(f"tools: {f.get('name')!s:.40}", f.get("parameters")) for f in functions],
