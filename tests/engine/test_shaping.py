@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from isobit.engine import token_bits
 from isobit.engine.changes import Changes
 from isobit.engine.engine import Engine
 from isobit.engine.fleet import wire
@@ -17,6 +18,7 @@ from isobit.engine.types import Completion, Sampling
 from isobit.errors import IsobitError
 from isobit.kernels import Layout
 from isobit.model import Model
+from tests.models import tiny_model
 
 from .helpers import outcome, tiny
 from .test_consistency import HARD
@@ -179,6 +181,49 @@ def test_an_answer_that_cannot_go_on_says_so_and_no_other_fails(make_engine: Mak
     engine.cancel(stuck)
     finish(engine, done)
     assert outcome([done]) == alone
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3"])
+def test_no_other_answer_is_computed_again_where_nothing_was_computed(
+    family: str, make_engine: MakeEngine
+) -> None:
+    """Also of a model with states that are written in place. The control is a step that fails when
+    it was computed."""
+    model, engine = tiny_model("fp8", family), make_engine(tiny_model("fp8", family))
+    alone = outcome(make_engine(model).generate([[5, 6, 7]], PLAIN, [0]))
+    engine.submit([5, 6, 7], PLAIN, prompt_id=0)
+    done = [completion for _ in range(3) for _, completion in engine.step()]
+    nothing = replace(PLAIN, shaping=Shaping(allowed=(4,), banned=((4,),)))
+    stuck = engine.submit([5, 6, 8], nothing, prompt_id=1)
+    with pytest.raises(Forbidden):
+        finish(engine, done)
+    engine.cancel(stuck)
+    assert engine.stats.preemptions == 0
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(engine.scheduler.record, "write", lambda *drawn: {}["a fault"])
+        with pytest.raises(KeyError):
+            engine.step()
+    assert (engine.stats.preemptions > 0) == (family == "qwen3_5_text")
+    finish(engine, done)
+    assert outcome([done]) == alone
+
+
+def test_the_bits_of_allowed_tokens_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control is another request's."""
+    made, bits_of = list[int](), token_bits.bits_of
+
+    def counted(tokens: Sequence[int]) -> Bits:
+        made.append(len(tokens))
+        return bits_of(tokens)
+
+    monkeypatch.setattr(token_bits, "bits_of", counted)
+    for shaping in (Shaping(allowed=(0, 9, 50)), Shaping(allowed=(60,)), Shaping(allowed=())):
+        for _ in range(3):
+            bits = full(1, VOCABULARY)[0]
+            shaping.mask(bits, [], None)
+            allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
+            assert tuple(allowed) == shaping.allowed
+    assert sorted(filter(None, made)) == [1, 3]
 
 
 def test_rows_that_are_not_changed_keep_their_bits() -> None:

@@ -5,6 +5,7 @@ import logging
 import re
 import resource
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from isobit.serve import connections
 from isobit.serve.connections import _OWN, REFUSED, most_connections
 from isobit.serve.requests import Limits
 from tests.until import until
@@ -281,3 +283,38 @@ def test_who_is_gone_is_noticed(narrow: Running) -> None:
             lines: set[Any] = narrow.server.server_state.connections  # type: ignore[assignment]
             until(lambda: any(each.cycle for each in list(lines)))
         settled(narrow)
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_who_is_gone_from_a_silent_stream_is_noticed(
+    narrow: Running, monkeypatch: pytest.MonkeyPatch, stays: bool
+) -> None:
+    """The control has only ended sending, and hears the rest."""
+    engine = narrow.gateway.device.engine
+    goes_on, step, steps = threading.Event(), engine.step, list[None]()
+
+    def step_by_step(*arguments: Any) -> Any:
+        if steps:
+            goes_on.wait(60)
+        steps.append(None)
+        return step(*arguments)
+
+    monkeypatch.setattr(connections, "_PROBE_S", 0.02)
+    monkeypatch.setattr(engine, "step", step_by_step)
+    with opened(narrow) as line:
+        try:
+            line.sendall(completion(narrow, stream=True))
+            received = line.recv(65536)
+            line.shutdown(socket.SHUT_WR)
+            while not received.endswith(b":\n\n\r\n"):
+                received += line.recv(65536)
+            if not stays:
+                line.close()
+                settled(narrow)
+        finally:
+            goes_on.set()
+        if stays:
+            received += b"".join(iter(lambda: line.recv(65536), b""))
+            assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    until(lambda: not narrow.gateway.device.num_open)
+    settled(narrow)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from isobit.engine.engine import Engine
+from isobit.engine.shaping import Shaping
 from isobit.engine.types import Sampling
 from isobit.errors import IsobitError
 from isobit.model import Model
@@ -104,6 +105,21 @@ def test_a_poisonous_request_ends_alone(folder: Path) -> None:
         assert "NaN or infinity" in failed.message
         asked.sample("again")
         assert bits(asked.all("again")) == alone[0]
+
+
+def test_prompts_count_beside_an_answer_that_cannot_go_on(folder: Path) -> None:
+    """Of a step that was not computed, too; what is found in pages is said."""
+    again = Asked(folder)
+    again.sample("a", max_new_tokens=2)
+    again.sample("stuck", shaping=Shaping(allowed=(4,), banned=((4,),)))
+    with again:
+        assert isinstance(again.all("stuck")[-1], Failed)
+        assert isinstance(again.all("a")[-1], Done)
+        assert again.device.totals["t"].prompt == 2 * len(PROMPT)
+        again.sample("b")
+        *_, done = again.all("b")
+        assert isinstance(done, Done)
+        assert done.cached == again.device.totals["t"].cached > 0
 
 
 def test_negative_control_without_isolation_all_fail(

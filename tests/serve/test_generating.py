@@ -69,8 +69,54 @@ def test_vllm_s_form(server: Running) -> None:
         ({"text": "a", "input_ids": [5]}, "expected either text or input_ids"),
         ({"input_ids": [5], "stream": True}, "stream: a stream; /v1/completions has one"),
         ({"input_ids": [5], "logprob_start_len": 0}, "logprob_start_len: scores of prompts"),
-        ({"input_ids": ["a", 5]}, "prompt: expected a text, token ids"),
-        ({"input_ids": [99999]}, "token id 99999 is not in the model's vocabulary"),
+        (
+            {"input_ids": ["a", 5]},
+            "input_ids: expected token ids or lists of them, got a list of 2",
+        ),
+        ({"input_ids": [99999]}, "input_ids: token id 99999 is not in the model's vocabulary"),
+        ({"input_ids": [[5], [99999]]}, "input_ids: token id 99999 is not in the model's"),
+        ({"input_ids": "abc"}, "input_ids: expected token ids or lists of them, got 'abc'"),
+        ({"input_ids": ["abc"]}, "input_ids: expected token ids or lists of them"),
+        ({"input_ids": [True]}, "input_ids: expected token ids or lists of them"),
+        ({"text": {"a": 1}}, "text: expected a text or a list of texts, got an object"),
+        ({"text": [5, 6]}, "text: expected a text or a list of texts, got a list of 2"),
+        ({"text": ["a"] * 300}, "text: at most 256 at a time"),
+        (
+            {"text": "a", "sampling_params": {"min_new_tokens": 9, "max_new_tokens": 8}},
+            "min_new_tokens: expected at most max_new_tokens, 8, got 9",
+        ),
+        (
+            {"text": "a", "sampling_params": {"min_new_tokens": 129}},
+            "min_new_tokens: expected at most max_tokens, by default 128, got 129",
+        ),
+        (
+            {"text": "a", "sampling_params": {"min_tokens": 9, "max_tokens": 8}},
+            "min_tokens: expected at most max_tokens, 8, got 9",
+        ),
+        (
+            {"text": "a", "sampling_params": {"max_new_tokens": 9, "max_tokens": 8}},
+            "max_new_tokens: max_tokens is given too",
+        ),
+        (
+            {"text": "a", "sampling_params": {"sampling_seed": 9, "seed": 8}},
+            "sampling_seed: seed is given too",
+        ),
+        (
+            {"text": "a", "sampling_params": {"max_new_tokens": 0}},
+            "max_new_tokens: expected a whole",
+        ),
+        (
+            {"prompt": {"prompt_token_ids": [5], "multi_modal_data": {"image": 1}}},
+            "prompt: unknown key 'multi_modal_data'",
+        ),
+        (
+            {"prompt": {"prompt_token_ids": [5], "prompt": "zzz"}},
+            "prompt: expected either prompt or prompt_token_ids",
+        ),
+        ({"prompt": {}}, "prompt: expected either prompt or prompt_token_ids"),
+        ({"prompt": {"prompt_token_ids": "a"}}, "prompt_token_ids: expected a list of token ids"),
+        ({"prompt": {"prompt_token_ids": [99999]}}, "prompt_token_ids: token id 99999 is not"),
+        ({"prompt": [99999]}, "prompt: token id 99999 is not"),
         (
             {"input_ids": [5], "sampling_params": {"max_new_token": 3}},
             "unknown key 'max_new_token'",
@@ -85,3 +131,13 @@ def test_what_is_not_served_is_refused(server: Running, asked: Any, problem: str
     response = server.post("/generate", asked)
     assert response.status_code == 400, response.text
     assert problem in response.json()["error"]["message"]
+
+
+def test_a_prompt_may_be_an_object_with_its_text(server: Running) -> None:
+    """The control is the text alone; other keys of it may be null."""
+    asked = {"max_tokens": 4, "seed": 2}
+    wrapped = server.post("/generate", {"prompt": {"prompt": "ab", "x": None}, **asked}).json()
+    assert (
+        wrapped["token_ids"]
+        == server.post("/generate", {"prompt": "ab", **asked}).json()["token_ids"]
+    )

@@ -146,6 +146,24 @@ def test_a_text_has_the_form_that_is_asked_for(client: Any) -> None:
     assert json.loads(made.output_text)["city"] in ("ulm", "bonn")
 
 
+CALL = {"type": "function_call", "call_id": "c", "name": "rain", "arguments": "{}"}
+
+
+def test_items_behind_an_earlier_response_keep_their_numbers(server: Running) -> None:
+    first = server.post("/v1/responses", {"input": "go", "max_output_tokens": 3}).json()
+    keys = {"previous_response_id": first["id"], "max_output_tokens": 3}
+    right = {"role": "user", "content": "b"}
+    for items, where in (
+        ([{**right, "role": "a"}], "[0]"),
+        ([right, {**right, "role": "a"}], "[1]"),
+    ):
+        response = server.post("/v1/responses", {**keys, "input": items})
+        error = response.json()["error"]
+        assert error["message"].startswith(f"input{where}: expected an object with a role")
+        assert error["param"] == "input"
+    assert server.post("/v1/responses", {**keys, "input": [right]}).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
@@ -158,7 +176,31 @@ def test_a_text_has_the_form_that_is_asked_for(client: Any) -> None:
         ({"n": 2}, "n: a response is one answer"),
         ({"truncation": "auto"}, "truncation: prompts that are cut: not served"),
         ({"max_output_token": 3}, "unknown key 'max_output_token'; did you mean"),
-        ({"text": {"format": {"type": "xml"}}}, "response_format.type: expected text"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type: expected text"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format: expected an object with a"),
+        ({"response_format": {"type": "xml"}}, "response_format.type: expected text"),
+        ({"max_output_tokens": 0}, "max_output_tokens: expected a whole number from 1"),
+        ({"max_output_tokens": 99999}, "'max_output_tokens' is too large: 99999"),
+        ({"max_tokens": 5}, "max_tokens: max_output_tokens is given too"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens: max_output_tokens is given too"),
+        (
+            {"max_output_tokens": None, "max_tokens": 0},
+            "max_tokens: expected a whole number from 1",
+        ),
+        ({"min_tokens": 9}, "min_tokens: expected at most max_output_tokens, 3, got 9"),
+        ({"input": [{"role": "a", "content": "b"}]}, "input[0]: expected an object with a role"),
+        (
+            {"instructions": "b", "input": [CALL, CALL, {"role": "a", "content": "b"}]},
+            "input[2]: expected an object with a role",
+        ),
+        (
+            {"input": [{"role": "user", "content": "a"}, {**CALL, "name": None}]},
+            "input[1].tool_calls: expected objects with a function that has a name",
+        ),
+        (
+            {"input": [{"type": "", "role": "user", "content": "a"}]},
+            "input[0].type: expected message",
+        ),
         ({"temperature": -1}, "temperature: expected at least 0"),
     ],
 )

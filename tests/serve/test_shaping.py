@@ -86,6 +86,25 @@ def test_they_are_served_to_messages_and_tokens(server: Running) -> None:
         ({"bad_words": [" "]}, "bad_words: expected a list"),
         ({"bad_words": ["a"] * 257}, "bad_words: expected a list of at most 256 texts"),
         ({"min_tokens": 50}, "min_tokens: expected at most max_tokens, 40, got 50"),
+        (
+            {"min_tokens": 17, "max_tokens": None},
+            "min_tokens: expected at most max_tokens, by default 16, got 17",
+        ),
+        ({"min_tokens": 16, "max_tokens": None}, ""),
+        (
+            {"min_tokens": 50, "max_completion_tokens": 9},
+            "min_tokens: expected at most max_completion_tokens, 9, got 50",
+        ),
+        ({"presence_penalty": ""}, "presence_penalty: expected a number from -2 to 2, got ''"),
+        (
+            {"presence_penalty": False},
+            "presence_penalty: expected a number from -2 to 2, got False",
+        ),
+        (
+            {"frequency_penalty": []},
+            "frequency_penalty: expected a number from -2 to 2, got a list",
+        ),
+        ({"frequency_penalty": None, "presence_penalty": None}, ""),
         ({"min_tokens": 5, "stop": "a"}, "min_tokens: not offered beside stop strings"),
         ({"min_tokens": -1}, "min_tokens: expected a whole number from 0"),
         (
@@ -101,6 +120,19 @@ def test_what_is_wrong_is_refused(server: Running, keys: dict[str, Any], problem
         return
     assert response.status_code == 400
     assert problem in response.json()["error"]["message"]
+
+
+def test_the_fewest_tokens_fit_the_context(server: Running) -> None:
+    """Also of messages, whose answers have no other bound; the control asks for fewer."""
+    asked = {"messages": [{"role": "user", "content": "go"}], "seed": 1}
+    positions = server.gateway.model.config.max_positions
+    response = server.post("/v1/chat/completions", {**asked, "min_tokens": positions - 1})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["message"].startswith("min_tokens: expected at most ")
+    assert (error["param"], error["code"]) == ("min_tokens", "context_length_exceeded")
+    few = server.post("/v1/chat/completions", {**asked, "min_tokens": 2, "max_tokens": 3})
+    assert few.status_code == 200
 
 
 def test_an_answer_that_cannot_go_on_is_an_error_of_its_own(server: Running) -> None:

@@ -24,6 +24,7 @@ from isobit.serve.requests import Limits, read
 from isobit.serve.structured import MOST_BYTES, Grammars
 
 from .helpers import Running, base_model, serving
+from .test_bounds import references, rules
 from .test_tool_formats import tokenizer_of
 
 pytest.importorskip("llguidance")
@@ -377,6 +378,33 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "the answer cannot go on: Parser Error: Current row has 12007 items; max is 2000",
     ),
     "another's": ({"json_schema": {"$ref": "http://a.example/b"}}, "json_schema: "),
+    "a chain": (
+        {"structured_outputs": {"grammar": rules(301)}},
+        "structured_outputs.grammar: at most 300 rules (colons)",
+    ),
+    "GBNF's chain": ({"ebnf": rules(301).replace(":", " ::=")}, "ebnf: at most 300 rules"),
+    "references": (
+        {"json_schema": references(301, lambda value: value)},
+        "json_schema: at most 300 $ref, which stand in",
+    ),
+    "a multiple": (
+        with_schema(a={"multipleOf": 99999989}),
+        "response_format.json_schema.schema.properties.a.multipleOf: expected at most 10,000",
+    ),
+    "a tool's multiple": (
+        {
+            "tools": [
+                {"type": "function", "function": {"name": "a", "parameters": {"multipleOf": 1e9}}}
+            ],
+            "tool_choice": "required",
+        },
+        "tools: a.multipleOf: expected at most 10,000",
+    ),
+    "the server's grammar": ({"ebnf": "start: @body"}, "ebnf: @body: expected a rule of this"),
+    "letters it has not": (
+        {"regex": "\u4e00"},
+        "regex: no text of this model's tokens is what it asks for",
+    ),
     "no tool": ({"tool_choice": "required"}, "tool_choice: required, but tools has none"),
     "another tool": (
         {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fog"}}},

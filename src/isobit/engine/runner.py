@@ -26,6 +26,7 @@ from isobit.engine.routes import RouteStore
 from isobit.engine.sampler import draw, top_of_draws
 from isobit.engine.scheduler import Scheduler
 from isobit.engine.sequences import StepPlan
+from isobit.engine.shaping import Forbidden
 from isobit.errors import NonFiniteError
 from isobit.kernels import KVStore, StateStore, Store
 from isobit.model import Model
@@ -108,12 +109,14 @@ class Runner:
         Raises NonFiniteError where nothing can be drawn; the step is then as if it had not begun.
         Keys and values are written again with the same bits. States of linear attention were
         advanced in place, so all sequences give up their pages, and are computed again from the
-        last ones that are full.
+        last ones that are full; not where Forbidden is raised, before anything is computed.
         """
+        launched = self._ahead is not None
         try:
             return self._run()
-        except BaseException:
-            if any(isinstance(store, StateStore) for store in self.stores):
+        except BaseException as error:
+            computed = launched or not isinstance(error, Forbidden)
+            if computed and any(isinstance(store, StateStore) for store in self.stores):
                 self.scheduler.preempt_all()
             raise
 

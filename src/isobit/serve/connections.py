@@ -78,6 +78,8 @@ class Connection(h11_impl.H11Protocol):
         self._prober: asyncio.TimerHandle | None = None  # of a client that has ended sending
         self._thrown = 0  # bytes that came behind the answer to their request
         self._ending = False  # nothing more is written
+        self.of_events = False
+        """Whether the response under way is of server-sent events, which routes set."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the new connection, or refuse it where the crowd has no room for it."""
@@ -111,16 +113,22 @@ class Connection(h11_impl.H11Protocol):
         return True
 
     def _probe(self) -> None:
-        """Write an interim response until the response begins: a client that is gone resets the
-        connection at the first, and the next one fails."""
-        if self.conn.our_state is h11.SEND_RESPONSE and not self._socket.is_closing():
+        """Write an interim response until the response begins, and a comment while it is of events,
+        which may be silent: a client that is gone resets the connection at the first, and the next
+        one fails."""
+        begins = self.conn.our_state is h11.SEND_RESPONSE
+        event: Any = h11.Data(data=b":\n\n")
+        if begins:
             event = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
+        elif self.conn.our_state is not h11.SEND_BODY or not self.of_events:
+            return
+        if not self._socket.is_closing():
             self.transport.write(self.conn.send(event))
             self._prober = self.loop.call_later(_PROBE_S, self._probe)
 
     def on_response_complete(self) -> None:
         """Go on behind a whole answer."""
-        self._thrown = 0
+        self._thrown, self.of_events = 0, False
         super().on_response_complete()
         self._watch()
 

@@ -319,15 +319,12 @@ class Device:
             return
         except Forbidden as error:  # nothing of the step was computed
             opened = next(o for request, o in self._by_request.items() if request is error.request)
+            self._count_prompts()
             self._close(opened)
             self._post(opened.job.post, Failed(400, str(error)))
             return
         self.steps += 1
-        for request, cached in self.engine.scheduler.begun:
-            opened = self._by_request[request]
-            opened.cached = cached
-            self.totals[opened.job.tenant].prompt += len(opened.job.prompt)
-            self.totals[opened.job.tenant].cached += cached
+        self._count_prompts()
         for request, completion in finished:
             opened = self._by_request[request]
             if completion.sample_index in opened.done:
@@ -336,6 +333,14 @@ class Device:
             self._post(opened.job.post, Done(completion, opened.cached))
             if opened.complete:
                 self._close(opened)
+
+    def _count_prompts(self) -> None:
+        """Count the prompts that were begun in the last step."""
+        for request, cached in self.engine.scheduler.begun:
+            opened = self._by_request[request]
+            opened.cached = cached
+            self.totals[opened.job.tenant].prompt += len(opened.job.prompt)
+            self.totals[opened.job.tenant].cached += cached
 
     def _heard(self, request: Request, sample: int, token: int, logprob: float, top: Top) -> None:
         opened = self._by_request[request]

@@ -25,12 +25,22 @@ from isobit.serve.protocol import (
     TopOrFalse,
     check_length,
     sampling_of,
+    token_list,
 )
-from isobit.serve.requests import BadRequest, Declared, Neutral, parse_body, read
+from isobit.serve.requests import (
+    BadRequest,
+    Declared,
+    Neutral,
+    kind,
+    named_as_sent,
+    parse_body,
+    read,
+)
 from isobit.serve.wire import read_request
 
 _SGLANG_TOKENS = 128
-_OFF, _NOTHING = (False,), TextRequest()
+_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+_OFF, _NOTHING, _NO_SAMPLING = (False,), TextRequest(), SamplingKeys()
 _PLAIN = {**NEUTRAL, "stream": Neutral("a stream; /v1/completions has one", _OFF)}
 
 
@@ -42,12 +52,20 @@ class SGLangSampling(SamplingKeys):
     sampling_seed: Seed | None = None
 
     @property
+    def names(self) -> dict[str, str]:
+        """The keys that were sent, by their names on the other routes."""
+        return {name: key for name, key in _NAMES.items() if getattr(self, key) is not None}
+
+    @property
     def own(self) -> "SGLangSampling":
-        """The same under the names of the other routes."""
-        pairs = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
-        pairs |= {"seed": "sampling_seed"}
-        values = {name: getattr(self, key) for name, key in pairs.items()}
-        return replace(self, **{n: value for n, value in values.items() if value is not None})
+        """The same under the names of the other routes. Raises BadRequest where a key is given by
+        both."""
+        for name, key in self.names.items():
+            twice = ("max_tokens", "max_completion_tokens") if name == "max_tokens" else (name,)
+            for other in twice:
+                if getattr(self, other) != getattr(_NO_SAMPLING, other):
+                    raise BadRequest(f"{key}: {other} is given too; give one of them", key)
+        return replace(self, **{name: getattr(self, key) for name, key in self.names.items()})
 
 
 class SGLangRequest(Declared):
@@ -74,6 +92,13 @@ class VLLMRequest(SamplingKeys):
     prompt: Annotated[Any, "a text, or an object with prompt_token_ids"] = None
     logprobs: Top | None = None
     prompt_logprobs: TopOrFalse = None
+
+
+class VLLMPrompt(Declared):
+    """A prompt of vLLM's that is an object: one of these."""
+
+    prompt: str | None = None
+    prompt_token_ids: Annotated[Any, "a list of token ids"] = None
 
 
 class _AnyObject(Declared):
@@ -105,9 +130,15 @@ class Generating:
         inner, token_ids = keys.sampling_params.own, keys.input_ids
         if (keys.text is None) == (token_ids is None):
             raise BadRequest("expected either text or input_ids", "input_ids")
-        prompts = keys.text if token_ids is None else token_ids
+        key, prompts = ("text", keys.text) if token_ids is None else ("input_ids", token_ids)
+        if not _fits(prompts, str if token_ids is None else int):
+            wanted = (
+                "a text or a list of texts" if token_ids is None else "token ids or lists of them"
+            )
+            raise BadRequest(f"{key}: expected {wanted}, got {kind(prompts)}", key)
         top = keys.top_logprobs_num if keys.return_logprob else 0
-        asked = await self._asked(request, inner, keys.model, prompts, _SGLANG_TOKENS, top)
+        with named_as_sent({"prompt": key, **keys.sampling_params.names}):
+            asked = await self._asked(request, inner, keys.model, prompts, _SGLANG_TOKENS, top)
         results = await completed(self._gateway, request, asked)
         if results is None:
             return Response(status_code=499)
@@ -122,15 +153,23 @@ class Generating:
 
     async def _as_vllm(self, request: Request, keys: VLLMRequest) -> Response:
         prompt = keys.prompt
+        names = dict[str, str]()
         if isinstance(prompt, dict):
-            prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+            inner = read(VLLMPrompt, prompt, self._gateway.limits, "prompt")
+            if (inner.prompt is None) == (inner.prompt_token_ids is None):
+                raise BadRequest("prompt: expected either prompt or prompt_token_ids", "prompt")
+            prompt = inner.prompt
+            if prompt is None:
+                prompt = token_list(inner.prompt_token_ids, "prompt_token_ids")
+                names = {"prompt": "prompt_token_ids"}
         if _several(prompt):
             raise BadRequest("prompt: expected one prompt", "prompt")
         answered = TextRequest(prompt_logprobs=keys.prompt_logprobs)
-        asked = await self._asked(
-            *(request, keys, keys.model, prompt, LEGACY_TOKENS, keys.logprobs or 0),
-            answered=answered,
-        )
+        with named_as_sent(names):
+            asked = await self._asked(
+                *(request, keys, keys.model, prompt, LEGACY_TOKENS, keys.logprobs or 0),
+                answered=answered,
+            )
         results = await completed(self._gateway, request, asked)
         if results is None:
             return Response(status_code=499)
@@ -199,6 +238,18 @@ class Generating:
                     for top in answer.top_logprobs or ()
                 ]
         return {"text": answer.text, "output_ids": answer.token_ids, "meta_info": about}
+
+
+def _fits(prompts: Any, item: type) -> bool:
+    """Return whether a value is texts, or token ids, alone or in a list; `item`: str or int."""
+    if item is str:
+        texts = prompts if isinstance(prompts, list) and prompts else [prompts]
+        return all(isinstance(text, str) for text in texts)
+    lists = prompts if _several(prompts) else [prompts]
+    return all(
+        isinstance(ids, list) and bool(ids) and all(type(token) is int for token in ids)
+        for ids in lists
+    )
 
 
 def _several(prompts: Any) -> bool:

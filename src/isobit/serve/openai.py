@@ -222,7 +222,7 @@ class OpenAI:
 
         def shaping() -> Shaping | None:
             grammar = gateway.grammars.of_text(keys) if held is None else held()
-            return shaping_of(keys, gateway.tokenizer, size, grammar)
+            return shaping_of(keys, gateway.tokenizer, size, sampling.max_new_tokens, grammar)
 
         return replace(sampling, shaping=await at_desk(gateway, request, shaping))
 

@@ -226,7 +226,8 @@ def salt_of(salt: str | None) -> bytes | None:
 
 def check_length(keys: SamplingKeys, prompts: Sequence[Sequence[int]], positions: int) -> None:
     """Raise BadRequest, in words and with a code by which clients know it, where a prompt fills a
-    context of `positions`, or a request names more tokens than there are behind one."""
+    context of `positions`, or a request names more tokens than there are behind one, as its most or
+    its fewest."""
     wanted = keys.wanted or 0
     least = 0 if keys.wanted == 0 else 1
     for length in map(len, prompts):
@@ -235,6 +236,13 @@ def check_length(keys: SamplingKeys, prompts: Sequence[Sequence[int]], positions
                 f"This model's maximum context length is {positions} tokens, of which an answer needs "
                 f"one at least, but the prompt has {length} tokens.",
                 "prompt",
+            )
+        if positions < length + keys.min_tokens:
+            raise too_long(
+                f"min_tokens: expected at most {positions - length:,}, since this model's maximum "
+                f"context length is {positions} tokens and the prompt has {length}, got "
+                f"{keys.min_tokens:,}",
+                "min_tokens",
             )
         if positions < length + wanted:
             raise too_long(

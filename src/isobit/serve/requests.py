@@ -5,7 +5,9 @@ are taken only where they ask for nothing. An unknown key is refused with the ne
 misspelt option must not vanish. An error is one line (`BadRequest`), which names the client's key.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass
 from typing import (
     Annotated,
@@ -59,6 +61,31 @@ class BadRequest(IsobitError):
     ) -> None:
         super().__init__(message)
         self.param, self.status, self.code = param, status, code
+
+
+@contextmanager
+def named_as_sent(
+    names: Mapping[str, str], message: Callable[[int], str] | None = None
+) -> Iterator[None]:
+    """Change keys in the errors of what is done meanwhile into the `names` by which the client sent
+    them; `message` returns the name of what has this index among the messages."""
+    keys = sorted(names, key=len, reverse=True)
+    patterns = [r"^messages\[(\d+)\]"] if message is not None else []
+    patterns += [rf"\b{key}\b" if "_" in key else rf"^{key}(?=[:.\[ ])" for key in keys]
+
+    def sent(match: re.Match[str]) -> str:
+        return names[match[0]] if message is None or not match[1] else message(int(match[1]))
+
+    try:
+        yield
+    except IsobitError as error:
+        if not names or type(error) not in (IsobitError, BadRequest):
+            raise
+        text = re.sub("|".join(patterns), sent, str(error))
+        if not isinstance(error, BadRequest):
+            raise BadRequest(text) from None
+        param = None if error.param is None else names.get(error.param, error.param)
+        raise BadRequest(text, param, error.status, error.code) from None
 
 
 @dataclass(frozen=True)

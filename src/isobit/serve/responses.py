@@ -24,7 +24,15 @@ from isobit.serve.answers import Asked, event
 from isobit.serve.neutral import NEUTRAL
 from isobit.serve.openai import OpenAI
 from isobit.serve.protocol import ChatRequest, SamplingKeys, Tokens, Top
-from isobit.serve.requests import BadRequest, Declared, Neutral, kind, parse_body, read
+from isobit.serve.requests import (
+    BadRequest,
+    Declared,
+    Neutral,
+    kind,
+    named_as_sent,
+    parse_body,
+    read,
+)
 from isobit.serve.thinking import REASONING
 from isobit.serve.wire import error_value, read_request
 
@@ -82,6 +90,19 @@ class ResponsesRequest(SamplingKeys):
     cache_salt: str | None = None
     chat_template_kwargs: Any = None
 
+    @property
+    def names(self) -> dict[str, str]:
+        """The keys of messages that stand for others here, with the names of these."""
+        names = {"messages": "input", "prompt": "input", "reasoning_effort": "reasoning.effort"}
+        if self.text.format is not None:
+            names |= dict.fromkeys(
+                ("response_format.json_schema", "response_format"), "text.format"
+            )
+        if self.max_output_tokens is not None:
+            keys = ("max_tokens' or 'max_completion_tokens", "max_completion_tokens", "max_tokens")
+            names |= dict.fromkeys(keys, "max_output_tokens")
+        return names
+
 
 class Responses:
     """The route of responses, over the routes of OpenAI."""
@@ -98,13 +119,15 @@ class Responses:
         gateway, tenant = self._gateway, request.state.tenant
         keys = await read_request(request, ResponsesRequest, gateway.limits)
         before = self._before(tenant, keys.previous_response_id)
-        chat_keys = read(ChatRequest, _as_chat(keys, before, request.state.body), gateway.limits)
-        try:
-            asked, turn = await self._openai.conversation(request, chat_keys, before)
-        except IsobitError:
-            if before is None:
-                raise  # else the template may have no place where the turn ends: encode it again
-            asked, turn = await self._openai.conversation(request, chat_keys, None)
+        values, items = _as_chat(keys, before, request.state.body)
+        with named_as_sent(keys.names, items.__getitem__):
+            chat_keys = read(ChatRequest, values, gateway.limits)
+            try:
+                asked, turn = await self._openai.conversation(request, chat_keys, before)
+            except IsobitError:
+                if before is None:
+                    raise  # else the template may have no place where the turn ends: encode it again
+                asked, turn = await self._openai.conversation(request, chat_keys, None)
         frame, instructed = _Frame(keys, asked), keys.instructions is not None
 
         def keep(completion: Completion) -> None:
@@ -133,9 +156,11 @@ class Responses:
         return turn
 
 
-def _as_chat(keys: ResponsesRequest, before: sessions.Turn | None, body: bytes) -> dict[str, Any]:
-    """Return the keys of the request for a message that a request for a response stands for. Raises
-    BadRequest."""
+def _as_chat(
+    keys: ResponsesRequest, before: sessions.Turn | None, body: bytes
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the keys of the request for a message that a request for a response stands for, and
+    where each of its messages comes from. Raises BadRequest."""
     include = [] if keys.include is None else keys.include
     if not isinstance(include, list) or any(name not in _SHOWN for name in include):
         raise BadRequest(f"include: expected a list of {', '.join(_SHOWN)}", "include")
@@ -147,12 +172,15 @@ def _as_chat(keys: ResponsesRequest, before: sessions.Turn | None, body: bytes) 
     if before is not None:  # earlier instructions are not those of this request
         earlier = list(map(dict, (*before.messages, before.message)))
         messages += earlier[1:] if before.instructed else earlier
-    messages += _messages(keys.input)
-    shown = _SHOWN[0] in include or keys.top_logprobs > 0
+    items = ["input"] * len(messages)
+    messages += _messages(keys.input, items)
     raw = parse_body(body)
     if keys.response_format is not None and keys.text.format is not None:
         raise BadRequest("response_format: text.format is given too", "response_format")
     shown = _SHOWN[0] in include or keys.top_logprobs > 0
+    for key in ("max_tokens", "max_completion_tokens"):
+        if keys.max_output_tokens is not None and getattr(keys, key) is not None:
+            raise BadRequest(f"{key}: max_output_tokens is given too; give one of them", key)
     chosen = {
         "max_completion_tokens": keys.max_output_tokens,
         "tools": None if keys.tools is None else _tools(keys.tools),
@@ -164,22 +192,23 @@ def _as_chat(keys: ResponsesRequest, before: sessions.Turn | None, body: bytes) 
         "messages": messages,
     }
     values = {key: raw[key] for key in (*_SAME, *options_of(SamplingKeys)) if key in raw}
-    return values | {key: value for key, value in chosen.items() if value is not None}
+    return values | {key: value for key, value in chosen.items() if value is not None}, items
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
-    """Return items as messages. Calls and thoughts belong to the message of the assistant that
-    they stand beside. Raises BadRequest."""
+def _messages(value: Any, items: list[str]) -> list[dict[str, Any]]:
+    """Return items as messages, and append to `items` where each comes from. Calls and thoughts
+    belong to the message of the assistant that they stand beside. Raises BadRequest."""
     if isinstance(value, str):
+        items.append("input")
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
         raise BadRequest(f"input: expected a text or a list of items, got {kind(value)}", "input")
     messages = list[dict[str, Any]]()
     for index, item in enumerate(value):
-        where = f"input[{index}]"
+        where, count = f"input[{index}]", len(messages)
         if not isinstance(item, dict):
             raise BadRequest(f"{where}: expected an object, got {kind(item)}", "input")
-        item_type = item.get("type") or "message"
+        item_type = "message" if item.get("type") is None else item["type"]
         if item_type == "message":
             content = _text(f"{where}.content", item.get("content"))
             if item.get("role") == "assistant":
@@ -204,6 +233,8 @@ def _messages(value: Any) -> list[dict[str, Any]]:
                 f"got {item_type!r:.80}",
                 "input",
             )
+        if len(messages) > count:
+            items.append(where)
     return messages
 
 

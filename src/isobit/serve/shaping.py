@@ -16,23 +16,30 @@ _NOTHING = Shaping()
 
 
 def shaping_of(
-    keys: SamplingKeys, tokenizer: Tokenizer, vocabulary: int, grammar: Grammar | None = None
+    keys: SamplingKeys,
+    tokenizer: Tokenizer,
+    vocabulary: int,
+    most: int,
+    grammar: Grammar | None = None,
 ) -> Shaping | None:
-    """Return what moves and forbids the tokens of a request's answers, None: nothing. Raises
-    BadRequest."""
+    """Return what moves and forbids the tokens of a request's answers, which have at most `most`,
+    None: nothing. Raises BadRequest."""
     late = keys.min_tokens > 0
+    most = most if keys.wanted is None else keys.wanted
     if late and keys.stop not in (None, [], ""):
         raise BadRequest("min_tokens: not offered beside stop strings", "min_tokens")
-    if late and keys.wanted is not None and keys.min_tokens > keys.wanted:
+    if late and keys.min_tokens > most:
+        limit = "max_tokens" if keys.max_completion_tokens is None else "max_completion_tokens"
+        default = "by default " if keys.wanted is None else ""
         raise BadRequest(
-            f"min_tokens: expected at most max_tokens, {keys.wanted:,}, got {keys.min_tokens:,}",
+            f"min_tokens: expected at most {limit}, {default}{most:,}, got {keys.min_tokens:,}",
             "min_tokens",
         )
     stops = [token for token in keys.stop_token_ids or () if token < vocabulary]
     eos = [] if keys.ignore_eos else [token for token in tokenizer.eos_ids if token < vocabulary]
     shaping = Shaping(
-        presence_penalty=_number("presence_penalty", keys.presence_penalty or 0.0, _PENALTY),
-        frequency_penalty=_number("frequency_penalty", keys.frequency_penalty or 0.0, _PENALTY),
+        presence_penalty=_penalty("presence_penalty", keys.presence_penalty),
+        frequency_penalty=_penalty("frequency_penalty", keys.frequency_penalty),
         bias=_bias(keys.logit_bias, vocabulary),
         allowed=_allowed(keys.allowed_token_ids, vocabulary),
         banned=_banned(keys.bad_words, tokenizer),
@@ -41,6 +48,10 @@ def shaping_of(
         grammar=grammar,
     )
     return None if shaping == _NOTHING else shaping
+
+
+def _penalty(key: str, value: Any) -> float:
+    return 0.0 if value is None else _number(key, value, _PENALTY)
 
 
 def _number(key: str, value: Any, most: float) -> float:

@@ -2,8 +2,9 @@
 
 llguidance compiles these and says which tokens may come next; the mask is one more filter of the
 distribution that is sampled (`engine/shaping.py`). What a stranger sends is bounded: its bytes here,
-and by llguidance's own counters, which no clock moves, the work of compiling and of each mask. What
-is wrong is refused before anything is sampled. Left out: structural tags.
+its rules and numbers in `bounds.py`, and by llguidance's own counters, which no clock moves, the work
+of compiling and of each mask. What is wrong is refused before anything is sampled. Left out:
+structural tags.
 """
 
 import json
@@ -21,6 +22,7 @@ from isobit.errors import IsobitError, brief
 from isobit.model.text.tokenizer import Tokenizer
 from isobit.model.text.tool_formats.base import ToolFormat, Tools
 from isobit.model.text.tool_formats.grammar import BODY, JSON_OPTIONS, Asked, grammar, held
+from isobit.serve.bounds import check_grammar, check_schemas, check_size
 from isobit.serve.protocol import ChatRequest, SamplingKeys
 from isobit.serve.requests import BadRequest
 from isobit.serve.words import token_bytes, token_words
@@ -102,6 +104,12 @@ class Grammars:
         if asked.calls and len(json.dumps(asked.tools)) > MOST_BYTES:
             raise BadRequest(
                 f"tools: at most {MOST_BYTES >> 10} KiB where calls are held to them", "tools"
+            )
+        if asked.calls:
+            functions = [tool["function"] for tool in asked.tools]
+            check_schemas(
+                "tools",
+                [(f"tools: {f.get('name')!s:.40}", f.get("parameters")) for f in functions],
             )
         try:
             answer = grammar(asked, form, self._tokenizer, prompt)
@@ -240,6 +248,8 @@ def _problem(matcher: Any) -> str | None:
     if not matcher.is_error():
         return None
     text = matcher.get_error().replace("<non-verbose/>", "")
+    if "NoExtensionBias" in text:
+        return "no text of this model's tokens is what it asks for"
     reason = next((line for line in text.splitlines() if line.startswith("error: ")), text)
     return brief(" ".join(reason.split()), 200)
 
@@ -305,6 +315,7 @@ def _schema(key: str, value: Any) -> Body:
     if not isinstance(value, Mapping):
         raise BadRequest(f"{key}: expected a JSON schema, which is an object", key)
     _bounded(key, json.dumps(value))
+    check_schemas(key, [(key, value)])
     return Body(key, {"name": BODY, "json_schema": {**value, "x-guidance": JSON_OPTIONS}}, value)
 
 
@@ -322,7 +333,7 @@ def _choice(key: str, texts: Any) -> Body:
 
 def _lark(key: str, text: str) -> Body:
     """Return the body of a grammar in Lark's notation, or in GBNF's (`::=`)."""
-    _bounded(key, text)
+    check_size(key, _bounded(key, text))
     if "::=" in text:
         _llguidance(key)
         from llguidance.gbnf_to_lark import any_to_lark
@@ -331,6 +342,7 @@ def _lark(key: str, text: str) -> Body:
             text = any_to_lark(text)
         except Exception as error:  # of a text that is none
             raise BadRequest(f"{key}: {brief(' '.join(str(error).split()), 200)}", key) from None
+    check_grammar(key, _bounded(key, text))
     return Body(key, {"name": BODY, "lark_grammar": text})
 
 

@@ -219,6 +219,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._stack:
+            if (connection := scope.get("state", {}).get(CONNECTION)) is not None:
+                connection.of_events = True
             await unless_gone(receive, self._write(send))
 
     async def _write(self, send: Send) -> None:
