@@ -13,7 +13,7 @@ from isobit.data.foreign import BadJson, parse_json
 from isobit.model.text import escape_special
 from isobit.model.text import tokenizer as tokenizers
 from isobit.serve import desk as desks
-from isobit.serve import texts, wire
+from isobit.serve import requests, texts, wire
 from isobit.serve.desk import Desk, written
 from isobit.serve.requests import BadRequest, parse_body
 from tests.until import until_here
@@ -219,6 +219,24 @@ def test_a_large_body_is_read_at_the_desk(server: Running, monkeypatch: pytest.M
     assert threads == ["texts", "texts"]
     assert server.post("/detokenize", {"tokens": [5]}).status_code == 200
     assert threads[2] != "texts"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/generate", {"input_ids": [5] * 30000}), ("/v1/responses", {"input": "a" * 99999})],
+)
+def test_a_large_body_is_read_once(
+    server: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    threads = list[str]()
+
+    def told(text: str, **options: Any) -> Any:
+        threads.append(threading.current_thread().name.partition("_")[0])
+        return parse_json(text, **options)
+
+    monkeypatch.setattr(requests, "parse_json", told)
+    assert server.post(path, body).status_code == 400  # longer than the context
+    assert threads == ["texts"]
 
 
 def test_a_text_that_fits_no_prompt_is_not_encoded(

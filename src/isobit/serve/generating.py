@@ -33,10 +33,9 @@ from isobit.serve.requests import (
     Neutral,
     kind,
     named_as_sent,
-    parse_body,
     read,
 )
-from isobit.serve.wire import read_request
+from isobit.serve.wire import read_as
 
 _SGLANG_TOKENS = 128
 _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
@@ -101,12 +100,6 @@ class VLLMPrompt(Declared):
     prompt_token_ids: Annotated[Any, "a list of token ids"] = None
 
 
-class _AnyObject(Declared):
-    """An object of either kind."""
-
-    strict = False
-
-
 class Generating:
     """The route, over those of OpenAI."""
 
@@ -120,11 +113,16 @@ class Generating:
     async def generate(self, request: Request) -> Response:
         """Answer texts or token ids with token ids."""
         limits = self._gateway.limits
-        await read_request(request, _AnyObject, limits)
-        body = parse_body(request.state.body)
-        if "prompt" in body:
-            return await self._as_vllm(request, read(VLLMRequest, body, limits))
-        return await self._as_sglang(request, read(SGLangRequest, body, limits))
+
+        def declared(value: Any) -> SGLangRequest | VLLMRequest:
+            if isinstance(value, dict) and "prompt" in value:
+                return read(VLLMRequest, value, limits)
+            return read(SGLangRequest, value, limits)
+
+        keys = await read_as(request, limits, declared)
+        if isinstance(keys, VLLMRequest):
+            return await self._as_vllm(request, keys)
+        return await self._as_sglang(request, keys)
 
     async def _as_sglang(self, request: Request, keys: SGLangRequest) -> Response:
         inner, token_ids = keys.sampling_params.own, keys.input_ids

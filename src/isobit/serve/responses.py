@@ -30,11 +30,10 @@ from isobit.serve.requests import (
     Neutral,
     kind,
     named_as_sent,
-    parse_body,
     read,
 )
 from isobit.serve.thinking import REASONING
-from isobit.serve.wire import error_value, read_request
+from isobit.serve.wire import error_value, read_as
 
 _OFF = (False,)
 _SHOWN = ("message.output_text.logprobs", "reasoning.encrypted_content")
@@ -117,9 +116,13 @@ class Responses:
     async def create(self, request: Request) -> Response:
         """Answer with the next items of a conversation."""
         gateway, tenant = self._gateway, request.state.tenant
-        keys = await read_request(request, ResponsesRequest, gateway.limits)
+        keys, body = await read_as(
+            request,
+            gateway.limits,
+            lambda body: (read(ResponsesRequest, body, gateway.limits), body),
+        )
         before = self._before(tenant, keys.previous_response_id)
-        values, items = _as_chat(keys, before, request.state.body)
+        values, items = _as_chat(keys, before, body)
         with named_as_sent(keys.names, items.__getitem__):
             chat_keys = read(ChatRequest, values, gateway.limits)
             try:
@@ -157,7 +160,7 @@ class Responses:
 
 
 def _as_chat(
-    keys: ResponsesRequest, before: sessions.Turn | None, body: bytes
+    keys: ResponsesRequest, before: sessions.Turn | None, body: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the keys of the request for a message that a request for a response stands for, and
     where each of its messages comes from. Raises BadRequest."""
@@ -174,7 +177,6 @@ def _as_chat(
         messages += earlier[1:] if before.instructed else earlier
     items = ["input"] * len(messages)
     messages += _messages(keys.input, items)
-    raw = parse_body(body)
     if keys.response_format is not None and keys.text.format is not None:
         raise BadRequest("response_format: text.format is given too", "response_format")
     shown = _SHOWN[0] in include or keys.top_logprobs > 0
@@ -191,7 +193,7 @@ def _as_chat(
         "stream_options": {"include_usage": True},
         "messages": messages,
     }
-    values = {key: raw[key] for key in (*_SAME, *options_of(SamplingKeys)) if key in raw}
+    values = {key: body[key] for key in (*_SAME, *options_of(SamplingKeys)) if key in body}
     return values | {key: value for key, value in chosen.items() if value is not None}, items
 
 

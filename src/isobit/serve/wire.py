@@ -4,7 +4,7 @@ client."""
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ CONNECTION = "connection"
 DESK = "desk"
 """The name, in a request's state, of the desk at which its text is read."""
 _LOG = logging.getLogger("isobit.serve")
-_Schema = TypeVar("_Schema")
+_T = TypeVar("_T")
 _TWO_LENGTHS = BadRequest("Content-Length and Transfer-Encoding: expected one of them")
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -75,9 +75,16 @@ def _of_routes(request: Request, error: HTTPException) -> str:
     return f"there is no {shown}; {did_you_mean(path[:200], known)}"
 
 
-async def read_request(request: Request, schema: type[_Schema], limits: Limits) -> _Schema:
+async def read_request(request: Request, schema: type[_T], limits: Limits) -> _T:
     """Read a request's body, and return the JSON object that it is as its declaration. Raises
-    BadRequest as `read_body` and `read`, and for a body that is encoded (415)."""
+    BadRequest as `read_as` and `read`."""
+    return await read_as(request, limits, lambda value: read(schema, value, limits))
+
+
+async def read_as(request: Request, limits: Limits, declared: Callable[[Any], _T]) -> _T:
+    """Read a request's body, and return what `declared` makes of its JSON value: where the body is
+    long, outside the loop, in its tenant's turn. Raises BadRequest as `read_body` and `declared`, and
+    for a body that is encoded (415)."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise BadRequest(
@@ -87,12 +94,12 @@ async def read_request(request: Request, schema: type[_Schema], limits: Limits) 
     body = await read_body(request, limits)
     desk = getattr(request.state, DESK, None)
 
-    def parsed() -> _Schema:
-        return read(schema, parse_body(body), limits)
+    def parsed() -> _T:
+        return declared(parse_body(body))
 
     if desk is None or len(body) <= LIGHT_BYTES:
         return parsed()
-    keys: _Schema = await desk.do(request.state.tenant, parsed)
+    keys: _T = await desk.do(request.state.tenant, parsed)
     return keys
 
 
